@@ -18,7 +18,7 @@ from flexengine.lora import ALL_EXPERTS, ALL_LINEAR, LoRA
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.lora_units import with_sums_in_units
 from flexengine.models.saved_modules import edge_modules, saved_tensors, with_saved_modules
-from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
+from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.dora import DoRALinear
 from flexengine.ops.dora_experts import DoRAGroupedLinear
@@ -99,7 +99,7 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         own = tuple((param.name, len(groups), param.name) for param in params)
         layers[index] = replace(layer, ops=ops, params=(*layer.params, *own))
         name = f"adapter.{layer.name.rpartition('.')[2]}"
-        groups.append(GroupSpec(name, "block", tuple(params), adapter=True))
+        groups.append(GroupSpec(name, ADAPTER_CLASS, tuple(params), adapter=True))
     adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers))
     _check_ranks(adapted, lora)
     _check_trained_once(adapted, lora)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
+from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.experts import GroupedLinear
 from flexengine.ops.linear import Linear
 from flexengine.wording import did_you_mean, shown
@@ -139,7 +139,8 @@ def _moved(model: ModelSpec, group: int, params: Sequence[ParamSpec], adapter: s
     groups[group] = replace(spec, params=tuple(param for param in spec.params if param.name not in moved))
     target = next((i for i, other in enumerate(groups) if other.name == adapter), len(groups))
     if target == len(groups):
-        groups.append(GroupSpec(adapter, spec.slot_class, tuple(params), adapter=True))
+        slot_class = ADAPTER_CLASS if spec.slot_class == "block" else f"{spec.slot_class} {ADAPTER_CLASS}"
+        groups.append(GroupSpec(adapter, slot_class, tuple(params), adapter=True))
     else:
         groups[target] = replace(groups[target], params=(*params, *groups[target].params))
 

@@ -62,6 +62,12 @@ class ParamSpec:
         return math.prod(self.shape)
 
 
+ADAPTER_CLASS = "adapter"
+BLOCK_CLASSES = ("block", ADAPTER_CLASS)
+"""Classes of the groups that blocks have: their own, and what lies beside these (`GroupSpec.adapter`). A block needs
+both at once, and they differ in size."""
+
+
 @dataclass(frozen=True)
 class GroupSpec:
     """Parameters that cross the link together. Groups of one `slot_class` share weight and gradient slots.
@@ -69,8 +75,8 @@ class GroupSpec:
     frozen: the group is not trained and has weights alone: no gradient, no optimizer states, no update. divisions: the
     parameters named `cut` may be cut into this many equal parts of their first dimension. num_parts: `divisions` when
     they are cut, else 1. Parts cross the link one by one, after all other parameters of the group (in backward before
-    them). adapter: the group is trained beside a frozen one of its layer (or the other way round), and always lives on
-    the GPU.
+    them). adapter: the group is trained beside a frozen one of its layer (or the other way round). It lives on the GPU,
+    and of several ranks streams from the host.
     """
 
     name: str

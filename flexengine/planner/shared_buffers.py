@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.models.spec import ModelSpec
+from flexengine.models.spec import BLOCK_CLASSES, ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.blocks import block_kinds
 from flexengine.planner.cost.cost_model import CostModel
@@ -109,7 +109,8 @@ class SharedBuffers:
         # live on the GPU otherwise: they are small, and every chunk reads them
         on_gpu = (STREAMED,) if request.shares_node else GPU_RESIDENCIES
         self.residencies = np.array([*on_gpu, UPDATED_BY_CPU] if by_cpu else on_gpu)
-        self.adapter_home = RESIDENCIES[STREAMED if request.shares_node else RESIDENT]
+        self.adapter_residency = STREAMED if request.shares_node else RESIDENT
+        self.adapter_home = RESIDENCIES[self.adapter_residency]
         self.adapter_layouts = [group_storage(model.groups[g], request.numerics) for g in self.adapter_groups]
         self.kind_residencies = [residencies_of(model.groups[kind.group]) for kind in self.kinds]
         self.edge_residencies = [residencies_of(model.groups[g]) for g in self.edge_groups]
@@ -159,7 +160,7 @@ class SharedBuffers:
             layout = self._reference(edge, RESIDENT_BOTH)
             start = layout.place("accumulator", "block").offset
             start += 0 if edge.share_slots else _block_part(layout)
-            edges = [s for s in _parameter_slots(layout) if s.key.owner != "block"]
+            edges = [s for s in _parameter_slots(layout) if s.key.owner not in BLOCK_CLASSES]
             heads = {SlotKey("grad", self.small.groups[g].slot_class, 0) for g in self.small.layers[-1].groups}
             end = max((align(s.end) for s in edges), default=start) - start
             head_grad = min((s.offset - start for s in edges if s.key in heads), default=end)
@@ -216,7 +217,8 @@ class SharedBuffers:
         nothing = LayerPlan((), (), "host")
         blocks = (LayerPlan(keepable_ops(b.ops) if b.keeps else ()) if keep_all else nothing for b in self.small.blocks)
         homes = (
-            RESIDENT if g.adapter else residency if g.slot_class == "block" else next(edges) for g in self.small.groups
+            self.adapter_residency if g.adapter else residency if g.slot_class == "block" else next(edges)
+            for g in self.small.groups
         )
         groups = tuple(residencies_of(g)[v] for g, v in zip(self.small.groups, homes, strict=True))
         layers = (LayerPlan(), *blocks, LayerPlan())
@@ -288,7 +290,7 @@ class SharedBuffers:
 
 def _block_part(layout: Layout) -> int:
     """Bytes of the blocks' parameter slots."""
-    return sum(align(s.num_bytes) for s in _parameter_slots(layout) if s.key.owner == "block")
+    return sum(align(s.num_bytes) for s in _parameter_slots(layout) if s.key.owner in BLOCK_CLASSES)
 
 
 def _parameter_slots(layout: Layout) -> list[Slot]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from flexengine.models.spec import BLOCK_CLASSES
 from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.fixed_slots import (
     PARTIAL_SQUARES,
@@ -26,6 +27,8 @@ from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.second_planes import SECOND, second_kinds
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey
 
+ADAPTER_SLOTS = 2
+"""Slots for weights of adapters that stream, and for their gradients: one at work, one on its way."""
 RUN = "run"
 """Category of slots within planes, which take no bytes of their own."""
 
@@ -242,7 +245,7 @@ class _GpuSlots:
     def _round_slots(self, start: int) -> int:
         """Append slots of forward and backward; returns where they end."""
         region = _Region(self._slots, "gpu", start)
-        self._parameter_slots(region, {"block"}, grads_over_weights=False)
+        self._parameter_slots(region, set(BLOCK_CLASSES), grads_over_weights=False)
         edge_start = start if self._plan.share_edge_slots else region.end
         for classes in self._edge_classes():
             edge = _Region(self._slots, "gpu", edge_start)
@@ -258,7 +261,7 @@ class _GpuSlots:
         """
         found: list[set[str]] = []
         for layer in self._model.layers:
-            used = {self._model.groups[g].slot_class for g in layer.groups} - {"block"}
+            used = {self._model.groups[g].slot_class for g in layer.groups} - set(BLOCK_CLASSES)
             together = [classes for classes in found if classes & used]
             found = [classes for classes in found if not classes & used]
             if used:
@@ -315,8 +318,12 @@ class _GpuSlots:
         """
         largest = max((self._groups[i].part_bytes("weights") for i in groups), default=0)
         most = self._plan.weight_slots if most_bytes is None or not largest else most_bytes // align(largest)
-        for k in range(min(self._num_parts(groups), self._plan.weight_slots, max(1, most))):
+        for k in range(min(self._num_parts(groups), self._at_most(groups, self._plan.weight_slots), max(1, most))):
             region.add("weights", largest, "weight slots", name, k)
+
+    def _at_most(self, groups: list[int], slots: int) -> int:
+        """How many slots the parts of some groups have of a plan's `slots`. Adapters are small beside their blocks."""
+        return ADAPTER_SLOTS if any(self._model.groups[i].adapter for i in groups) else slots
 
     def _grad_ring(self, region: _Region, name: str, groups: list[int]) -> None:
         """Append the same for gradients. Where they move in pieces, as many slots for pieces as the bytes of those for
@@ -328,7 +335,7 @@ class _GpuSlots:
         largest = max((self._groups[i].part_bytes("grad") for i in groups), default=0)
         piece = max((self._sizes.piece_bytes(i) for i in groups), default=0)
         num_pieces = sum(len(pieces) for i in groups for pieces in self._sizes.pieces[i])
-        num_bytes = align(largest) * min(self._num_parts(groups), self._plan.grad_slots)
+        num_bytes = align(largest) * min(self._num_parts(groups), self._at_most(groups, self._plan.grad_slots))
         for k in range(min(num_pieces, max(1, num_bytes // align(piece))) if piece else 0):
             region.add("grad", piece, "gradient slots", name, k)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from flexengine.models.spec import GroupSpec, ParamSpec
+from flexengine.models.spec import BLOCK_CLASSES, GroupSpec, ParamSpec
 from flexengine.optim.rule import Rule
 from flexengine.optim.rules import IN_BLOCKS, rule_of
 from flexengine.plan import Numerics
@@ -217,7 +217,7 @@ def _kind_of(param: ParamSpec, group: GroupSpec, numerics: Numerics) -> str:
 
     Muon leaves rows that stand alone, such as the taps of a convolution, to AdamW.
     """
-    hidden = numerics.optimizer == "muon" and group.slot_class == "block" and not (group.frozen or group.adapter)
+    hidden = numerics.optimizer == "muon" and group.slot_class == "block" and not group.frozen
     if param.kind == "matrix" and hidden and all(min(shape) > 1 for shape in _plain_matrices(param)):
         return "hidden"
     return param.kind
@@ -245,7 +245,7 @@ def _matrices(param: ParamSpec) -> tuple[tuple[int, ...], ...]:
 
 
 def _rule(segment: str, group: GroupSpec, numerics: Numerics) -> Rule:
-    kind = "edge" if segment == "matrix" and group.slot_class != "block" else segment
+    kind = "edge" if segment == "matrix" and group.slot_class not in BLOCK_CLASSES else segment
     return rule_of(numerics.optimizer, kind, numerics.state, numerics.compute)
 
 

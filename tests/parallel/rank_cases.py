@@ -147,6 +147,24 @@ def lora() -> Case:
     return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS))
 
 
+def adapters_in_one_slot() -> Case:
+    """A block needs its frozen weights and its adapters at once, the head its own and a norm that is trained."""
+    source = random_weights(tiny_config())
+    lora = LoRA(["q_proj", "up_proj"], rank=2, modules_to_save=["norm", "input_layernorm"])
+    source = source._replace(spec=with_lora(source.spec, lora))
+    slots = {"weight_slots": 1, "grad_slots": 1, "share_edge_slots": True}
+    return Case(source, streamed(source, numerics=BF16, **slots), steps_of(67, LENGTHS))
+
+
+def adapters_of_experts_in_parts() -> Case:
+    """Adapters stay whole beside experts that stream part by part."""
+    source = random_weights(FAMILIES["qwen3_moe"])
+    spec = with_lora(source.spec, LoRA(["all-linear", "all-experts", "gate"], rank=2))
+    source = source._replace(spec=spec)
+    plan = streamed(source, in_parts=True, touched_only=True, weight_slots=1)
+    return Case(source, plan, steps_of(spec.vocab_size, LENGTHS))
+
+
 def pissa() -> Case:
     """Adapters that begin with the principal parts of the weights, which lose them; beside them magnitudes."""
     source = random_weights(tiny_config())
@@ -195,14 +213,16 @@ def one_round() -> Case:
 CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
-    experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
+    experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), adapters_in_one_slot: (3,),
+    adapters_of_experts_in_parts: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
     states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,),
 }  # fmt: skip
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
 
 SPLIT_CASES: dict[Callable[[], Case], int] = {
-    several_calls: 3, bf16: 4, tied_in_shared_slots: 2, sliced: 2, experts_in_parts: 2,
+    several_calls: 3, bf16: 4, tied_in_shared_slots: 2, sliced: 2, experts_in_parts: 2, adapters_in_one_slot: 2,
+    adapters_of_experts_in_parts: 3,
 }  # fmt: skip
 """Those of which ranks also walk the layers together, and how many ranks."""
 

@@ -7,9 +7,15 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from engine_helpers import streamed_plan
+from family_configs import CASES as FAMILIES
 
+from flexengine import LoRA
+from flexengine.models import blocks
 from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
+from flexengine.models.lora import with_lora
+from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule import fixed_slots, node_exchange, relay_pieces
 from flexengine.schedule.checker import ProgramError, check_program
@@ -49,6 +55,26 @@ def test_random_plans_are_proven(seed, size, monkeypatch):
     plan = of_ranks(replace(plan, in_parts=parts), size, nodes=nodes, states=states)
     layout = Layout(model, plan)
     for num_rounds in (1, size, size + 1):
+        runs = runs_of_ranks(layout, full_round(layout), num_rounds)
+        check_runs(layout, runs, num_rounds)
+    for run in (run for rank in runs for run in rank if not run.exchanges):
+        check_program(run.program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["relayed", "split"])
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "in parts"])
+def test_plans_of_adapters_are_proven(parts, split, monkeypatch):
+    """In one slot for blocks' weights, beside which adapters stream through slots of their own."""
+    monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
+    model = build_model("tiny", FAMILIES["qwen3_moe"]) if parts else small_model()
+    lora = LoRA(["all-linear", *(["all-experts"] if parts else [])], rank=2, modules_to_save=["norm"])
+    model = with_lora(model, lora)
+    plan = replace(streamed_plan(model, chunk_tokens=64, max_seq_len=64), in_parts=parts, weight_slots=1, grad_slots=1)
+    homes = tuple(GroupPlan() if group.trained else group for group in plan.groups)
+    plan = replace(of_ranks(replace(plan, groups=homes), 2), split=split)
+    layout = Layout(model, plan)
+    assert any(len(group.parts) > 1 for group in layout.groups) == parts
+    for num_rounds in (1, 2, 3):
         runs = runs_of_ranks(layout, full_round(layout), num_rounds)
         check_runs(layout, runs, num_rounds)
     for run in (run for rank in runs for run in rank if not run.exchanges):

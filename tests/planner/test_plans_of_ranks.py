@@ -6,14 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from flexengine import LoRA
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
+from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Request
 from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.price_of_ranks import priced_together
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.packing import full_round
+from flexengine.schedule.ranks_checker import check_runs
+from flexengine.schedule.ranks_order import runs_of_ranks
 
 
 @pytest.mark.long
@@ -23,6 +28,20 @@ def test_four_gpus_are_four_times_as_fast_as_one():
     four = replace(one, max_global_batch_tokens=4 * 131072, max_host_bytes=440 * GIB, ranks=4)
     alone, together = (plan_for_ranks(spec, r, with_gpus(preset("h200"), r.ranks)).predicted for r in (one, four))
     assert 4 * alone.step_s / together.step_s > 4.0
+
+
+@pytest.mark.parametrize(("name", "gpu_gib"), [("llama-3.2-1b", 1.7), ("qwen3-30b-a3b", 2.5)])
+def test_adapters_on_ranks_that_have_one_slot_or_parts(name, gpu_gib):
+    """Budgets that leave blocks one slot for weights, or cut their experts."""
+    spec = open_model(f"preset:{name}").spec
+    spec = with_lora(spec.with_layers([0, 1, 2, len(spec.layers) - 1]), LoRA(modules_to_save="norm"))
+    request = Request(1024, 4096, int(gpu_gib * GIB), 60 * GIB, ranks=2, transport="relay")
+    plan = plan_for_ranks(spec, request, with_gpus(preset("h100"), 2))
+    assert plan.in_parts if name.startswith("qwen3") else plan.weight_slots == 1
+    layout = Layout(spec, plan)
+    assert layout.gpu_bytes <= plan.predicted.gpu_bytes <= request.max_gpu_bytes
+    shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    check_runs(layout, runs_of_ranks(layout, shape, 3), 3)
 
 
 def test_the_cpu_makes_all_updates_where_ranks_would_wait_for_those_of_gpus():

@@ -25,11 +25,15 @@ class WeightLowering:
 
     def acquire(self, layer: LayerSpec, at: StagePart) -> dict[int, int]:
         """Slots by group that hold this part of the layer's groups; fetches and decodes what is not there yet."""
-        return {group: self._ready_part(group, at, needed=layer.groups) for group in layer.groups}
+        return {group: self._ready_part(group, self._own(group, at), needed=layer.groups) for group in layer.groups}
 
     def reads(self, weights: dict[int, int], part: int) -> list[Access]:
         """What a command reads that computes with these slots."""
         return [Access(slot, self._content(group, part, slot)) for group, slot in weights.items()]
+
+    def _own(self, group: int, at: StagePart) -> StagePart:
+        """The stage as a group meets it: one that stays whole beside a group in parts, as adapters do, has part 0."""
+        return at if self._context.is_in_parts(group) else at._replace(part=0)
 
     def _ready_part(self, group: int, at: StagePart, needed: tuple[int, ...]) -> int:
         """The slot that layers read a group's part from."""
