@@ -27,6 +27,8 @@ CONFIG_FILE, FINAL_FOLDER, BEST_FOLDER = "config.yaml", "final", "best"
 """What was asked for, the trained model (--save), and the one with the lowest validation loss."""
 EVAL_LOG_FILE = "eval_log.jsonl"
 """A line per evaluation, where there are validation data."""
+DATA_FILE = "data.json"
+"""What became of the records of each data set: how many are trained, left out or bad, and why."""
 
 STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
 """Options that name a step, counted from 1."""
@@ -52,7 +54,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         Sequence[str],
         Option(
             "where records come from, as PLACE[:SPLIT][=WEIGHT]: files (JSON, CSV, Parquet, Arrow) or folders of them,"
-            " ids on the Hugging Face hub, shards of tokens (.bin, .npy); json_sft needs one or more"
+            " ids on the Hugging Face hub (of both also PLACE:CONFIG:SPLIT), shards of tokens (.bin, .npy); json_sft"
+            " needs one or more"
         ),
     ] = ()
     train_on: Annotated[
@@ -62,6 +65,13 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     truncate_long: Annotated[
         bool, Option("cut conversations longer than --max-seq-len instead of dropping them; texts are always split")
     ] = False
+    bad_records: Annotated[
+        Literal["stop", "skip"],
+        Option(
+            "what is done about records that cannot be read: stop at the first, or skip them all, count them and name"
+            " the first"
+        ),
+    ] = "stop"
     data_cache: Annotated[
         str | None, Option("folder of tokenized records (default: data/ in flexengine's cache folder)")
     ] = None

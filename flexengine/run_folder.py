@@ -9,8 +9,9 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flexengine.api import PlannedRun
 from flexengine.checkpoint.atomic import write_text
@@ -23,6 +24,7 @@ from flexengine.checkpoint.run_checkpoints import (
 from flexengine.checkpoint.staged_folder import check_takes_files
 from flexengine.config import (
     CONFIG_FILE,
+    DATA_FILE,
     EVAL_LOG_FILE,
     FINAL_FOLDER,
     LOG_FILE,
@@ -137,9 +139,12 @@ def _checkpoint_bytes(config: TrainConfig, source: ModelSource) -> int:
 
 
 @contextlib.contextmanager
-def started_run_folder(config: TrainConfig, planned: PlannedRun, replace: bool) -> Iterator[None]:
+def started_run_folder(
+    config: TrainConfig, planned: PlannedRun, records: Sequence[Mapping[str, Any]], replace: bool
+) -> Iterator[None]:
     """Create the folder, hold it for this process, and write what is known before anything is loaded.
 
+    records: what became of the records of each source, as JSON values.
     It is checked again, as another run may have used it since. With config.save it also tries whether the trained model
     can be written at the end. Raises: ValueError as `check_run_folder`.
     """
@@ -156,6 +161,9 @@ def started_run_folder(config: TrainConfig, planned: PlannedRun, replace: bool) 
         clean_up(config.run_folder)
         (config.run_folder / TRACE_FILE).unlink(missing_ok=True)
         write_text(config.run_folder / CONFIG_FILE, dataclasses.replace(config, resume=None, overwrite=False).to_yaml())
+        (config.run_folder / DATA_FILE).unlink(missing_ok=True)
+        if records:
+            write_text(config.run_folder / DATA_FILE, json.dumps(list(records), indent=1, ensure_ascii=False) + "\n")
         write_plan(config, planned)
         yield
 
@@ -183,9 +191,13 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def run_record(config: TrainConfig, num_steps: int) -> str:
-    """Describe what made a model, as JSON: the steps that were taken and every option."""
+    """Describe what made a model, as JSON: the steps that were taken, every option, and what became of the records."""
     options = {name: option.to_flag(getattr(config, name)) for name, option in options_of(TrainConfig).items()}
-    return json.dumps({"steps": num_steps, "config": options}, indent=1) + "\n"
+    records: list[Any] = []
+    with contextlib.suppress(OSError, ValueError):  # a run of an earlier version has no such file
+        records = json.loads((config.run_folder / DATA_FILE).read_text(encoding="utf-8"))
+    told = {"data": records} if records else {}
+    return json.dumps({"steps": num_steps, "config": options, **told}, indent=1, ensure_ascii=False) + "\n"
 
 
 def write_plan(config: TrainConfig, planned: PlannedRun) -> None:

@@ -107,7 +107,7 @@ def _train(
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
     print(planned.describe())
-    with started_run_folder(config, planned, replace), told:
+    with started_run_folder(config, planned, checked.data.records, replace), told:
         return told.ending_with(run(config, planned, checked.data, checked.schedule, prompts, told, points))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flexengine.config import TrainConfig
 from flexengine.data import (
@@ -27,13 +29,14 @@ DEMO_FOLDER = ASSETS / "demo"
 class TrainingData:
     """Where batches come from, the tokenizer (None for synthetic data), and one line about both.
 
-    validation: None when the run evaluates nothing.
+    validation: None when the run evaluates nothing. records: what became of the records of each source, as JSON values.
     """
 
     batches: GlobalBatches | SyntheticBatches
     tokenizer: ChatTokenizer | None
     description: str
     validation: ValidationBatches | None = None
+    records: Sequence[dict[str, Any]] = ()
 
 
 def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
@@ -43,7 +46,6 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         batches = SyntheticBatches(vocab_size, config.max_seq_len, config.max_global_batch_tokens, config.seed)
         text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
         return TrainingData(batches, None, text)
-    sources = [parse_source(text) for text in config.dataset]
     tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
     if tokenizer.max_id >= vocab_size:
         raise ValueError(
@@ -52,9 +54,11 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         )
     tokenizer.train_on = config.train_on
     cache = Path(config.data_cache) if config.data_cache else default_cache()
-    prepared = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, cache)
-    text = "; ".join(part.describe() for part in prepared)
-    prepared, validation = _with_validation(config, prepared, tokenizer, cache)
+    prepared = _prepare(config, config.dataset, tokenizer, cache)
+    evaluated = _prepare(config, config.val_dataset, tokenizer, cache)
+    text = _describe(prepared)
+    records = [part.as_json() for part in (*prepared, *evaluated)]
+    prepared, validation = _with_validation(config, prepared, evaluated)
     if source.support_folder is None:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
     batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
@@ -62,19 +66,31 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     text += shortened(marked_text(tokenizer, batches.sequences[0]))
     if validation is not None:
         text += f"\n  evaluated, not trained: {len(validation.sequences)} sequences, {validation.num_tokens} tokens"
-    return TrainingData(batches, tokenizer, text, validation)
+        text += f"\n  of {_describe(evaluated)}" if evaluated else ""
+    return TrainingData(batches, tokenizer, text, validation, records)
+
+
+def _prepare(
+    config: TrainConfig, places: Sequence[str], tokenizer: ChatTokenizer, cache: Path | None
+) -> list[Prepared]:
+    sources = [parse_source(text) for text in places]
+    lengths = config.max_seq_len, config.truncate_long
+    return prepare_sources(sources, tokenizer, *lengths, cache, config.bad_records)
+
+
+def _describe(parts: Sequence[Prepared]) -> str:
+    """Sources in one line, and a line for each of the first bad records."""
+    lines = [line for part in parts for line in part.bad_lines]
+    return "\n    ".join(["; ".join(part.describe() for part in parts), *lines])
 
 
 def _with_validation(
-    config: TrainConfig, prepared: list[Prepared], tokenizer: ChatTokenizer, cache: Path | None
+    config: TrainConfig, prepared: list[Prepared], evaluated: list[Prepared]
 ) -> tuple[list[Prepared], ValidationBatches | None]:
-    """Return what is trained of the prepared sources, and what is evaluated."""
+    """Return what is trained of the prepared sources, and what is evaluated: sources of its own, or a part of these."""
     if not config.validates:
         return prepared, None
     if config.val_fraction is not None:
         split = [hold_out(part, config.val_fraction, config.seed) for part in prepared]
-        prepared, held_out = [part for part, _ in split], [part for _, part in split]
-    else:
-        sources = [parse_source(text) for text in config.val_dataset]
-        held_out = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, cache)
-    return prepared, ValidationBatches.of_parts(held_out, config.max_global_batch_tokens)
+        prepared, evaluated = [part for part, _ in split], [part for _, part in split]
+    return prepared, ValidationBatches.of_parts(evaluated, config.max_global_batch_tokens)

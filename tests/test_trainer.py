@@ -19,7 +19,7 @@ from flexengine.config import TrainConfig
 from flexengine.data.batches import num_targets
 from flexengine.health import NotFinite
 from flexengine.metrics import StepMetrics
-from flexengine.models.registry import ASSETS
+from flexengine.models.registry import ASSETS, open_model
 from flexengine.plan import Plan, PlanError, PlanReason, Prediction
 from flexengine.runtime.not_finite import NotFiniteError
 
@@ -201,6 +201,37 @@ def test_data_sets_are_mixed_by_weight_and_shown(engine, tmp_path, capsys):
     assert "weight 3" in out
     assert "<|assistant|>a<|end|><|user|>Sure?<|end|><|assistant|>[[Yes.<|end|>]]" in out
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_bad_records_that_are_skipped_are_told_and_recorded(engine, tmp_path, capsys):
+    good = json.dumps({"question": "a", "answer": "b"})
+    for name, lines in (("a", [good, "{}", good, "{", good]), ("b", ["3", good])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    options = {"data_source": "json_sft", "dataset": str(tmp_path / "a.jsonl"), "max_seq_len": 32, "save": True}
+    options |= {"data_cache": str(tmp_path / "cache")}
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the record is empty\n.*--bad-records skip counts them"):
+        trainer.train(config_in(tmp_path, **options))
+    assert not (tmp_path / "run").exists()
+    config = config_in(tmp_path, **options, bad_records="skip")
+    assert trainer.train(config) == 0
+    out = capsys.readouterr().out
+    assert "a.jsonl: 3 of 5 records" in out
+    assert "; 2 bad records left out (--bad-records skip)" in out
+    for said in ("line 2: the record is empty", "line 4: not valid JSON"):
+        assert f"\n    {tmp_path}/a.jsonl, {said}" in out
+    (told,) = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert (told["kept"], told["records"], told["bad_records"]) == (3, 5, 2)
+    assert told["first_bad_records"][0] == f"{tmp_path}/a.jsonl, line 2: the record is empty"
+    assert json.loads((tmp_path / "run" / "final" / RUN_FILE).read_text())["data"] == [told]
+    config = replace(config, val_dataset=str(tmp_path / "b.jsonl"))
+    cached, anew = (
+        training_data.open_data(replace(config, data_cache=str(tmp_path / cache)), open_model("preset:demo"))
+        for cache in ("cache", "another")
+    )
+    assert cached.batches.fingerprint() == anew.batches.fingerprint()  # so that it can be resumed
+    assert cached.description == anew.description
+    assert f"1 bad records left out (--bad-records skip)\n    {tmp_path}/b.jsonl, line 1: a record" in anew.description
+    assert [part["bad_records"] for part in anew.records] == [2, 1]
 
 
 def test_a_template_that_was_made_up_is_exported(engine, tmp_path, monkeypatch):

@@ -12,7 +12,9 @@ from flexengine.metrics import format_bytes
 from flexengine.options import options_of
 from flexengine.wording import FlagParser
 
-PREVIEWED = [options_of(TrainConfig)[name] for name in ("max_seq_len", "truncate_long", "train_on", "data_cache")]
+PREVIEWED = [
+    options_of(TrainConfig)[name] for name in ("max_seq_len", "truncate_long", "train_on", "bad_records", "data_cache")
+]
 """Options that mean what they mean to `train`, beside --model and --dataset."""
 
 
@@ -39,7 +41,8 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
     tokenizer = ChatTokenizer.from_folder(folder)
     tokenizer.train_on = options["train_on"]
     sources = [parse_source(text) for text in arguments.dataset]
-    prepared = prepare_sources(sources, tokenizer, options["max_seq_len"], options["truncate_long"], cache)
+    lengths = options["max_seq_len"], options["truncate_long"]
+    prepared = prepare_sources(sources, tokenizer, *lengths, cache, options["bad_records"])
     print(f"tokenizer: {folder}; trained tokens stand between {MARKS[0]} and {MARKS[1]}")
     for line in preview(prepared, tokenizer, arguments.records):
         print(line)

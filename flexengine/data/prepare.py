@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from flexengine.data.bad_records import BadRecords, Policy
 from flexengine.data.records import TokenizedRecord
 from flexengine.data.sources import NotFromHubError, Reader, Source
 from flexengine.data.store import (
@@ -27,8 +29,11 @@ from flexengine.data.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
-TOKEN_CODE = ("records.py", "masks.py", "templates.py", "tokenizer.py")
-"""What makes tokens of rows."""
+TOKEN_CODE = (
+    *("records.py", "token_columns.py", "turn_masks.py", "masks.py", "templates.py", "tokenizer.py"),
+    "../checkpoint/dataset_rows.py",
+)
+"""What makes tokens of files, from this folder."""
 SHOWN_NOTES = 8
 """Most remarks about one source: a file may have thousands of columns."""
 
@@ -49,29 +54,76 @@ class Prepared:
     def describe(self) -> str:
         """In one line: how many records and tokens are left, and what was cut or left out and why."""
         cut, left_out = self.cut, self.table.left_out
-        kept = cut.num_records - cut.num_too_long - cut.num_without_targets
-        parts = [f"{kept} of {cut.num_records + sum(left_out.values())} records, {cut.lengths.sum()} tokens"]
+        parts = [f"{self.num_kept} of {_num_records(self.table, cut)} records, {cut.lengths.sum()} tokens"]
         parts += [f"{cut.num_split} split into sequences of --max-seq-len"] if cut.num_split else []
         parts += [f"{cut.num_too_long} dropped as longer than --max-seq-len"] if cut.num_too_long else []
         parts += [f"{cut.num_truncated} truncated to --max-seq-len"] if cut.num_truncated else []
         parts += [f"{cut.num_without_targets} dropped without target tokens"] if cut.num_without_targets else []
         parts += [f"{count} left out, since {reason}" for reason, count in left_out.items()]
+        parts += [f"{self.table.num_bad} bad records left out (--bad-records skip)"] if self.table.num_bad else []
         parts += [f"{count} {remark}" for remark, count in self.table.notes.items()]
         parts += [f"weight {self.weight:g}"] if self.weight != 1.0 else []
         return (f"{self.place}: " if self.place else "") + "; ".join(parts)
 
+    @property
+    def num_kept(self) -> int:
+        """Records that are trained."""
+        return self.cut.num_records - self.cut.num_too_long - self.cut.num_without_targets
+
+    @property
+    def bad_lines(self) -> list[str]:
+        """The first bad records that were left out, a line each with file and line, and how many others there are."""
+        return _bad_lines(self.table, self.place)
+
+    def as_json(self) -> dict[str, Any]:
+        """What became of the records, as JSON values: counts are in records, `tokens` in tokens."""
+        cut = self.cut
+        return {
+            "place": self.place,
+            "weight": self.weight,
+            "records": _num_records(self.table, cut),
+            "kept": self.num_kept,
+            "tokens": int(cut.lengths.sum()),
+            "longer_than_max_seq_len": cut.num_too_long,
+            "truncated": cut.num_truncated,
+            "without_targets": cut.num_without_targets,
+            "left_out": self.table.left_out,
+            "bad_records": self.table.num_bad,
+            "first_bad_records": self.bad_lines,
+            "notes": self.table.notes,
+        }
+
+
+def _num_records(table: TokenTable, cut: Cut) -> int:
+    """All records of a source, whatever became of them."""
+    return cut.num_records + sum(table.left_out.values()) + table.num_bad
+
+
+def _bad_lines(table: TokenTable, place: str) -> list[str]:
+    more = table.num_bad - len(table.bad)
+    return [f"{_path(place)}{said}" for said in table.bad] + ([f"and {more} more"] if more else [])
+
+
+def _path(place: str) -> str:
+    """A place as messages about its records begin: without "./" and the like."""
+    return str(Path(place)) if place else ""
+
 
 def prepare_sources(
-    sources: Sequence[Source], tokenizer: ChatTokenizer, max_seq_len: int, truncate_long: bool, cache: Path | None
+    sources: Sequence[Source],
+    tokenizer: ChatTokenizer,
+    max_seq_len: int,
+    truncate_long: bool,
+    cache: Path | None,
+    bad_records: Policy = "stop",
 ) -> list[Prepared]:
     """The sequences of each source, from the cache where it has them; without a cache from a nameless file.
 
-    Raises ValueError for records that cannot be read, or when a source leaves nothing to train on, saying why.
+    Raises ValueError for records that cannot be read, unless bad_records says to skip them, or when a source leaves
+    nothing to train on, saying why.
     """
-    return [
-        prepare_table(_open(source, tokenizer, cache), max_seq_len, truncate_long, source.place, source.weight)
-        for source in sources
-    ]
+    tables = ((source, _open(source, tokenizer, cache, bad_records)) for source in sources)
+    return [prepare_table(table, max_seq_len, truncate_long, source.place, source.weight) for source, table in tables]
 
 
 def prepare_sequences(records: Iterable[TokenizedRecord], max_seq_len: int, truncate_long: bool) -> Prepared:
@@ -87,17 +139,27 @@ def prepare_table(
     if not len(cut.lengths):
         remedy = f"\n  works with: --max-seq-len {cut.longest}, or --truncate-long" if cut.num_too_long else ""
         reasons = "".join(f"\n  {count} left out, since {reason}" for reason, count in table.left_out.items())
+        if table.num_bad:
+            reasons += "\n    ".join([f"\n  {table.num_bad} cannot be read:", *_bad_lines(table, place)])
         raise ValueError(
-            f"no record is left to train on: of {cut.num_records + sum(table.left_out.values())}, {cut.num_too_long}"
+            f"no record is left to train on: of {_num_records(table, cut)}, {cut.num_too_long}"
             f" are longer than --max-seq-len {max_seq_len} tokens (longest: {cut.longest}) and"
             f" {cut.num_without_targets} have no target token{reasons}{remedy}"
         )
     return Prepared(table, cut, place, weight)
 
 
-def _open(source: Source, tokenizer: ChatTokenizer, cache: Path | None) -> TokenTable:
+def _open(source: Source, tokenizer: ChatTokenizer, cache: Path | None, bad_records: Policy) -> TokenTable:
+    """The tokens of a source. Raises ValueError as `prepare_sources`, also where an earlier run skipped bad records."""
     if source.is_shard:
         return open_shard(Path(source.place), tokenizer.max_id + 1)
+    table = _read(source, tokenizer, cache, bad_records)
+    if table.num_bad and bad_records == "stop":
+        BadRecords().leave_out(ValueError(_bad_lines(table, source.place)[0]))
+    return table
+
+
+def _read(source: Source, tokenizer: ChatTokenizer, cache: Path | None, bad_records: Policy) -> TokenTable:
     try:
         reader = Reader(source)
     except NotFromHubError as error:
@@ -106,13 +168,13 @@ def _open(source: Source, tokenizer: ChatTokenizer, cache: Path | None) -> Token
             raise
         logger.warning("%s\n  the tokens that an earlier run left in %s are used", error, cache)
         return table
-    counts: dict[str, dict[str, int]] = {}
+    counts: dict[str, Any] = {}
     if cache is not None:
         folder = cache / _key(reader, tokenizer)
         try:
             table = open_table(folder)
             if table is None:
-                write_table(folder, _encoded(reader, tokenizer, counts), counts)
+                write_table(folder, _encoded(reader, tokenizer, counts, bad_records), counts)
                 table = open_table(folder)
             if table is not None:
                 if not reader.is_on_disk:
@@ -120,7 +182,7 @@ def _open(source: Source, tokenizer: ChatTokenizer, cache: Path | None) -> Token
                 return table
         except OSError as error:
             logger.warning("the data cache %s cannot be used (%s); tokens go to a scratch file", cache, error)
-    table = table_in_scratch(_encoded(reader, tokenizer, counts))
+    table = table_in_scratch(_encoded(reader, tokenizer, counts, bad_records))
     return replace(table, **counts)
 
 
@@ -130,12 +192,17 @@ def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
     return cache / f"hub-{_digest(*place, tokenizer.key(), _code_key())}"
 
 
-def _encoded(reader: Reader, tokenizer: ChatTokenizer, counts: dict[str, dict[str, int]]) -> Iterator[TokenizedRecord]:
-    """The records of a source, tokenized. When they end, counts holds `left_out` and `notes` of all of them."""
+def _encoded(
+    reader: Reader, tokenizer: ChatTokenizer, counts: dict[str, Any], bad_records: Policy
+) -> Iterator[TokenizedRecord]:
+    """The records of a source, tokenized. When they end, counts holds what `TokenTable` tells of all of them."""
     tokenizer.left_out, tokenizer.notes = Counter(), Counter()
-    yield from tokenizer.encode_records(reader.records())
+    bad = BadRecords(bad_records)
+    yield from tokenizer.encode_records(reader.records(bad), bad)
     unread = {f"values of {key} not read": count for key, count in reader.unread.most_common(SHOWN_NOTES)}
-    counts |= {"left_out": dict(tokenizer.left_out), "notes": dict(tokenizer.notes) | unread}
+    remarks = dict(reader.remarks.most_common(SHOWN_NOTES))
+    counts |= {"left_out": dict(tokenizer.left_out), "notes": dict(tokenizer.notes) | remarks | unread}
+    counts |= {"num_bad": bad.count, "bad": [said.removeprefix(_path(reader.source.place)) for said in bad.first]}
 
 
 def _key(reader: Reader, tokenizer: ChatTokenizer) -> str:
@@ -150,6 +217,6 @@ def _digest(*parts: str | None) -> str:
 @functools.cache
 def _code_key() -> str:
     """A digest of the code that makes tokens of rows, here and in the libraries: another version tokenizes again."""
-    sources = [Path(__file__).with_name(name).read_bytes() for name in TOKEN_CODE]
+    sources = [(Path(__file__).parent / name).read_bytes() for name in TOKEN_CODE]
     versions = [importlib.metadata.version(name) for name in ("tokenizers", "transformers", "jinja2")]
     return hashlib.sha256(b"".join([*sources, repr(versions).encode()])).hexdigest()

@@ -37,7 +37,7 @@ def shortened(text: str) -> str:
 def preview(prepared: Sequence[Prepared], tokenizer: ChatTokenizer, num_shown: int) -> Iterator[str]:
     """Lines about each source: its first sequences, how much of them is trained, and how long all are."""
     for part in prepared:
-        yield from ("", part.describe())
+        yield from ("", part.describe(), *(f"  {line}" for line in part.bad_lines))
         for i, sequence in enumerate(islice(part.sequences, num_shown), start=1):
             tokens = f"{len(sequence.input_ids)} tokens, {num_targets(sequence.labels)} trained"
             yield from ("", f"---- sequence {i}: {tokens}", marked_text(tokenizer, sequence))

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,7 +69,8 @@ class TokenFile:
 class TokenTable:
     """Records in a file of tokens: where each ends, and its first token with a loss (after the first of all) or WHOLE.
 
-    left_out and notes count, by reason, what the records lost on the way here.
+    left_out and notes count, by reason, what the records lost on the way here; num_bad records could not be read, the
+    first of which `bad` names, each with what follows the name of the source (", line 3: ...").
     """
 
     file: TokenFile
@@ -77,6 +78,8 @@ class TokenTable:
     first_targets: np.ndarray
     left_out: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
+    num_bad: int = 0
+    bad: Sequence[str] = ()
 
 
 class Cut(NamedTuple):
@@ -193,12 +196,12 @@ def open_table(folder: Path) -> TokenTable | None:
         file = os.open(folder / TOKENS_FILE, os.O_RDONLY)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # absent or damaged: it is written again
         return None
-    table = TokenTable(TokenFile(file, np.dtype(np.int32)), ends, first_targets, counts["left_out"], counts["notes"])
+    table = TokenTable(TokenFile(file, np.dtype(np.int32)), ends, first_targets, **counts)
     whole = os.fstat(file).st_size == 4 * (int(ends[-1]) if len(ends) else 0)
     return table if whole else None
 
 
-def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[str, dict[str, int]]) -> None:
+def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[str, Any]) -> None:
     """Writes a table beside `folder` and gives it that name when it is whole; counts are read when records end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))

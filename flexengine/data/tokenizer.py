@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
+from flexengine.data.bad_records import BadRecords
 from flexengine.data.masks import AddedTokens, LeftOutError, Marked, Rendered, TrainOn, mark
 from flexengine.data.model_folder import TEMPLATE_FILE, find_templates, read_config, read_tokenizer, token_text
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord
@@ -124,35 +125,40 @@ class ChatTokenizer:
         found = self._mark(record)
         return self._tokenized(record, found, self._encode([found.text], record.text is not None)[0] if found else None)
 
-    def encode_records(self, records: Iterable[Record]) -> Iterator[TokenizedRecord]:
+    def encode_records(self, records: Iterable[Record], bad: BadRecords | None = None) -> Iterator[TokenizedRecord]:
         """Ids and labels of all records but those left out, in order; many are tokenized at once, on all cores.
+
+        bad: takes the records that cannot be encoded; without it the first of them raises ValueError.
 
         Loss is on what the assistant says and on the token that ends it, or on all of a plain text. A token that only
         overlaps an answer, such as the space before its first word, counts as part of it.
         """
         with ThreadPoolExecutor(1) as executor:  # while one batch is tokenized, the templates of the next are rendered
             running: Future[list[TokenizedRecord]] | None = None
-            for batch in self._marked_batches(records):
+            for batch in self._marked_batches(records, bad or BadRecords()):
                 following = executor.submit(self._encode_batch, batch)
                 yield from running.result() if running else ()
                 running = following
             yield from running.result() if running else ()
 
-    def _marked_batches(self, records: Iterable[Record]) -> Iterator[list[tuple[Record, Marked | None]]]:
+    def _marked_batches(
+        self, records: Iterable[Record], bad: BadRecords
+    ) -> Iterator[list[tuple[Record, Marked | None]]]:
         """Records with their text and spans, about BATCH_CHARACTERS at a time, without those that are left out."""
         batch: list[tuple[Record, Marked | None]] = []
         num_characters = 0
         for record in records:
             try:
                 found = self._mark(record)
+                if found and len(found.text) > LONGEST_TEXT:
+                    size = f"a text of {len(found.text)} characters"
+                    raise ValueError(f"{size}; the longest is {LONGEST_TEXT}: split it into several records")
             except LeftOutError as error:
                 self.left_out[str(error)] += 1
                 continue
             except ValueError as error:
-                raise ValueError(f"{record.where}: {error}" if record.where else str(error)) from None
-            if found and len(found.text) > LONGEST_TEXT:
-                size = f"{record.where}: a text of {len(found.text)} characters"
-                raise ValueError(f"{size}; the longest is {LONGEST_TEXT}: split it into several records")
+                bad.leave_out(ValueError(f"{record.where}: {error}" if record.where else str(error)))
+                continue
             batch.append((record, found))
             num_characters += len(found.text) if found else BATCH_CHARACTERS // BATCH_RECORDS
             if num_characters >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
@@ -172,6 +178,7 @@ class ChatTokenizer:
     def _mark(self, record: Record) -> Marked | None:
         """The record as text with its trained spans; None for one of tokens."""
         if record.tokens is not None:
+            self._check_ids(record.tokens)
             return None
         if record.text is not None:
             return Marked(record.text, [])
@@ -230,7 +237,7 @@ class ChatTokenizer:
     def _tokenized(self, record: Record, found: Marked | None, encoding: Encoding | None) -> TokenizedRecord:
         if record.tokens is not None or found is None or encoding is None:
             assert record.tokens is not None, "conversations and texts are encoded"
-            return self._checked(record.tokens)
+            return record.tokens
         if record.text is not None:
             return self._with_ends(encoding.ids)
         ids, offsets = encoding.ids, encoding.offsets
@@ -242,11 +249,10 @@ class ChatTokenizer:
                 labels[first:last] = ids[first:last]
         return TokenizedRecord(ids, labels)
 
-    def _checked(self, tokens: TokenizedRecord) -> TokenizedRecord:
+    def _check_ids(self, tokens: TokenizedRecord) -> None:
         largest = max(tokens.input_ids, default=0)
         if largest > self.max_id:
             raise ValueError(f"input_ids hold {largest}, the tokenizer's largest id is {self.max_id}; tokenize again")
-        return tokens
 
     def _with_ends(self, ids: list[int]) -> TokenizedRecord:
         bos, eos = self._ends
