@@ -165,7 +165,7 @@ def _row_of_line(line: bytes, where: str) -> Any:
     try:
         return parse_json(text, where, unique=True)
     except ValueError as error:
-        return ValueError(f"{error}. The line begins with {text[:80].strip()!r}.")
+        return ValueError(f"{error}\n  The line begins with {text[:80].strip()!r}.")
 
 
 def _is_lines(file: BinaryIO, path: Path) -> bool:

@@ -167,7 +167,9 @@ def files_of(source: Source) -> list[Path]:
         return [path]
     names = sorted(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
     if not any(map(format_of, names)):
-        raise ValueError(f"data set {path}: is a folder; {WANTED}, and it holds no such file")
+        raise ValueError(
+            f"data set {path}: is a folder; {WANTED}, and it holds no such file (found {_first(names) or 'nothing'})"
+        )
     readme = (path / README).read_text("utf-8", errors="replace") if README in names else None
     try:
         check_card(readme or "")

@@ -5,10 +5,14 @@ torchtune's. A key that may be such a mask and is none of these (`train_detail`,
 pass it over would train what the data mask.
 """
 
+import contextlib
+import functools
+import json
 import re
 from collections.abc import Container, Mapping
 from typing import Any
 
+from flexengine.data.token_columns import IGNORE
 from flexengine.wording import shown
 
 TRAINED = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask", "loss_weight")
@@ -19,7 +23,7 @@ TURN_MASKS = (*TRAINED, *MASKED)
 
 _MAY_MASK = re.compile(r"mask|(?<![a-z])(un|no|non)?(train|loss|weight|learn|supervis|ignor|backprop)|grad(?![a-z])")
 _CAPITAL_INSIDE = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_SAID = {0: False, 1: True, "0": False, "1": True, "false": False, "true": True}
+_NO_MASKS = ("attention_mask", "special_tokens_mask")
 
 
 def is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool | None:
@@ -46,8 +50,9 @@ def is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool | None:
 def refuse_masks(given: Mapping[Any, Any], read: Container[Any], owner: str, where: str) -> None:
     """Raise ValueError where a key of a turn, of a part of it or of its calls may be a mask that is not read."""
     for key, value in given.items():
-        says_nothing = value in ("", [], {}) or (isinstance(value, str) and _said(value) is None)
-        if key not in read and not says_nothing and _may_mask(str(key)):
+        if key in read or not _may_mask(str(key)):
+            continue
+        if value not in ("", [], {}) and not isinstance(_plain(value), str):
             raise ValueError(
                 f"{where}: {shown(key)[1:-1]} of a {owner} may say what is trained, and is not read; say it of the"
                 " whole message as train (0 or 1), or rename the key if it says something else"
@@ -61,14 +66,13 @@ def masks_of_record(raw: Mapping[Any, Any], read: Container[Any], where: str) ->
     """
     says_trained: set[str] = set()
     for key, value in raw.items():
-        name = str(key)
-        if key in read or not _may_mask(name):
+        if key in read or not (_may_mask(str(key)) or key == "labels"):
             continue
-        said = _said(value)
-        is_whole = "weight" in name.lower() and _is_number(value) and value == 1
+        name, plain, said = str(key), _plain(value), _said(value)
+        is_whole = "weight" in name.lower() and said is True
         if is_whole or (name in TURN_MASKS and said is (name in TRAINED)):
             says_trained.add(name)
-        elif _is_switch(value) or (_is_number(value) and (said is not None or re.search("mask|weight", name.lower()))):
+        elif _may_say_otherwise(name, plain):
             raise ValueError(
                 f"{where}: {shown(name)[1:-1]} of the record, {shown(value)}, may say what is trained, and is not read;"
                 " mask turns by train (0 or 1) and tokens by labels, leave out what is not to be trained, or rename"
@@ -77,22 +81,30 @@ def masks_of_record(raw: Mapping[Any, Any], read: Container[Any], where: str) ->
     return says_trained
 
 
+def _may_say_otherwise(name: str, plain: Any) -> bool:
+    """Whether a key of a record may say what is not trained: yes or no, a number for each token, or a weight."""
+    if isinstance(plain, list):
+        numbers = bool(plain) and all(isinstance(item, (int, float)) for item in plain)
+        return IGNORE in plain if name == "labels" else numbers
+    if name == "labels" or not isinstance(plain, (int, float)):
+        return False
+    return plain in (0, 1) or re.search("mask|weight", name.lower()) is not None
+
+
 def _said(value: Any) -> bool | None:
-    """What a value says: yes, no, or None for neither. Tables and spreadsheets hold both as texts."""
-    value = value.strip().lower() if isinstance(value, str) else value
-    return _SAID.get(value) if isinstance(value, (str, int, float)) else None
+    """What a value says: yes, no, or None for neither."""
+    plain = _plain(value)
+    return bool(plain) if isinstance(plain, (int, float)) and plain in (0, 1) else None
 
 
+def _plain(value: Any) -> Any:
+    """The number, bool or list that a text stands for, as those of a spreadsheet do; other values as they are."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value.strip().lower())
+    return value
+
+
+@functools.lru_cache(4096)
 def _may_mask(key: str) -> bool:
-    return _MAY_MASK.search(_CAPITAL_INSIDE.sub("_", key).lower()) is not None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
-
-
-def _is_switch(value: Any) -> bool:
-    """Whether a value is yes or no, or a list of numbers, one a turn or token."""
-    if isinstance(value, list):
-        return value != [] and all(map(_is_number, value))
-    return isinstance(value, bool) or (isinstance(value, str) and _said(value) is not None)
+    return key not in _NO_MASKS and _MAY_MASK.search(_CAPITAL_INSIDE.sub("_", key).lower()) is not None

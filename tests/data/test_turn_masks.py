@@ -82,6 +82,9 @@ REFUSED = {
     "turns_by_a_list": ({**conversation(), "loss_mask": [0, 0, 0, 1]}, r"loss_mask of the record, \[0, 0, 0, 1\]"),
     "unmasked": ({**conversation(), "unmask": True}, "unmask of the record, True"),
     "weights_of_tokens": ({"input_ids": [1, 2], "loss_weights": [0.0, 1.0]}, "loss_weights of the record"),
+    "a_weight_of_a_spreadsheet": ({"question": "a", "answer": "b", "weight": "0.5"}, "weight of the record, '0.5'"),
+    "a_mask_of_a_spreadsheet": ({"text": "a b", "loss_mask": "[0, 1]"}, r"loss_mask of the record, '\[0, 1\]'"),
+    "labels_beside_a_text": ({"text": "a b", "input_ids": [1, 2], "labels": [-100, 2]}, r"labels of the record, \["),
     "a_mask_of_a_text": ({"text": "a b", "train_mask": [0, 1]}, "train_mask of the record"),
 }
 
@@ -99,6 +102,7 @@ def test_what_is_no_mask_is_read_past_and_told():
     turn = {**GOOD, "constraint": 1, "training_note": "from the web", "train_detail": []}
     parse_record({"messages": [USER, turn], **beside}, "x", unread)
     assert unread == {"loss": 1, "training_set": 1, "constraint of a message": 1, "training_note of a message": 1}
+    parse_record({"text": "a", "input_ids": [1], "attention_mask": [1], "labels": [1]}, "x")
 
 
 def test_training_every_token_leaves_records_that_mask_turns_out(chat):

@@ -54,7 +54,7 @@ DATA = (
         {"README.md": README, "a/train.jsonl": GOOD, "b/train.jsonl": GOOD},
         ("has configurations a, b; none was asked for. Choose one with --dataset data.jsonl:CONFIG:SPLIT",),
     ),
-    Case("data_compressed_otherwise", {"train.jsonl.zst": "x"}, ("holds no such file",)),
+    Case("data_compressed_otherwise", {"train.jsonl.zst": "x"}, ("holds no such file \\(found train.jsonl.zst\\)",)),
     Case("data_conversation_empty", '{"messages": []}', ("list of at least one message, found \\[\\]",)),
     Case(
         "data_message_without_role",
