@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ARROWS = {
     "plan": set(),
     "wording": set(),
+    "version": set(),
     "lora": set(),
     "random_bits": set(),
     "collector": set(),
@@ -31,12 +32,12 @@ ARROWS = {
     "kernels": set(),
     "ops": {"kernels", "native", "random_bits"},
     "optim": {"kernels", "native", "random_bits"},
-    "models": {"lora", "ops", "wording"},
+    "models": {"checkpoint", "lora", "ops", "wording"},
     "schedule": {"plan", "models", "ops", "optim"},
     "hardware": {"wording", "native", "ops", "optim"},
     "planner": {"collector", "plan", "models", "ops", "schedule", "hardware", "metrics"},
     "reports": {"plan", "models", "ops", "schedule", "hardware", "planner", "metrics"},
-    "checkpoint": {"lora", "native", "wording"},
+    "checkpoint": {"lora", "native", "version", "wording"},
     "data": {"checkpoint", "wording"},
     "runtime": {
         "plan",
@@ -197,7 +198,7 @@ ARROWS = {
         "run_folder",
     },
     "cli": {"launch", "wording", "options", "job", "config", "flags", "hf_names", "commands", "trainer", "checkpoint"},
-    "__init__": {"api", "lora"},
+    "__init__": {"api", "lora", "version"},
     "__main__": {"cli"},
 }
 # Rooms that only describe and decide: torch reaches them by way of ops and models alone.

@@ -10,10 +10,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flexengine.checkpoint.layout import ADAPTER_CONFIG
+from flexengine.checkpoint.manifest import check_acted_on
 from flexengine.lora import PISSA, LoRA
 from flexengine.wording import parse_json, shown
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _UNSUPPORTED = (
@@ -27,11 +28,13 @@ _UNSUPPORTED = (
 def read_lora(folder: Path | str) -> LoRA:
     """Read which adapters a folder holds.
 
-    Raises: ValueError where there is no adapter_config.json, or one that asks for what is not built here.
+    Raises: ValueError where there is no adapter_config.json, one that asks for what is not built here, or one that is
+    not what the manifest of the folder says.
     """
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file():
         raise ValueError(f"{folder}: there is no {ADAPTER_CONFIG}; give the folder of an adapter as PEFT writes it")
+    check_acted_on(Path(folder))
     config = parse_json(path.read_bytes(), path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         config = config if isinstance(config, dict) else {}

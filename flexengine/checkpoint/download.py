@@ -19,7 +19,14 @@ from flexengine.checkpoint.dataset_rows import import_parquet, write_json_lines
 from flexengine.checkpoint.hub import fetch_files, partial_folder, unverified
 from flexengine.checkpoint.hub_listing import RepoListing, Transfer, list_repo
 from flexengine.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, is_support_file
-from flexengine.checkpoint.manifest import DownloadError, manifest_path, read_manifest, verify_manifest, write_manifest
+from flexengine.checkpoint.manifest import (
+    DownloadError,
+    ManifestError,
+    manifest_path,
+    read_manifest,
+    verify_manifest,
+    write_manifest,
+)
 from flexengine.wording import FlagParser, explain_os_error, parse_json, shown
 
 __all__ = ["DownloadError", "download_dataset", "download_model", "main", "verify_manifest"]
@@ -170,7 +177,7 @@ def _is_complete(target: Path, source: dict[str, str | None]) -> bool:
         return False
     try:
         manifest = read_manifest(target)
-    except DownloadError:
+    except ManifestError:
         return False
     same_source = {key: manifest.get(key) for key in source} == source
     return same_source and manifest["files"].get(target.name, {}).get("sha256") == sha256_of(target)

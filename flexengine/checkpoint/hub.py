@@ -18,11 +18,10 @@ from pathlib import Path, PurePosixPath
 from flexengine.checkpoint.atomic import format_gib
 from flexengine.checkpoint.hub_file import FileFetch, partial_name
 from flexengine.checkpoint.hub_listing import RemoteFile, RepoListing, Transfer
-from flexengine.checkpoint.layout import is_file_name
+from flexengine.checkpoint.layout import PARTIAL_FOLDER, is_file_name
 from flexengine.checkpoint.manifest import DownloadError, FileRecord
 from flexengine.wording import shown
 
-PARTIAL_FOLDER = ".flexengine_partial"
 STALL_S = 300.0  # a download that moves fewer than STALL_BYTES in such a time is given up
 STALL_BYTES = 300_000
 STOP_WAIT_S = 1.0  # for threads to notice that they shall stop; one that waits for a silent server is left behind

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flexengine.checkpoint.atomic import temporary_name
-from flexengine.checkpoint.manifest import FOLDER_MANIFEST, DownloadError, read_manifest
+from flexengine.checkpoint.manifest import FOLDER_MANIFEST, ManifestError, read_manifest
 from flexengine.checkpoint.staged_folder import remove_leftovers
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -52,7 +52,7 @@ def is_whole(folder: Path) -> bool:
     try:
         files = read_manifest(folder)["files"] if (folder / FOLDER_MANIFEST).is_file() else {}
         return bool(files) and all((folder / name).stat().st_size == files[name]["size"] for name in files)
-    except (OSError, DownloadError):
+    except (OSError, ManifestError):
         return False
 
 

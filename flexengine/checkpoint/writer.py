@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,6 +56,7 @@ def write_checkpoint(
     metadata: dict[str, str] | None = None,
     beside: Mapping[str, Path | str] | None = None,
     with_manifest: bool = False,
+    made_by: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Write `tensors` as safetensors files into `folder` (created if absent); returns the paths, index last.
 
@@ -65,6 +66,7 @@ def write_checkpoint(
     metadata: strings for each file's header, {"format": "pt"} by default, which transformers requires.
     beside: files that appear with the tensors, such as the configuration: name -> a file to copy, or a text.
     with_manifest: also write the sizes and SHA-256 of all files, which `CheckpointReader` checks when it reads.
+    made_by: what the manifest says beside them, as `provenance.made_by` makes it.
     A checkpoint that was in `folder` is replaced: shards that its index names and what tells of its run go, other
     files stay.
     Order: tensors are read shard by shard, within a shard by falling element size (keeps them aligned), then as given.
@@ -89,7 +91,7 @@ def write_checkpoint(
             text = json.dumps(_index(plan), indent=2) + "\n"
             records[INDEX_FILE] = _write_beside(staged.stage(INDEX_FILE), text)
         if with_manifest:
-            _write_beside(staged.stage(FOLDER_MANIFEST), manifest_text(records, {"source": "export"}))
+            _write_beside(staged.stage(FOLDER_MANIFEST), manifest_text(records, made_by or {"source": "export"}))
     return [folder / file for file in files]
 
 

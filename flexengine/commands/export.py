@@ -63,7 +63,7 @@ def _export_checkpoint(config: TrainConfig, arguments: argparse.Namespace, merge
 
 def _has_adapters_alone(config: TrainConfig) -> bool:
     """Whether the run has no checkpoint, but the adapters that `train --save` wrote at its end."""
-    from flexengine.checkpoint.adapter_config import ADAPTER_CONFIG  # noqa: PLC0415
+    from flexengine.checkpoint.layout import ADAPTER_CONFIG  # noqa: PLC0415
     from flexengine.checkpoint.run_checkpoints import whole_checkpoints  # noqa: PLC0415
 
     adapters = config.run_folder / FINAL_FOLDER / ADAPTER_CONFIG

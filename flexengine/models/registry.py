@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from flexengine.checkpoint.manifest import check_acted_on
 from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
 from flexengine.models.any_family import dropout_notice, refuse_unsupported
 from flexengine.models.fp8_weights import fp8_weights
@@ -191,7 +192,8 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
     """Read the description of a Hugging Face folder or of a preset. Loads no weights.
 
     Raises ValueError when the name is empty, when there is no such preset or folder, when config.json is missing or
-    unreadable, or when the folder has no safetensors weights; with needs_weights=False a config.json is enough.
+    unreadable, when the folder has no safetensors weights (with needs_weights=False a config.json is enough), or when
+    a file that is read beside them is not what the manifest of the folder says.
     """
     text = str(path_or_preset)
     if not text.strip():
@@ -200,6 +202,7 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
         return _open_preset(text.removeprefix(PRESET_PREFIX))
     folder = Path(text)
     config = _read_config(folder)
+    check_acted_on(folder)
     # Planning needs the config alone, so the weights may be missing there.
     if not any(folder.glob("*.safetensors")):
         if not needs_weights:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine.checkpoint.provenance import made_by
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.state_files import STATE_FILE, STATE_INDEX_FILE, read_description
 from flexengine.checkpoint.state_writer import StateSave
@@ -48,6 +49,7 @@ class CheckpointCalls:
     seed: int
     turns: Turns | None
     planes: StagePlanes
+    made_from: dict[str, Any]
     _save: StateSave | None = None
 
     @one_caller
@@ -118,7 +120,8 @@ class CheckpointCalls:
         with while_nobody_writes(self.turns):
             if self.turns is None or self.turns.writes_files:
                 text = self._describe(run_state)
-                self._save = StateSave(folder, state_tensors(self.weights, gathered), {STATE_FILE: text}, after)
+                made = made_by("checkpoint", self.plan.to_json(), self.state.step_count, self.made_from)
+                self._save = StateSave(folder, state_tensors(self.weights, gathered), {STATE_FILE: text}, after, made)
         self.state.before_update = self._release_save
         return self._save
 

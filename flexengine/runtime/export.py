@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from flexengine.checkpoint.adapter import save_adapter
 from flexengine.checkpoint.adapter_config import Targets, adapter_config
 from flexengine.checkpoint.layout import CONFIG_FILE
+from flexengine.checkpoint.manifest import ManifestError, check_acted_on
 from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
@@ -27,28 +29,45 @@ from flexengine.runtime.stored_matrices import read_pieces
 from flexengine.runtime.weight_store import WeightStore, stored_tensors
 
 
+logger = logging.getLogger(__name__)
+
+
 def export_checkpoint(
-    folder: str | Path, source: ModelSource, weights: WeightStore, buffers: dict[str, Tensor], texts: Mapping[str, str]
+    folder: str | Path,
+    source: ModelSource,
+    weights: WeightStore,
+    buffers: dict[str, Tensor],
+    texts: Mapping[str, str],
+    made_by: Mapping[str, Any],
 ) -> None:
     """Write what `Engine.save_pretrained` promises. Buffers are written for a preset alone; a checkpoint has its own.
 
-    texts: further files by name. Order: nothing may be running that writes weights.
+    texts: further files by name. made_by: what the manifest says beside the files. Order: nothing may be running that
+    writes weights.
     """
+    _tell_of_changes(source.support_folder)
     beside = {**({} if source.support_folder is None else support_files(source.support_folder)), **texts}
     if source.weights_folder is None:
-        _export_preset(folder, source.spec, weights, buffers, beside)
+        _export_preset(folder, source.spec, weights, buffers, beside, made_by)
     else:
-        _export_over(folder, source.weights_folder, source.spec, weights, beside)
+        _export_over(folder, source.weights_folder, source.spec, weights, beside, made_by)
 
 
 def export_adapter(
-    folder: str | Path, source: ModelSource, weights: WeightStore, seed: int, texts: Mapping[str, str]
+    folder: str | Path,
+    source: ModelSource,
+    weights: WeightStore,
+    seed: int,
+    texts: Mapping[str, str],
+    made_by: Mapping[str, Any],
 ) -> None:
     """Write the adapters of a model that has some, as PEFT does, with the tokenizer of the model beneath.
 
-    seed: the run's. texts: further files by name. Order: nothing may be running that writes weights.
+    seed: the run's. texts: further files by name. made_by: what the manifest says beside the files. Order: nothing may
+    be running that writes weights.
     Raises: NotFiniteError.
     """
+    _tell_of_changes(source.support_folder)
     model, found = source.spec, list(adapters(source.spec))
     assert model.lora is not None
     begin = Begin(source.weights_folder, seed)
@@ -60,7 +79,21 @@ def export_adapter(
     config = adapter_config(model.lora, targets, base, transposed)
     beside = {} if source.support_folder is None else support_files(source.support_folder)
     beside.pop(CONFIG_FILE, None)  # it would make a model of the folder
-    save_adapter(folder, config, tensors, {**beside, **texts})
+    save_adapter(folder, config, tensors, {**beside, **texts}, made_by)
+
+
+def _tell_of_changes(folder: Path | None) -> None:
+    """Warn where what an export copies is no longer what its manifest says, which was compared when it was loaded."""
+    try:
+        if folder is not None:
+            check_acted_on(folder)
+    except ManifestError as error:
+        _say_changed(error)
+
+
+def _say_changed(error: Exception) -> None:
+    """Warn rather than raise: hours of training would be lost with the export."""
+    logger.warning("files of the model changed while it was trained, and are exported as they are now: %s", error)
 
 
 def _target_names(model: ModelSpec, found: Sequence[Adapter]) -> set[str]:
@@ -142,6 +175,7 @@ def _export_preset(
     weights: WeightStore,
     buffers: dict[str, Tensor],
     beside: Mapping[str, Path | str],
+    made_by: Mapping[str, Any],
 ) -> None:
     compute = weights.layout.plan.request.numerics.compute
     own = [name for name, run in weights.runs.items() if not run.param.added]
@@ -151,11 +185,16 @@ def _export_preset(
         TensorSource(name, torch.float32, tuple(buffer.shape), buffer.float) for name, buffer in buffers.items()
     ]
     beside = {**beside, CONFIG_FILE: _config_text(model, compute)}
-    write_checkpoint(folder, tensors, beside=beside, with_manifest=True)
+    write_checkpoint(folder, tensors, beside=beside, with_manifest=True, made_by=made_by)
 
 
 def _export_over(
-    folder: str | Path, original: Path, model: ModelSpec, weights: WeightStore, beside: Mapping[str, Path | str]
+    folder: str | Path,
+    original: Path,
+    model: ModelSpec,
+    weights: WeightStore,
+    beside: Mapping[str, Path | str],
+    made_by: Mapping[str, Any],
 ) -> None:
     """What was loaded, with the tensors that were trained in the place of theirs."""
     decoded = {
@@ -167,11 +206,11 @@ def _export_over(
     if decoded:
         beside = {**beside, CONFIG_FILE: _config_text(model, str(EXPORT_DTYPE).removeprefix("torch."))}
     exported = _Exported.of(weights)
-    with CheckpointReader.open(original) as reader:
+    with CheckpointReader.open(original) as reader, reader.verifying(_say_changed):
         kept = [_as_stored(reader, name, model, exported) for name in reader.tensors if name not in decoded]
         tensors = [*kept, *(exported.tensor(name, EXPORT_DTYPE) for name in dict.fromkeys(decoded.values()))]
         shards = None if decoded else reader.shard_of
-        write_checkpoint(folder, tensors, shards, beside=beside, with_manifest=True)
+        write_checkpoint(folder, tensors, shards, beside=beside, with_manifest=True, made_by=made_by)
 
 
 def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, exported: _Exported) -> TensorSource:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from flexengine.checkpoint.provenance import made_by
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan
 from flexengine.runtime.adapters import magnitudes
 from flexengine.runtime.executor import Executor
 from flexengine.runtime.export import export_adapter, export_checkpoint
@@ -38,6 +41,8 @@ class ReadingCalls:
     meter: GpuMemoryMeter
     turns: Turns | None
     planes: StagePlanes
+    plan: Plan
+    made_from: dict[str, Any]
     _description: str
 
     @property
@@ -129,7 +134,7 @@ class ReadingCalls:
 
         It has the source's tensor names, dtypes and shards, its config and tokenizer; frozen tensors bit for bit. A
         preset is saved in the compute dtype, a quantised checkpoint in 16 bits, in shards of the usual size. An error
-        leaves the folder as it was.
+        leaves the folder as it was. A manifest lists the files with their SHA-256, the plan, and `made_from`.
         beside: further texts that appear with the model, by file name. merged: for a model with adapters, whether to
         write the whole model with them added to its weights, computed in float32 and rounded once; None and False write
         the adapters, as PEFT does. Of several ranks, all call it and rank 0 writes.
@@ -143,7 +148,8 @@ class ReadingCalls:
         with while_nobody_writes(self.turns):
             if self.turns is not None and not self.turns.writes_files:
                 return
+            made = made_by("export", self.plan.to_json(), self.state.step_count, self.made_from)
             if self.model.lora is None or merged:
-                export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
+                export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {}, made)
             else:
-                export_adapter(folder, self.source, self.weights, self.seed, beside or {})
+                export_adapter(folder, self.source, self.weights, self.seed, beside or {}, made)
