@@ -20,6 +20,7 @@ from flexengine.data.batches import Batch
 from flexengine.metrics import StepMetrics
 from flexengine.parallel.team import Team, is_first
 from flexengine.resuming import ResumePoint, options_as_flags
+from flexengine.run_state import DataPlace, RunState, record_logs
 from flexengine.runtime.engine import Engine
 from flexengine.stop_signals import StopSignals
 from flexengine.wording import explain_os_error
@@ -67,10 +68,10 @@ class RunSaver:
     def restore(self, point: ResumePoint) -> None:
         """Go on with the sums and findings of a checkpoint."""
         self.saved_step = self._last_started = point.step
-        self._loss_sum, self._num_tokens = point.run["loss_sum"], point.run["num_tokens"]
+        self._loss_sum, self._num_tokens = point.run.loss_sum, point.run.num_tokens
         for name, part in self.parts.items():
-            if name in point.run:
-                part.restore(point.run[name], lambda step: next(self.batches.batches(step, step - 1)))
+            if name in point.run.parts:
+                part.restore(point.run.parts[name], lambda step: next(self.batches.batches(step, step - 1)))
 
     @property
     def stop_signal(self) -> signal.Signals | None:
@@ -140,7 +141,7 @@ class RunSaver:
             keep_newest(folder, step, self.config.save_total_limit)
 
         try:
-            self._save = self.engine.start_checkpoint(checkpoint_folder(folder, step), self._run_state(step), after)
+            self._save = self.engine.start_checkpoint(checkpoint_folder(folder, step), self._run_state(step).to_json(), after)
         except (OSError, ValueError) as error:
             self._warn(error)
 
@@ -150,14 +151,15 @@ class RunSaver:
         with tqdm.external_write_mode(file=sys.stderr):
             logger.warning("the checkpoint of step %d was not saved (%s): %s", self._saving_step, last, text)
 
-    def _run_state(self, step: int) -> dict[str, Any]:
+    def _run_state(self, step: int) -> RunState:
         epoch, position = self.batches.cursor(step)
-        return {
-            "step": step,
-            "num_steps": self.num_steps,
-            "data": {"epoch": epoch, "position": position, "seed": self.config.seed, "fingerprint": self._fingerprint},
-            "loss_sum": self._loss_sum,
-            "num_tokens": self._num_tokens,
-            "options": options_as_flags(self.config),
-            **{name: part.state() for name, part in self.parts.items()},
-        }
+        return RunState(
+            step=step,
+            num_steps=self.num_steps,
+            data=DataPlace(epoch, position, self.config.seed, self._fingerprint),
+            loss_sum=self._loss_sum,
+            num_tokens=self._num_tokens,
+            options=options_as_flags(self.config),
+            logs=record_logs(self.config.run_folder),
+            parts={name: part.state() for name, part in self.parts.items()},
+        )

@@ -275,7 +275,7 @@ def watchers_of(
     watchers = Watchers(recorder, reviewer, health, callbacks, saver, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:
-        cut_logs(config.run_folder, point.step)
+        cut_logs(config.run_folder, point)
     if data.validation is not None:
         evaluator = watchers.evaluator = evaluator_of(config, data, engine, num_steps, callbacks, logs, point)
         saver.parts["evaluation"] = evaluator

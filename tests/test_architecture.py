@@ -102,7 +102,8 @@ ARROWS = {
         "wording",
     },
     "stop_signals": set(),
-    "resuming": {"checkpoint", "config", "options", "runtime", "training_data"},
+    "run_state": {"checkpoint", "config"},
+    "resuming": {"checkpoint", "config", "options", "run_state", "runtime", "training_data"},
     "run_saver": {
         "checkpoint",
         "config",
@@ -110,12 +111,13 @@ ARROWS = {
         "metrics",
         "parallel",
         "resuming",
+        "run_state",
         "runtime",
         "stop_signals",
         "wording",
     },
     "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options", "resuming"},
-    "health": {"data", "metrics", "runtime"},
+    "health": {"checkpoint", "data", "metrics", "runtime"},
     "training_data": {"config", "data", "models"},
     "step_prediction": {"hardware", "models", "plan", "planner", "schedule"},
     "feedback": {
@@ -138,7 +140,7 @@ ARROWS = {
     },
     "callbacks": {"metrics"},
     "trackers": {"callbacks", "metrics"},
-    "evaluation": {"data", "metrics", "runtime"},
+    "evaluation": {"checkpoint", "data", "metrics", "runtime"},
     "watchers": {
         "callbacks",
         "data",
