@@ -37,7 +37,11 @@ from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource
 from flexengine.options import options_of
 from flexengine.resuming import SAME_RESULTS
+from flexengine.wording import without_folders
 
+NAMED_PLACES = ("model", "adapter", "dataset", "val_dataset")
+LOCAL_PLACES = ("output_dir", "resume", "overwrite", "dry_run", "plan_json", "data_cache")
+"""Options that say where something lies: which of them tell what made a model, and which mean nothing elsewhere."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
@@ -191,13 +195,29 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def run_record(config: TrainConfig, num_steps: int) -> str:
-    """Describe what made a model, as JSON: the steps that were taken, every option, and what became of the records."""
-    options = {name: option.to_flag(getattr(config, name)) for name, option in options_of(TrainConfig).items()}
+    """Describe what made a model, as JSON: the steps, every option but for local places, what became of the records.
+
+    It goes wherever the model goes, so models and data sets have their names, without the folders that they lie in.
+    """
+    kept = [option for name, option in options_of(TrainConfig).items() if name not in LOCAL_PLACES]
+    options = {option.name: option.to_flag(getattr(config, option.name)) for option in kept}
+    for name in NAMED_PLACES:
+        value = options[name]
+        is_list = isinstance(value, (list, tuple))
+        options[name] = [without_folders(item) for item in value] if is_list else value and without_folders(value)
+    options["trace"] = bool(options["trace"])  # or the file that it went to
     records: list[Any] = []
     with contextlib.suppress(OSError, ValueError):  # a run of an earlier version has no such file
         records = json.loads((config.run_folder / DATA_FILE).read_text(encoding="utf-8"))
-    told = {"data": records} if records else {}
+    told = {"data": [_named(record) for record in records]} if records else {}
     return json.dumps({"steps": num_steps, "config": options, **told}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _named(record: dict[str, Any]) -> dict[str, Any]:
+    """What became of the records of a source, without the folders that it lies in."""
+    place, name = str(Path(record["place"])), without_folders(record["place"])
+    lines = [line.replace(place, name) for line in record["first_bad_records"]]
+    return {**record, "place": name, "first_bad_records": lines}
 
 
 def write_plan(config: TrainConfig, planned: PlannedRun) -> None:

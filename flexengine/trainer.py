@@ -153,6 +153,8 @@ def run(
     """Load the model, take all steps that are left, judge and export the model; returns the exit status."""
     engine, num_steps = build_engine(config, planned), schedule.num_steps
     point = load_point(engine, points) if points else None
+    if config.makes_checkpoints:
+        engine.made_from["data"] = data.digests()
     with contextlib.ExitStack() as logs:
         watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs, point)
         log = logs.enter_context(JsonlWriter(config.run_folder / LOG_FILE, append=point is not None))
@@ -430,12 +432,11 @@ def is_worth_keeping(config: TrainConfig, health: RunHealth, last: StepMetrics) 
 def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None, num_steps: int, folder: Path) -> bool:
     """Write the model to a folder with a record of its run; returns False, with a message, unless it is finite."""
     try:
-        engine.save_pretrained(folder, beside={RUN_FILE: run_record(config, num_steps)})
+        beside = {} if tokenizer is None else tokenizer.own_files()
+        engine.save_pretrained(folder, beside={**beside, RUN_FILE: run_record(config, num_steps)})
     except NotFiniteError as error:
         print(error, file=sys.stderr)
         return False
-    if tokenizer is not None and folder.is_dir():  # of several ranks, one has written it
-        tokenizer.export_template(folder)
     tqdm.write(f"model: {folder}")
     return True
 

@@ -21,6 +21,7 @@ from flexengine.data import (
 )
 from flexengine.data.preview import MARKS, marked_text, shortened
 from flexengine.models.registry import ASSETS, ModelSource
+from flexengine.wording import without_folders
 
 DEMO_FOLDER = ASSETS / "demo"
 
@@ -30,6 +31,7 @@ class TrainingData:
     """Where batches come from, the tokenizer (None for synthetic data), and one line about both.
 
     validation: None when the run evaluates nothing. records: what became of the records of each source, as JSON values.
+    sources: what is trained, none for synthetic data.
     """
 
     batches: GlobalBatches | SyntheticBatches
@@ -37,6 +39,14 @@ class TrainingData:
     description: str
     validation: ValidationBatches | None = None
     records: Sequence[dict[str, Any]] = ()
+    sources: Sequence[Prepared] = ()
+
+    def digests(self) -> list[dict[str, Any]]:
+        """What was trained on, by names without local folders and SHA-256 of its tokens and labels, as JSON values."""
+        return [
+            {"name": without_folders(part.place), "weight": part.weight, "sha256": part.table.sha256}
+            for part in self.sources
+        ]
 
 
 def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
@@ -67,7 +77,7 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     if validation is not None:
         text += f"\n  evaluated, not trained: {len(validation.sequences)} sequences, {validation.num_tokens} tokens"
         text += f"\n  of {_describe(evaluated)}" if evaluated else ""
-    return TrainingData(batches, tokenizer, text, validation, records)
+    return TrainingData(batches, tokenizer, text, validation, records, prepared)
 
 
 def _prepare(

@@ -116,9 +116,9 @@ ARROWS = {
         "stop_signals",
         "wording",
     },
-    "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options", "resuming"},
+    "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options", "resuming", "wording"},
     "health": {"checkpoint", "data", "metrics", "runtime"},
-    "training_data": {"config", "data", "models"},
+    "training_data": {"config", "data", "models", "wording"},
     "step_prediction": {"hardware", "models", "plan", "planner", "schedule"},
     "feedback": {
         "api",

@@ -20,6 +20,7 @@ from flexengine.data.batches import num_targets
 from flexengine.health import NotFinite
 from flexengine.metrics import StepMetrics
 from flexengine.models.registry import ASSETS, open_model
+from flexengine.options import options_of
 from flexengine.plan import Plan, PlanError, PlanReason, Prediction
 from flexengine.runtime.not_finite import NotFiniteError
 
@@ -64,6 +65,7 @@ class FakeEngine:
     matmul_flops_per_s: float = 1e12
     max_grad_norm: float | None = 1.0
     bad_weight: str = ""
+    made_from: dict = field(default_factory=dict)
 
     def describe(self):
         return "plan: everything streams"
@@ -222,7 +224,8 @@ def test_bad_records_that_are_skipped_are_told_and_recorded(engine, tmp_path, ca
     (told,) = json.loads((tmp_path / "run" / "data.json").read_text())
     assert (told["kept"], told["records"], told["bad_records"]) == (3, 5, 2)
     assert told["first_bad_records"][0] == f"{tmp_path}/a.jsonl, line 2: the record is empty"
-    assert json.loads((tmp_path / "run" / "final" / RUN_FILE).read_text())["data"] == [told]
+    named = {**told, "place": "a.jsonl", "first_bad_records": [s.replace(f"{tmp_path}/", "") for s in told["first_bad_records"]]}
+    assert json.loads((tmp_path / "run" / "final" / RUN_FILE).read_text())["data"] == [named]
     config = replace(config, val_dataset=str(tmp_path / "b.jsonl"))
     cached, anew = (
         training_data.open_data(replace(config, data_cache=str(tmp_path / cache)), open_model("preset:demo"))
@@ -385,7 +388,27 @@ def test_final_tells_which_run_made_it(engine, tmp_path):
     assert trainer.train(config) == 0
     record = json.loads((tmp_path / "run" / "final" / RUN_FILE).read_text())
     assert record["steps"] == 4
-    assert TrainConfig(**record["config"]) == config
+    same = {name: getattr(config, name) for name in (*run_folder.NAMED_PLACES, *run_folder.LOCAL_PLACES)}
+    assert TrainConfig(**{**record["config"], **same}) == config
+
+
+def test_final_tells_no_local_place(tmp_path):
+    """Every option that takes text, given a path: none of its folders is in the record."""
+    texts = {name: o for name, o in options_of(TrainConfig).items() if o.value_type is str and not o.choices}
+    lists = {name for name, option in options_of(TrainConfig).items() if option.is_list}
+    free = {"device", "lora_init"} | {"sample_prompts", "report_to", "lr_groups", "weight_decay_groups"}
+    free |= {"freeze", "lora_targets", "modules_to_save"}  # names of parts of a model, questions, trackers
+    places = (texts.keys() | lists | {"trace"}) - free
+    assert {"model", "dataset", "val_dataset", "adapter", "plan_json", "data_cache", "output_dir"} <= places
+    values = {name: f"/home/ann/secret/{name}" for name in places - {"resume"}}
+    lists_of = {name: (f"/home/ann/secret/{name}.jsonl:train=2", "org/name:main") for name in places & lists}
+    config = TrainConfig(**{**values, **lists_of}, eval_steps=2, mode="lora", resume="/home/ann/secret/run")
+    text = run_folder.run_record(config, 3)
+    assert "secret" not in text
+    assert "ann" not in text
+    record = json.loads(text)["config"]
+    assert (record["model"], record["adapter"]) == ("model", "adapter")
+    assert record["dataset"] == ["dataset.jsonl:train=2", "org/name:main"]
 
 
 def test_a_folder_that_another_run_uses_is_refused(engine, tmp_path):

@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
 def _export_checkpoint(config: TrainConfig, arguments: argparse.Namespace, merged: bool | None, output: Path) -> None:
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
     from flexengine.checkpoint.layout import RUN_FILE  # noqa: PLC0415
+    from flexengine.checkpoint.manifest import read_manifest  # noqa: PLC0415
     from flexengine.resuming import differing_options, load_point, resume_points  # noqa: PLC0415
     from flexengine.run_folder import run_record  # noqa: PLC0415
 
@@ -57,6 +58,8 @@ def _export_checkpoint(config: TrainConfig, arguments: argparse.Namespace, merge
     _check_convertible(planned, arguments.format)
     with build(planned, _optimizer_of(points[0].engine["optimizer"])) as engine:
         point = load_point(engine, points)
+        made_from = read_manifest(point.checkpoint.folder).get("made_from", {})
+        engine.made_from |= {key: made_from[key] for key in ("data",) if key in made_from}
         if differing := differing_options(point, config):
             print(f"{config.run_folder / CONFIG_FILE} has other options than the checkpoint's run: {differing}")
         engine.save_pretrained(output, beside={RUN_FILE: run_record(config, point.step)}, merged=merged)

@@ -113,10 +113,9 @@ class ChatTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def export_template(self, folder: Path) -> None:
-        """Writes the template that the model was trained with, where its folder had none."""
-        if not self.has_own_template:
-            (folder / TEMPLATE_FILE).write_text(self.template, encoding="utf-8")
+    def own_files(self) -> dict[str, str]:
+        """Files that an export needs beside those of the model's folder: the template, where that had none."""
+        return {} if self.has_own_template else {TEMPLATE_FILE: self.template}
 
     # ---- records to ids ---------------------------------------------------------------------------------------
 
