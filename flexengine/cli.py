@@ -187,6 +187,12 @@ def run_export(argv: list[str]) -> int:
     return export.main(argv)
 
 
+def run_verify(argv: list[str]) -> int:
+    from flexengine.commands import verify  # noqa: PLC0415
+
+    return verify.main(argv)
+
+
 class StderrHandler(logging.StreamHandler):
     """Writes to what sys.stderr is when a line is written: whoever calls `main` may have replaced it since."""
 
@@ -224,6 +230,7 @@ COMMANDS = {
     "probe": Command(run_probe, "measure this machine and remember its rates"),
     "doctor": Command(run_doctor, "what this machine lacks, and the remedy"),
     "export": Command(run_export, "a model of a run's checkpoint, such as that of a run that was stopped"),
+    "verify": Command(run_verify, "whether a download, an export or a checkpoint is what was written, byte for byte"),
     "report": Command(run_report, "where the time of a run went, simulated and measured, as one page"),
     "download": Command(run_download, "stage a model or a data set for a machine without internet"),
 }

@@ -141,7 +141,9 @@ class RunSaver:
             keep_newest(folder, step, self.config.save_total_limit)
 
         try:
-            self._save = self.engine.start_checkpoint(checkpoint_folder(folder, step), self._run_state(step).to_json(), after)
+            self._save = self.engine.start_checkpoint(
+                checkpoint_folder(folder, step), self._run_state(step).to_json(), after
+            )
         except (OSError, ValueError) as error:
             self._warn(error)
 

@@ -200,6 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     for command in (model, dataset):
         command.add_argument("repo", metavar="ORG/NAME", help="repository on the hub")
         command.add_argument("--revision", default="main", help="branch, tag or commit hash (default: main)")
+        command.add_argument(
+            "--require-hashes",
+            action="store_true",
+            help="refuse a --revision that is no commit, and files for which the hub states no hash",
+        )
         command.add_argument("--endpoint", help="address of the hub (default: HF_ENDPOINT, else the public hub)")
         command.add_argument("--workers", type=_positive, default=4, help="files fetched at once (default: 4)")
         command.add_argument("--retries", type=int, default=5, help="attempts in a row without progress (default: 5)")
@@ -231,7 +236,7 @@ def _run(arguments: argparse.Namespace) -> None:
         manifest = verify_manifest(arguments.path)
         _log(f"{arguments.path}: {len(manifest['files'])} files as the manifest says")
         return
-    transfer = Transfer(arguments.endpoint, arguments.workers, arguments.retries, _log)
+    transfer = Transfer(arguments.endpoint, arguments.workers, arguments.retries, _log, arguments.require_hashes)
     common = (arguments.repo, arguments.target, arguments.revision)
     if arguments.command == "model":
         download_model(*common, arguments.allow_patterns, transfer)

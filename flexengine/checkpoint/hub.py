@@ -56,11 +56,14 @@ def fetch_files(
 
     Files that are already there and match are kept; unfinished ones in `partial` continue where they stopped.
     Order: each file is renamed into place after its contents were verified and synced.
-    Raises: DownloadError for the first file that fails (others stop and keep what they have); OSError of the disk.
+    Raises: DownloadError for the first file that fails (others stop and keep what they have), and before any is fetched
+    where hashes are required that the hub does not state; OSError of the disk.
     """
     files = [listing.files[path] for path in paths]
     for file in files:
         _check_name(listing.repo, file.path)
+    if transfer.require_hashes:
+        _refuse_unhashed(listing, files)
     _check_disk(files, target, partial)
     fetches = [FileFetch(listing, file, (target, partial), transfer) for file in files]
     records = _run_together(fetches, transfer.num_workers)
@@ -75,6 +78,16 @@ def unverified(listing: RepoListing, paths: Iterable[str]) -> str:
         return ", verified"
     sizes = sum(file.num_bytes is not None for file in unknown)
     return f"; NOT verified: the hub lists no hash of {len(unknown)} of them, and of {sizes} only the size was compared"
+
+
+def _refuse_unhashed(listing: RepoListing, files: list[RemoteFile]) -> None:
+    unknown = [file.path for file in files if not file.has_hash]
+    if unknown:
+        raise DownloadError(
+            f"--require-hashes: the hub lists no hash of {len(unknown)} of {len(files)} files of {listing.repo}, such"
+            f" as {shown(unknown[0])}, so what arrives could not be compared. Check that HF_ENDPOINT is a hub that"
+            " lists them, or leave the flag out."
+        )
 
 
 def _check_name(repo: str, path: str) -> None:

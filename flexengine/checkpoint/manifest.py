@@ -180,7 +180,8 @@ def accept(target: Path) -> list[str]:
         raise ManifestError(f"{target} is a checkpoint of a run, which must be what the run wrote; resume another.")
     if problems:
         folder = manifest_path(target).parent
-        records = {name: FileRecord((folder / name).stat().st_size, sha256_of(folder / name)) for name in _files_of(target)}
+        paths = {name: folder / name for name in _files_of(target)}
+        records = {name: FileRecord(path.stat().st_size, sha256_of(path)) for name, path in paths.items()}
         source = {key: value for key, value in manifest.items() if key not in ("format_version", "manifest_sha256")}
         write_manifest(target, records, {**source, "accepted": [*manifest.get("accepted", ()), *problems]})
     return problems

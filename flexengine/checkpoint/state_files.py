@@ -28,7 +28,9 @@ class Fields:
     def __init__(self, values: object, where: str) -> None:
         self.where = where
         if not isinstance(values, Mapping):
-            raise CheckpointError(f"{where} is {shown(values)}, expected an object of fields; resume another checkpoint")
+            raise CheckpointError(
+                f"{where} is {shown(values)}, expected an object of fields; resume another checkpoint"
+            )
         self.values = values
 
     def whole(self, name: str, least: int = 0) -> int:

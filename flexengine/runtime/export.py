@@ -28,7 +28,6 @@ from flexengine.runtime.not_finite import checked
 from flexengine.runtime.stored_matrices import read_pieces
 from flexengine.runtime.weight_store import WeightStore, stored_tensors
 
-
 logger = logging.getLogger(__name__)
 
 
