@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.checkpoint.atomic import atomic_file
-from flexengine.checkpoint.run_checkpoints import RunCheckpoint, checkpoints_of, is_whole, whole_checkpoints
+from flexengine.checkpoint.run_checkpoints import RunCheckpoint, checkpoints_of, fault_of, whole_checkpoints
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.state_files import STATE_FILE, Fields, read_description
 from flexengine.config import TrainConfig
@@ -65,11 +65,10 @@ def resume_points(config: TrainConfig) -> list[ResumePoint]:
     if config.resume != AUTO:
         return [_point(_named(Path(config.resume)))]
     found: list[ResumePoint] = []
-    whole = whole_checkpoints(config.run_folder)
     for checkpoint in checkpoints_of(config.run_folder):
         try:
-            if checkpoint not in whole:
-                raise CheckpointError(f"{checkpoint.folder} is not whole")
+            if fault := fault_of(checkpoint.folder):
+                raise CheckpointError(f"{checkpoint.folder} is not whole: {fault}")
             found.append(_point(checkpoint))
         except CheckpointError as error:
             logger.warning("passed over: %s", error)
@@ -87,9 +86,10 @@ def _named(folder: Path) -> RunCheckpoint:
     whole = whole_checkpoints(folder)
     if whole:
         return whole[0]
-    if not is_whole(folder):
+    if fault := fault_of(folder):
         raise ValueError(
-            f"--resume {folder} holds no whole checkpoint; give a run folder, or a folder checkpoints/step-N in it"
+            f"--resume {folder} holds no whole checkpoint ({fault}); give a run folder, or a folder checkpoints/step-N"
+            " in it"
         )
     found = read_description(folder)["run"]
     if "step" not in found:
