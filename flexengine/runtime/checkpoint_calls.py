@@ -128,7 +128,7 @@ class CheckpointCalls:
         with while_nobody_writes(self.turns):
             if self.turns is None or self.turns.writes_files:
                 text = self._describe(run_state)
-                made = made_by("checkpoint", self.plan.to_json(), self.state.step_count, self.made_from)
+                made = made_by("checkpoint", self.weights.layout.plan.to_json(), self.state.step_count, self.made_from)
                 self._save = StateSave(folder, state_tensors(self.weights, gathered), {STATE_FILE: text}, after, made)
         self.state.before_update = self._release_save
         return self._save

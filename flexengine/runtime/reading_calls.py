@@ -12,7 +12,6 @@ from flexengine.checkpoint.provenance import made_by
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan
 from flexengine.runtime.adapters import magnitudes
 from flexengine.runtime.executor import Executor
 from flexengine.runtime.export import export_adapter, export_checkpoint
@@ -41,7 +40,6 @@ class ReadingCalls:
     meter: GpuMemoryMeter
     turns: Turns | None
     planes: StagePlanes
-    plan: Plan
     made_from: dict[str, Any]
     _description: str
 
@@ -148,7 +146,7 @@ class ReadingCalls:
         with while_nobody_writes(self.turns):
             if self.turns is not None and not self.turns.writes_files:
                 return
-            made = made_by("export", self.plan.to_json(), self.state.step_count, self.made_from)
+            made = made_by("export", self.weights.layout.plan.to_json(), self.state.step_count, self.made_from)
             if self.model.lora is None or merged:
                 export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {}, made)
             else:
