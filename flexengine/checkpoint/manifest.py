@@ -173,10 +173,10 @@ def check_files(folder: Path, names: Iterable[str], stop: threading.Event, remed
 def accept(target: Path) -> list[str]:
     """Take the files of `target` as they are into its manifest, which remembers that; returns what differed.
 
-    Raises: ManifestError as `read_manifest`, and for a checkpoint, which nobody changes on purpose.
+    Raises: ManifestError as `read_manifest`, and for a checkpoint that differs, which nobody changes on purpose.
     """
     manifest, problems = read_manifest(target), compare(target)
-    if manifest.get("source") == "checkpoint":
+    if problems and manifest.get("source") == "checkpoint":
         raise ManifestError(f"{target} is a checkpoint of a run, which must be what the run wrote; resume another.")
     if problems:
         folder = manifest_path(target).parent
