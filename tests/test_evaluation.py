@@ -56,7 +56,7 @@ class ScriptedEngine:
     def __init__(self, losses):
         self.losses, self.evaluated, self.saved, self.max_grad_norm = list(losses), [], [], 1.0
         self.plan = SimpleNamespace(predicted=Prediction(step_s=0.1), updates_on_cpu=False, to_json=lambda: "{}")
-        self.matmul_flops_per_s, self.team = 1e12, None
+        self.matmul_flops_per_s, self.team, self.made_from = 1e12, None, {}
 
     def describe(self):
         return "plan"

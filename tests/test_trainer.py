@@ -224,7 +224,8 @@ def test_bad_records_that_are_skipped_are_told_and_recorded(engine, tmp_path, ca
     (told,) = json.loads((tmp_path / "run" / "data.json").read_text())
     assert (told["kept"], told["records"], told["bad_records"]) == (3, 5, 2)
     assert told["first_bad_records"][0] == f"{tmp_path}/a.jsonl, line 2: the record is empty"
-    named = {**told, "place": "a.jsonl", "first_bad_records": [s.replace(f"{tmp_path}/", "") for s in told["first_bad_records"]]}
+    lines = [line.replace(f"{tmp_path}/", "") for line in told["first_bad_records"]]
+    named = {**told, "place": "a.jsonl", "first_bad_records": lines}
     assert json.loads((tmp_path / "run" / "final" / RUN_FILE).read_text())["data"] == [named]
     config = replace(config, val_dataset=str(tmp_path / "b.jsonl"))
     cached, anew = (
