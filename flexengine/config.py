@@ -179,6 +179,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         for name in ("dataset", "val_dataset", "sample_prompts", "report_to", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+        if isinstance(self.template_date, datetime.date):  # YAML reads a day as one
+            object.__setattr__(self, "template_date", self.template_date.isoformat())
         super().__post_init__()
         if not self.model:
             raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
@@ -197,7 +199,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         """Data source, data set and length of the run that contradict each other."""
         if self.template_date is not None:
             try:
-                datetime.date.fromisoformat(self.template_date)
+                day = datetime.date.fromisoformat(self.template_date)
+                object.__setattr__(self, "template_date", day.isoformat())
             except ValueError:
                 raise ValueError(
                     f"--template-date {self.template_date!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31"
