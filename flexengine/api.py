@@ -38,11 +38,13 @@ from flexengine.reports.plan_text import describe
 from flexengine.request import (
     budget_gib,
     check_is_free,
+    check_new_rows,
     described,
     lora_options,
     make_request,
     probe_shape,
     with_cache,
+    with_new_tokens,
     with_read_adapter,
     without_cache,
 )
@@ -101,7 +103,7 @@ class PrepareArguments(Job, ModelArgument):
             gib, num_bytes = f"max_{place}_mem_gib", f"max_{place}_mem_bytes"
             budget = budget_gib(place, getattr(self, gib), getattr(self, num_bytes))
             object.__setattr__(self, gib, budget)
-        for name in ("freeze", "lora_targets", "modules_to_save", "lr_groups", "weight_decay_groups"):
+        for name in ("freeze", "lora_targets", "modules_to_save", "lr_groups", "weight_decay_groups", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         for name, value in {} if lora is None else lora_options(lora).items():
@@ -196,6 +198,14 @@ def prepare_job(
     return PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
 
 
+def open_source(path_or_preset: str | Path, job: Job) -> ModelSource:
+    """Read the description of the model that a job trains, with the tokens that it adds. Loads no weights.
+
+    Raises: ValueError as `open_initial` and `with_new_tokens`.
+    """
+    return with_new_tokens(open_initial(path_or_preset, job.init), job)
+
+
 class _Opened(NamedTuple):
     """What a job is about: the model as it is trained, the job with what files say, the device."""
 
@@ -205,8 +215,9 @@ class _Opened(NamedTuple):
 
 
 def _open(path_or_preset: str | Path, job: Job, team: Team | None) -> _Opened:
-    source, job = open_initial(path_or_preset, job.init), with_read_adapter(job)
+    source, job = open_source(path_or_preset, job), with_read_adapter(job)
     source = source._replace(spec=described(source.spec, job))
+    check_new_rows(source, job)
     if source.spec.notice:
         logger.warning("%s: %s", source.spec.name, source.spec.notice)
     if source.weights_folder is not None:

@@ -7,6 +7,7 @@ from `job.py`; this file adds data, length, learning rate and files. It imports 
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,13 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
             " the first"
         ),
     ] = "stop"
+    template_date: Annotated[
+        str | None,
+        Option(
+            "the day, as YYYY-MM-DD, that a chat template sees which writes today's date (default: today; with --resume"
+            " that of the run)"
+        ),
+    ] = None
     data_cache: Annotated[
         str | None, Option("folder of tokenized records (default: data/ in flexengine's cache folder)")
     ] = None
@@ -168,9 +176,11 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     def __post_init__(self) -> None:
         for option in options_of(TrainConfig).values():
             object.__setattr__(self, option.name, option.from_flag(getattr(self, option.name)))
-        for name in ("dataset", "val_dataset", "sample_prompts", "report_to"):
+        for name in ("dataset", "val_dataset", "sample_prompts", "report_to", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+        if isinstance(self.template_date, datetime.date):  # YAML reads a day as one
+            object.__setattr__(self, "template_date", self.template_date.isoformat())
         super().__post_init__()
         if not self.model:
             raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
@@ -187,6 +197,14 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
 
     def _check_data(self) -> None:
         """Data source, data set and length of the run that contradict each other."""
+        if self.template_date is not None:
+            try:
+                day = datetime.date.fromisoformat(self.template_date)
+                object.__setattr__(self, "template_date", day.isoformat())
+            except ValueError:
+                raise ValueError(
+                    f"--template-date {self.template_date!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31"
+                ) from None
         if self.data_source == "json_sft" and not self.dataset and not self.dry_run:
             raise ValueError(
                 "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"

@@ -7,6 +7,7 @@ everything else is checked against it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -131,6 +132,20 @@ class Job:
             decides_plan=False,
         ),
     ] = "checkpoint"
+    add_tokens: Annotated[
+        Sequence[str],
+        Option(
+            "special tokens that are added to the tokenizer; rows of the embedding and the head for them are added"
+            " where there are none yet"
+        ),
+    ] = ()
+    resize_embeddings: Annotated[
+        bool,
+        Option(
+            "add rows to the embedding and the head for all tokens of the tokenizer, up to a multiple of 8; new rows"
+            " begin as the mean of the others"
+        ),
+    ] = False
     mode: Annotated[
         Literal["full", "lora"],
         Option("what is trained: full = all weights, lora = low-rank adapters of the blocks' linear layers alone"),
@@ -232,6 +247,7 @@ class Job:
             object.__setattr__(self, option.name, value)
             option.check(value, self.words)
         self._check_lengths()
+        self._check_tokens()
         self._check_dtypes()
         self._check_mode()
 
@@ -242,6 +258,13 @@ class Job:
                 f"{self.words.setting('max_seq_len', longest)} tokens exceeds"
                 f" {self.words.setting('max_global_batch_tokens', tokens)}: no such sequence would fit in a step"
             )
+
+    def _check_tokens(self) -> None:
+        """Refuse new tokens that would be none, or the same one twice."""
+        for token, count in Counter(self.add_tokens).items():
+            if count > 1 or not token.strip():
+                what = "is given twice" if token.strip() else "is blank"
+                raise ValueError(f"{self.words.spelled('add_tokens')}: {shown(token)} {what}; give each token once")
 
     def _check_dtypes(self) -> None:
         """Refuse dtypes that contradict each other."""

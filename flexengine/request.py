@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
-from flexengine.checkpoint.adapter_config import read_lora
+from flexengine.checkpoint.adapter_config import embedding_rows, read_lora
+from flexengine.checkpoint.layout import CONFIG_FILE
+from flexengine.checkpoint.tokenizer_files import add_tokens, files_with_tokens, read_tokenizer, tokens_beyond
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.job import LORA_OPTIONS, Job
 from flexengine.lora import LoRA
@@ -19,7 +23,9 @@ from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
+from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
+from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options import options_of
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import shown
@@ -63,6 +69,45 @@ def with_read_adapter(job: Job) -> Job:
             given = job.words.setting(name, getattr(job, name))
             raise ValueError(f"{given}, but {job.adapter} was made with {shown(value)}; leave it out")
     return replace(job, **stored)
+
+
+def with_new_tokens(source: ModelSource, job: Job) -> ModelSource:
+    """Describe a model with the tokens that a job adds, and with rows for them in its embedding and its head.
+
+    An adapter that the job starts from may have added tokens, too. Raises: ValueError where there is no tokenizer.
+    """
+    rows = source.spec.vocab_size
+    of_adapter = 0 if job.adapter is None else embedding_rows(job.adapter, source.spec.embedding_source)
+    if not (job.add_tokens or job.resize_embeddings or of_adapter > rows):
+        return source
+    if source.support_folder is None:
+        given = "add_tokens" if job.add_tokens else "resize_embeddings"
+        raise ValueError(
+            f"{job.words.spelled(given)}: {source.spec.name} has no tokenizer of its own; give a model folder that has"
+        )
+    folder = source.support_folder
+    tokenizer, tokens = read_tokenizer(folder), tuple(job.add_tokens)
+    if job.adapter is not None and not tokens and of_adapter > rows:
+        tokens = tokens_beyond(Path(job.adapter), tokenizer)
+    add_tokens(tokenizer, tokens)
+    texts = files_with_tokens(folder, tokenizer, tokens) if tokens else {}
+    last = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    wanted = of_adapter if of_adapter > rows else rows if last < rows else -(-(last + 1) // ROW_MULTIPLE) * ROW_MULTIPLE
+    if wanted == rows:
+        return source._replace(new_tokens=tokens, texts=texts)
+    spec = with_rows(source.spec, wanted, in_checkpoint=source.weights_folder is not None)
+    texts = {**texts, CONFIG_FILE: json.dumps(spec.hf_config, indent=2) + "\n"}
+    return source._replace(spec=spec, new_tokens=tokens, texts=texts)
+
+
+def check_new_rows(source: ModelSource, job: Job) -> None:
+    """Warn of new tokens whose rows are not trained."""
+    groups = [group for group in source.spec.groups if group.frozen]
+    frozen = [s.name for g in groups for p in g.params for s in p.sources if s.rows_in_file is not None]
+    if frozen and source.new_tokens and job.trains and job.adapter is None:
+        modules = " ".join(name.removesuffix(".weight").rpartition(".")[2] for name in frozen)
+        remedy = f"--modules-to-save {modules} trains them" if job.mode == "lora" else "leave them out of --freeze"
+        logger.warning("rows of new tokens stay the mean of the others, since %s is frozen: %s", modules, remedy)
 
 
 def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:

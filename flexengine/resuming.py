@@ -77,6 +77,21 @@ def resume_points(config: TrainConfig) -> list[ResumePoint]:
     return found
 
 
+def saved_date(config: TrainConfig) -> str | None:
+    """Find the day that chat templates saw in the run which --resume names; None where there is none yet.
+
+    A run whose checkpoints cannot be read is told of later.
+    """
+    if config.resume is None:
+        return None
+    try:
+        folder = config.run_folder if config.resume == AUTO else Path(config.resume)
+        found = whole_checkpoints(folder)
+        return read_description(found[0].folder if found else folder)["run"].get("options", {}).get("template_date")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
 def _named(folder: Path) -> RunCheckpoint:
     """The checkpoint that a person named: itself, or the newest whole one of a run folder."""
     if not folder.is_dir():

@@ -5,18 +5,18 @@ weights are read.
 """
 
 import contextlib
+import dataclasses
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from flexengine.api import PlannedRun, build, prepare_job
+from flexengine.api import PlannedRun, build, open_source, prepare_job
 from flexengine.callbacks import Callback, Callbacks
 from flexengine.checkpoint.atomic import write_text
 from flexengine.checkpoint.layout import RUN_FILE
@@ -28,6 +28,7 @@ from flexengine.data import (
     parse_source,
 )
 from flexengine.data.batches import Batch
+from flexengine.data.templates import today
 from flexengine.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.feedback import ExpectedStep, Reviewer
 from flexengine.health import RunHealth, explain_divergence, where_not_finite
@@ -40,7 +41,7 @@ from flexengine.metrics import (
     format_tflops,
     format_tokens_per_s,
 )
-from flexengine.models.registry import ModelSource, open_initial
+from flexengine.models.registry import ModelSource
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.parallel.team import Team, is_first, join
@@ -53,6 +54,7 @@ from flexengine.resuming import (
     describe_resumption,
     load_point,
     resume_points,
+    saved_date,
 )
 from flexengine.run_folder import check_disk, check_run_folder, run_record, started_run_folder
 from flexengine.run_saver import STOPPED, RunSaver
@@ -97,18 +99,28 @@ def train(
 def _train(
     config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
 ) -> int:
-    source = first_rank_first(team, lambda: open_initial(config.model, config.init))
+    source = first_rank_first(team, lambda: open_source(config.model, config))
     if config.dry_run:
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
     told = Callbacks([*open_trackers(config.report_to), *callbacks] if is_first(team) else ())
-    checked = first_rank_first(team, lambda: check_run(config, source))
+    dated = dataclasses.replace(config, template_date=told_by_first(team, lambda: date_of_run(config)))
+    checked = first_rank_first(team, lambda: check_run(dated, source))
+    if checked.data.writes_date:
+        config = dated  # the run keeps its day, for those that resume it
+    elif config.template_date is not None:
+        print(f"--template-date {config.template_date}: the chat template writes no date", file=sys.stderr)
     points = told_by_first(team, lambda: check_folder(config, source, checked, replace))
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
     print(planned.describe())
     with started_run_folder(config, planned, checked.data.records, replace), told:
         return told.ending_with(run(config, planned, checked.data, checked.schedule, prompts, told, points))
+
+
+def date_of_run(config: TrainConfig) -> str:
+    """Find the day that chat templates see: the given one, that of the run which goes on, or today."""
+    return config.template_date or saved_date(config) or today().isoformat()
 
 
 class CheckedRun(NamedTuple):
@@ -158,7 +170,7 @@ def run(
     with contextlib.ExitStack() as logs:
         watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs, point)
         log = logs.enter_context(JsonlWriter(config.run_folder / LOG_FILE, append=point is not None))
-        callbacks.on_start(asdict(config), num_steps, config.run_folder)
+        callbacks.on_start(dataclasses.asdict(config), num_steps, config.run_folder)
         with watchers.saver.signals:
             status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
     if status == 0:

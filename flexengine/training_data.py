@@ -19,7 +19,7 @@ from flexengine.data import (
     parse_source,
     prepare_sources,
 )
-from flexengine.data.preview import MARKS, marked_text, shortened
+from flexengine.data.preview import MARKS, date_line, marked_text, shortened
 from flexengine.models.registry import ASSETS, ModelSource
 from flexengine.wording import without_folders
 
@@ -48,6 +48,11 @@ class TrainingData:
             for part in self.sources
         ]
 
+    @property
+    def writes_date(self) -> bool:
+        """Whether conversations hold the day on which they are written."""
+        return self.tokenizer is not None and self.tokenizer.date is not None
+
 
 def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     """Read, tokenize and pack the data. Raises ValueError when it does not fit the model or nothing is left."""
@@ -57,11 +62,8 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
         return TrainingData(batches, None, text)
     tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
-    if tokenizer.max_id >= vocab_size:
-        raise ValueError(
-            f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size};"
-            " tokenizer.json and config.json are of different models: fetch both again"
-        )
+    tokenizer.fit(vocab_size, source.new_tokens)
+    tokenizer.pin_date(config.template_date)
     tokenizer.train_on = config.train_on
     cache = Path(config.data_cache) if config.data_cache else default_cache()
     prepared = _prepare(config, config.dataset, tokenizer, cache)
@@ -74,6 +76,7 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
     text += f"\n  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: "
     text += shortened(marked_text(tokenizer, batches.sequences[0]))
+    text += f"\n  {date_line(tokenizer)}" if tokenizer.date is not None else ""
     if validation is not None:
         text += f"\n  evaluated, not trained: {len(validation.sequences)} sequences, {validation.num_tokens} tokens"
         text += f"\n  of {_describe(evaluated)}" if evaluated else ""

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from flexengine.checkpoint.layout import ADAPTER_CONFIG
 from flexengine.checkpoint.manifest import check_acted_on
 from flexengine.lora import PISSA, LoRA
@@ -57,6 +59,23 @@ def read_lora(folder: Path | str) -> LoRA:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def embedding_rows(folder: Path | str, embedding: str) -> int:
+    """Count the rows of the embedding that stands beside the adapters of a folder; 0 where none does.
+
+    embedding: the name of the model's own. PEFT saves it where tokens were added, or where it is trained as well.
+    """
+    path = Path(folder) / ADAPTER_WEIGHTS
+    if not path.is_file():
+        return 0
+    try:
+        with safe_open(path, framework="np") as file:
+            ends = ".".join(embedding.split(".")[-2:])
+            found = next((name for name in file.keys() if name.endswith(f".{ends}")), None)  # noqa: SIM118 - no mapping
+            return 0 if found is None else file.get_slice(found).get_shape()[0]
+    except (SafetensorError, OSError):  # told when the adapter is read
+        return 0
 
 
 def _init(named: object) -> str:

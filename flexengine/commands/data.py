@@ -8,12 +8,17 @@ from pathlib import Path
 
 from flexengine.config import TrainConfig
 from flexengine.flags import add_flag, from_flags, positive_count
+from flexengine.job import Job
 from flexengine.metrics import format_bytes
 from flexengine.options import options_of
 from flexengine.wording import FlagParser
 
 PREVIEWED = [
-    options_of(TrainConfig)[name] for name in ("max_seq_len", "truncate_long", "train_on", "bad_records", "data_cache")
+    options_of(TrainConfig)[name]
+    for name in (
+        *("max_seq_len", "truncate_long", "train_on", "template_date", "data_cache"),
+        *("bad_records", "add_tokens", "resize_embeddings"),
+    )
 ]
 """Options that mean what they mean to `train`, beside --model and --dataset."""
 
@@ -35,10 +40,15 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
     from flexengine.data import ChatTokenizer, parse_source, prepare_sources  # noqa: PLC0415
     from flexengine.data.preview import MARKS, preview  # noqa: PLC0415
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
+    from flexengine.request import with_new_tokens  # noqa: PLC0415
 
-    folder = open_model(arguments.model, needs_weights=False).support_folder or ASSETS / "demo"
     options = from_flags(PREVIEWED, vars(arguments))
+    job = Job(**{name: options[name] for name in ("add_tokens", "resize_embeddings")})
+    source = with_new_tokens(open_model(arguments.model, needs_weights=False), job)
+    folder = source.support_folder or ASSETS / "demo"
     tokenizer = ChatTokenizer.from_folder(folder)
+    tokenizer.fit(source.spec.vocab_size, source.new_tokens)
+    tokenizer.pin_date(options["template_date"])
     tokenizer.train_on = options["train_on"]
     sources = [parse_source(text) for text in arguments.dataset]
     lengths = options["max_seq_len"], options["truncate_long"]

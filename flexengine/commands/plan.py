@@ -30,7 +30,7 @@ from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
 from flexengine.reports.plan_text import report, shortage_report
-from flexengine.request import described, make_request, probe_shape, with_read_adapter
+from flexengine.request import described, make_request, probe_shape, with_new_tokens, with_read_adapter
 
 DOES_NOT_FIT = 2
 """Exit status when nothing fits, as for any request that cannot be carried out."""
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     flags, job = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     job = with_read_adapter(job)
-    model = described(open_model(flags.model, needs_weights=False).spec, job)
+    model = described(with_new_tokens(open_model(flags.model, needs_weights=False), job).spec, job)
     asked = Asked(model, job, flags, shlex.join(["python", "-m", "flexengine", "plan", *argv]))
     if flags.compare:
         return _compare(asked)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 TOKEN_CODE = (
     *("records.py", "token_columns.py", "turn_masks.py", "masks.py", "templates.py", "tokenizer.py"),
-    "../checkpoint/dataset_rows.py",
+    *("model_folder.py", "../checkpoint/tokenizer_files.py", "../checkpoint/dataset_rows.py"),
 )
 """What makes tokens of files, from this folder."""
 SHOWN_NOTES = 8
@@ -152,7 +152,7 @@ def prepare_table(
 def _open(source: Source, tokenizer: ChatTokenizer, cache: Path | None, bad_records: Policy) -> TokenTable:
     """The tokens of a source. Raises ValueError as `prepare_sources`, also where an earlier run skipped bad records."""
     if source.is_shard:
-        return open_shard(Path(source.place), tokenizer.max_id + 1)
+        return open_shard(Path(source.place), tokenizer.num_ids)
     table = _read(source, tokenizer, cache, bad_records)
     if table.num_bad and bad_records == "stop":
         BadRecords().leave_out(ValueError(_bad_lines(table, source.place)[0]))

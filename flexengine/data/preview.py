@@ -34,8 +34,15 @@ def shortened(text: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
+def date_line(tokenizer: ChatTokenizer) -> str:
+    """Tell which day the chat template writes."""
+    return f"the chat template writes the date {tokenizer.date}; --template-date gives another"
+
+
 def preview(prepared: Sequence[Prepared], tokenizer: ChatTokenizer, num_shown: int) -> Iterator[str]:
     """Lines about each source: its first sequences, how much of them is trained, and how long all are."""
+    if tokenizer.date is not None:
+        yield date_line(tokenizer)
     for part in prepared:
         yield from ("", part.describe(), *(f"  {line}" for line in part.bad_lines))
         for i, sequence in enumerate(islice(part.sequences, num_shown), start=1):

@@ -6,7 +6,7 @@ No other module knows which families exist.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -129,12 +129,15 @@ class ModelSource(NamedTuple):
     """Where a model comes from.
 
     weights_folder: None for random initial weights. support_folder: the folder with files such as the tokenizer, None
-    if there are none.
+    if there are none. new_tokens: tokens that are added to the tokenizer. texts: files, by name, that an export has in
+    place of those in support_folder.
     """
 
     spec: ModelSpec
     weights_folder: Path | None
     support_folder: Path | None
+    new_tokens: tuple[str, ...] = ()
+    texts: Mapping[str, str] | None = None
 
 
 def build_model(name: str, config: Any) -> ModelSpec:

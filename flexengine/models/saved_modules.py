@@ -44,10 +44,21 @@ def saved_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
     A tied embedding that is trained has the head's name as well.
     """
     for group in model.groups if model.lora is not None else ():
-        for source in (s for p in group.params if not (group.frozen or p.added) for s in p.sources):
-            yield _full_name(model, source.name), source
-            if model.tie_word_embeddings and source.name == model.embedding_source:
-                yield _full_name(model, model.head_source), source
+        for source in (s for p in group.params for s in p.sources if not (group.frozen or p.added)):
+            yield from _names_in_adapter(model, source)
+
+
+def grown_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
+    """Pair the names that files of adapters have for frozen tensors with rows that the base lacks, with these."""
+    for group in model.groups:
+        for source in (s for p in group.params for s in p.sources if group.frozen and s.rows_in_file is not None):
+            yield from _names_in_adapter(model, source)
+
+
+def _names_in_adapter(model: ModelSpec, source: WeightSource) -> Iterator[tuple[str, WeightSource]]:
+    yield _full_name(model, source.name), source
+    if model.tie_word_embeddings and source.name == model.embedding_source:
+        yield _full_name(model, model.head_source), source
 
 
 def saved_names(model: ModelSpec) -> list[str]:

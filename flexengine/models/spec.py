@@ -25,12 +25,19 @@ class WeightSource:
     """One tensor of the Hugging Face file; a parameter is its sources stacked along dimension 0.
 
     decode: the decoder of checkpoint/quantised.py that makes the tensor from others of the checkpoint; None if the
-    checkpoint holds it as it is.
+    checkpoint holds it as it is. rows_in_file: rows that the checkpoint has, where new tokens have added some; None for
+    all.
     """
 
     name: str
     shape: tuple[int, ...]
     decode: str | None = None
+    rows_in_file: int | None = None
+
+    @property
+    def shape_in_file(self) -> tuple[int, ...]:
+        """Shape of the tensor in the checkpoint."""
+        return self.shape if self.rows_in_file is None else (self.rows_in_file, *self.shape[1:])
 
 
 @dataclass(frozen=True)

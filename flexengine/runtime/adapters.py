@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from flexengine.checkpoint.adapter import adapter_tensors
+from flexengine.checkpoint.adapter_config import embedding_rows
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.models.lora import PEFT_PREFIX, Adapter, adapters
-from flexengine.models.saved_modules import saved_tensors
+from flexengine.models.saved_modules import grown_tensors, saved_tensors
 from flexengine.ops.dora import LEAST_NORM
 from flexengine.runtime.arena import wide_dtype
 from flexengine.runtime.stored_matrices import regrouped
@@ -64,7 +65,11 @@ def start_adapters(weights: WeightStore, begin: Begin, adapter: Path | None) -> 
 
 def _load(weights: WeightStore, found: list[Adapter], folder: Path) -> None:
     shapes = {part.name: part.shape for one in found for part in one.parts}
-    saved = {f"{PEFT_PREFIX}{name}": source for name, source in saved_tensors(weights.layout.model)}
+    model = weights.layout.model
+    beside = [*saved_tensors(model)]
+    if embedding_rows(folder, model.embedding_source) == model.vocab_size:
+        beside += grown_tensors(model)
+    saved = {f"{PEFT_PREFIX}{name}": source for name, source in beside}
     shapes |= {name: source.shape for name, source in saved.items()}
     with_norms = {one.magnitude.name: one for one in found if one.magnitude is not None}
     written: dict[str, Tensor] = {}
@@ -94,7 +99,8 @@ def file_tensors(weights: WeightStore, begin: Begin) -> Iterator[tuple[str, Tens
         yield one.up.name, up
         if one.magnitude is not None:
             yield one.magnitude.name, magnitude(weights, one)
-    for name, source in saved_tensors(model):
+    # PEFT reads rows that the base lacks from the same file.
+    for name, source in (*saved_tensors(model), *grown_tensors(model)):
         yield f"{PEFT_PREFIX}{name}", weights.read(source.name)
 
 

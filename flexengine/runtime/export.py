@@ -45,11 +45,17 @@ def export_checkpoint(
     writes weights.
     """
     _tell_of_changes(source.support_folder)
-    beside = {**({} if source.support_folder is None else support_files(source.support_folder)), **texts}
+    beside = {**_beside(source), **texts}
     if source.weights_folder is None:
         _export_preset(folder, source.spec, weights, buffers, beside, made_by)
     else:
         _export_over(folder, source.weights_folder, source.spec, weights, beside, made_by)
+
+
+def _beside(source: ModelSource) -> dict[str, Path | str]:
+    """The files of the model's folder that are no weights, with tokens that were added."""
+    own = {} if source.support_folder is None else support_files(source.support_folder)
+    return {**own, **(source.texts or {})}
 
 
 def export_adapter(
@@ -76,7 +82,7 @@ def export_adapter(
     targets = Targets(_target_names(model, found), _target_parameters(found), saved_names(model), names)
     transposed = any(adapter.transposed and not adapter.experts for adapter in found)
     config = adapter_config(model.lora, targets, base, transposed)
-    beside = {} if source.support_folder is None else support_files(source.support_folder)
+    beside = _beside(source)
     beside.pop(CONFIG_FILE, None)  # it would make a model of the folder
     save_adapter(folder, config, tensors, {**beside, **texts}, made_by)
 
@@ -145,7 +151,14 @@ class _Exported(NamedTuple):
         """Whether a tensor of this name is not what was loaded."""
         run = self.weights.runs.get(name)
         # What is trained beside a base in fewer bytes was fitted to its decoded values, so these are the model.
-        return run is not None and (not run.frozen or run.in_fewer_bytes or name in self.adapter_of)
+        # Beside adapters a tensor with new rows may have come out of their file.
+        own = name in self.adapter_of or (self.weights.layout.model.lora is not None and self.grew(name))
+        return run is not None and (not run.frozen or run.in_fewer_bytes or own)
+
+    def grew(self, name: str) -> bool:
+        """Whether a tensor of this name has rows that were not loaded."""
+        run = self.weights.runs.get(name)
+        return run is not None and run.source.rows_in_file is not None
 
     def tensor(self, name: str, dtype: torch.dtype) -> TensorSource:
         """A tensor, which is checked when its turn comes; an error then leaves the old folder as it was."""
@@ -219,8 +232,18 @@ def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, exported: 
     if exported.differs(source):
         return exported.tensor(source, entry.dtype)._replace(name=name)
 
+    if exported.grew(source):
+        shape = exported.weights.runs[source].source.shape
+        return TensorSource(name, entry.dtype, shape, lambda: _grown(reader, exported.weights, source, entry.dtype))
     count = math.prod(entry.shape)
     return TensorSource(name, entry.dtype, tuple(entry.shape), lambda: read_pieces(reader, name, count, entry.dtype))
+
+
+def _grown(reader: CheckpointReader, weights: WeightStore, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Read a frozen tensor to which rows were added: those of the checkpoint as they are, then the new ones."""
+    held = math.prod(weights.runs[name].source.shape_in_file)
+    yield from read_pieces(reader, name, held, dtype)
+    yield from weights.pieces(name, dtype, held)
 
 
 def _config_text(model: ModelSpec, dtype: str) -> str:

@@ -24,7 +24,7 @@ from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.staging import load_staged
-from flexengine.runtime.stored_matrices import Span, StoredMatrices, read_pieces
+from flexengine.runtime.stored_matrices import Span, StoredMatrices, read_pieces, regrouped
 from flexengine.schedule.group_storage import Segment, is_split
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.shares import ALONE, Share
@@ -69,8 +69,8 @@ class SourceRun(NamedTuple):
 def stored_tensors(source: WeightSource) -> dict[str, Stored]:
     """The tensors of a checkpoint that hold a source: the one of its name, or those that its decoder reads."""
     if source.decode is None:
-        return {source.name: Stored(source.shape, NUMBERS)}
-    return DECODERS[source.decode].stored(source.name, source.shape)
+        return {source.name: Stored(source.shape_in_file, NUMBERS)}
+    return DECODERS[source.decode].stored(source.name, source.shape_in_file)
 
 
 def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
@@ -235,6 +235,21 @@ class WeightStore:
                         self._store(run, self.values(reader, run.source.name))
                 elif run.source.decode is not None:
                     self._decode(reader, run, DECODERS[run.source.decode])
+                if run.source.rows_in_file is not None:
+                    self._add_rows(reader, run)
+
+    def _add_rows(self, reader: CheckpointReader, run: SourceRun) -> None:
+        """Give the rows that the checkpoint lacks the mean of those that it has."""
+        width, held = math.prod(run.source.shape[1:]), math.prod(run.source.shape_in_file)
+        step, (weight, remainder) = max(1, PIECE_ELEMENTS // width), self._master(run)
+        total = torch.zeros(width, dtype=torch.float64)
+        sizes = (min(step * width, held - start) for start in range(0, held, step * width))
+        for rows in regrouped(self.values(reader, run.source.name), sizes):
+            total += rows.view(-1, width).sum(0, dtype=torch.float64)
+        mean = (total / run.source.shape_in_file[0]).to(wide_dtype(self.layout))
+        for start in range(held, run.count, step * width):
+            count = min(step * width, run.count - start) // width
+            self._write_master(weight, remainder, start, mean.repeat(count), run.split)
 
     def _keep(self, reader: CheckpointReader, run: SourceRun) -> bool:
         """Take over codes and scales that the checkpoint holds in the format that they are to be in; False if it has
@@ -255,11 +270,11 @@ class WeightStore:
             ) from None
 
     def values(self, reader: CheckpointReader, name: str) -> Iterator[Tensor]:
-        """The values of a source, flat, some at a time; the next ones may overwrite those before."""
+        """The values of a source in the checkpoint, flat, some at a time; the next may overwrite those before."""
         run = self.runs[name]
-        shape = run.source.shape
+        shape = run.source.shape_in_file
         if run.source.decode is None:
-            yield from read_pieces(reader, name, run.count)
+            yield from read_pieces(reader, name, math.prod(shape))
             return
         decoder = DECODERS[run.source.decode]
         step = decoder.slab_rows(shape)
@@ -268,7 +283,7 @@ class WeightStore:
 
     def _decode(self, reader: CheckpointReader, run: SourceRun, decoder: Decoder) -> None:
         """Decode a quantised source some rows at a time, and write each slab in pieces of PIECE_ELEMENTS."""
-        (name, shape), (weight, remainder) = (run.source.name, run.source.shape), self._master(run)
+        (name, shape), (weight, remainder) = (run.source.name, run.source.shape_in_file), self._master(run)
         step, width = decoder.slab_rows(shape), math.prod(shape[1:])
         for row in range(0, shape[0], step):
             slab = decoder.decode(reader, name, shape, row, min(step, shape[0] - row)).flatten()
@@ -289,9 +304,10 @@ class WeightStore:
         A frozen one is rounded as if it were trained, with a remainder that takes no memory and is lost.
         """
         weight, remainder = self._master(run)
+        count = math.prod(run.source.shape_in_file)
         if run.frozen and run.split and dtype != torch.bfloat16:
             remainder = torch.empty(run.count, dtype=torch.int16, device="meta")
-        return ReadRequest(name, weight, remainder)
+        return ReadRequest(name, weight[:count], None if remainder is None else remainder[:count])
 
     def initialize(self, seed: int) -> None:
         """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.
@@ -390,15 +406,16 @@ class WeightStore:
             start += piece.numel()
         return out.view(run.source.shape)
 
-    def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """The values of `read`, flat, so many at a time that they take next to no memory."""
+    def pieces(self, name: str, dtype: torch.dtype | None = None, first: int = 0) -> Iterator[Tensor]:
+        """The values of `read` from element `first` on, flat, so many at a time that they take next to no memory."""
         run = self.runs[name]
         if not run.whole:
+            assert not first, "what lies in spans is read from its start"
             for values in self.stored.values(run.spans):
                 yield values.cpu().to(dtype or self._exact_dtype(run))
             return
         weight, remainder = self._master(run)
-        for start in range(0, run.count, PIECE_ELEMENTS):
+        for start in range(first, run.count, PIECE_ELEMENTS):
             piece = slice(start, min(start + PIECE_ELEMENTS, run.count))
             value = weight[piece].cpu()  # weight and remainder may live on different sides
             exact = value if remainder is None else join_fp32(value, remainder[piece].cpu())

@@ -133,6 +133,15 @@ def tokenizer_with(**changes: object):
     return write
 
 
+def with_added_token(text: str, token: int):
+    def write(folder):
+        added = {"id": token, "content": text, "single_word": False, "lstrip": False, "rstrip": False}
+        tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        tokenizer_with(added_tokens=[*tokens, {**added, "normalized": False, "special": True}])(folder)
+
+    return write
+
+
 TOKENIZERS = (
     Case(
         "tokenizer_missing",
@@ -174,12 +183,27 @@ TOKENIZERS = (
     Case(
         "tokenizer_larger_than_the_vocabulary", lambda f: None, ("ids up to \\d+.*vocab_size is 61", "fetch both again")
     ),
+    Case(
+        "token_without_a_row",
+        with_added_token("2 plus 2", 2938),
+        ("data.jsonl, line 1: the token .2 plus 2. has id 2938.*has 2938 rows", "--resize-embeddings"),
+    ),
+    Case(
+        "generation_ends_at_no_id",
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "<|end|>"}'),
+        ("generation_config.json: eos_token_id is '<|end|>', expected ids", "fetch"),
+    ),
+    Case(
+        "special_token_is_a_number",
+        lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": 3}'),
+        ("transformers cannot read the tokenizer: .*eos_token", "fetch tokenizer_config.json"),
+    ),
 )
 
 
 @cases(*TOKENIZERS)
 def test_tokenizers(case, command, known_machine, tmp_path):
-    size = 61 if case.name == "tokenizer_larger_than_the_vocabulary" else 2944
+    size = {"tokenizer_larger_than_the_vocabulary": 61, "token_without_a_row": 2938}.get(case.name, 2944)
     folder = write_model(tmp_path / "model", vocab_size=size)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder / name)

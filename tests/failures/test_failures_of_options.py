@@ -25,6 +25,9 @@ FLAGS = (
     Case("steps_with_a_fraction", ["--steps", "2.5"], ("--steps: invalid int value: '2.5'",)),
     Case("steps_and_epochs", ["--epochs", "1"], ("--steps 2 and --epochs 1.0", "give one")),
     Case("seed_too_large", ["--seed", str(2**40)], ("--seed is at most 4294967295, got 1099511627776",)),
+    Case("template_date_is_no_day", ["--template-date", "4.3.2024"], ("'4.3.2024' is no day", "YYYY-MM-DD")),
+    Case("new_token_twice", ["--add-tokens", "<a>", "<a>"], ("--add-tokens: '<a>' is given twice", "once")),
+    Case("new_token_blank", ["--add-tokens", " "], ("--add-tokens: ' ' is blank",)),
     Case("budget_of_zero", ["--max-gpu-mem-gib", "0"], ("--max-gpu-mem-gib must be more than 0, got 0.0",)),
     Case(
         "budget_in_bytes", ["--max-host-mem-gib", "8e9"], ("--max-host-mem-gib is at most 1048576, got 8000000000.0",)

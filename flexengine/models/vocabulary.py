@@ -1,0 +1,42 @@
+"""Describes a model with rows for more tokens than its checkpoint has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from flexengine.models.registry import build_model
+from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
+
+ROW_MULTIPLE = 8
+"""Rows are added up to a multiple of this, so that the head's products stay aligned."""
+
+
+def with_rows(model: ModelSpec, rows: int, in_checkpoint: bool) -> ModelSpec:
+    """Describe a model whose embedding and head have `rows` rows.
+
+    in_checkpoint: whether there is a checkpoint, which holds the first of them.
+    Call it before everything else that replaces ops or groups. Raises: ValueError as `build_model`.
+    """
+    wider = build_model(model.name, _config_with(model.hf_config, rows))
+    if not in_checkpoint:
+        return wider
+    shapes = {source.name: source.shape for group in model.groups for param in group.params for source in param.sources}
+
+    def grown(source: WeightSource) -> WeightSource:
+        held = shapes[source.name]
+        return source if held == source.shape else replace(source, rows_in_file=held[0])
+
+    def of_param(param: ParamSpec) -> ParamSpec:
+        return replace(param, sources=tuple(map(grown, param.sources)))
+
+    groups = (replace(group, params=tuple(map(of_param, group.params))) for group in wider.groups)
+    return replace(wider, groups=tuple(groups))
+
+
+def _config_with(config: dict[str, Any], rows: int) -> dict[str, Any]:
+    """A config with another vocab_size; of a model with images it is the text's."""
+    text, own = config.get("text_config"), {"vocab_size": rows}
+    if not isinstance(text, dict):
+        return {**config, **own}
+    return {**config, **(own if "vocab_size" in config else {}), "text_config": {**text, **own}}
