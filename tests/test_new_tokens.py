@@ -193,6 +193,10 @@ def test_a_token_without_a_row_hinders_only_records_that_use_it(padded, tmp_path
     assert run(padded, data_of(tmp_path, "It is [PAD]."), tmp_path / "b", "--steps", "1") == cli.BAD_INPUT
     err = capsys.readouterr().err
     assert "chat.jsonl, line 1: the token '[PAD]' has id 2938, but the model's embedding has 2938 rows" in err
+    both = tmp_path / "both.jsonl"
+    both.write_text((tmp_path / "chat.jsonl").read_text() + data_of(tmp_path, "It is 4.").read_text())
+    assert run(padded, both, tmp_path / "e", "--steps", "1", "--bad-records", "skip") == 0
+    assert "both.jsonl: 1 of 2 records" in capsys.readouterr().out
     resized = run(padded, data_of(tmp_path, "It is [PAD]."), tmp_path / "c", "--steps", "1", "--resize-embeddings")
     assert resized == 0
     assert run(padded, data_of(tmp_path, "It is [PAD]."), tmp_path / "d", "--steps", "1") == cli.BAD_INPUT  # no cache
