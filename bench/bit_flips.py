@@ -16,11 +16,14 @@ import contextlib
 import hashlib
 import io
 import json
+import multiprocessing
 import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,15 +189,23 @@ def complaint_about(file: str, place: Path, verified: Ending, ending: Ending, wh
     return ""
 
 
+def run_flips(seeds: Sequence[int]) -> list[Result]:
+    """Carry out cases on folders of their own."""
+    with tempfile.TemporaryDirectory() as scratch, known_machine():
+        folders = Folders(Path(scratch))
+        return [flip(seed, folders) for seed in seeds]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flips", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--workers", type=int, default=1, help="processes that carry out cases at the same time")
     parser.add_argument("--json", default=None, metavar="FILE")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, known_machine():
-        folders = Folders(Path(scratch))
-        results = [flip(seed, folders) for seed in range(arguments.first, arguments.first + arguments.flips)]
+    seeds, workers = range(arguments.first, arguments.first + arguments.flips), arguments.workers
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = list(chain(*pool.map(run_flips, [seeds[start::workers] for start in range(workers)])))
     complaints = [result._asdict() for result in results if result.complaint]
     files = sorted({(result.kind, result.file) for result in results})
     outcomes = {": ".join(of): Counter(result.outcome for result in results if result[1:3] == of) for of in files}
