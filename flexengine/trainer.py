@@ -20,6 +20,7 @@ from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.callbacks import Callback, Callbacks
 from flexengine.checkpoint.atomic import write_text
 from flexengine.checkpoint.layout import RUN_FILE
+from flexengine.checkpoint.run_checkpoints import RunCheckpoint
 from flexengine.config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FOLDER, LOG_FILE, TrainConfig
 from flexengine.data import (
     ChatTokenizer,
@@ -103,7 +104,7 @@ def _train(
         return dry_run(config)
     told = Callbacks([*open_trackers(config.report_to), *callbacks] if is_first(team) else ())
     checked = first_rank_first(team, lambda: check_run(config, source))
-    points = told_by_first(team, lambda: check_folder(config, source, checked, replace))
+    points = told_by_first(team, lambda: check_folder(config, source, checked, replace), ResumePoint, RunCheckpoint)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
     print(planned.describe())
@@ -157,7 +158,7 @@ def run(
         engine.made_from["data"] = data.digests()
     with contextlib.ExitStack() as logs:
         watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs, point)
-        log = logs.enter_context(JsonlWriter(config.run_folder / LOG_FILE, append=point is not None))
+        log = logs.enter_context(JsonlWriter(config.log_path(LOG_FILE), append=point is not None))
         callbacks.on_start(asdict(config), num_steps, config.run_folder)
         with watchers.saver.signals:
             status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
@@ -308,7 +309,7 @@ def evaluator_of(
         show_samples(engine, data.tokenizer, config.sample_prompts)
         callbacks.on_eval(metrics)
 
-    log = logs.enter_context(JsonlWriter(config.run_folder / EVAL_LOG_FILE, append=point is not None))
+    log = logs.enter_context(JsonlWriter(config.log_path(EVAL_LOG_FILE), append=point is not None))
     actions = EvaluatorActions(log, tell, keep_best)
     every = config.eval_steps or max(1, num_steps // EVALUATIONS)
     return Evaluator(engine, data.validation, every, config.early_stopping_patience, actions)
