@@ -2,24 +2,11 @@
 
 import sys
 
-from flexengine.parallel.parent import follow_parent, tell
+from flexengine.parallel.parent import follow_parent
 
+follow_parent()  # the first line of a rank
 
-def run() -> int:
-    """Run the command of this process's arguments; a rank tells the launcher how it ended. Returns the exit status."""
-    status: object = 1  # of an exception
-    try:
-        from flexengine.cli import main  # noqa: PLC0415, after the first line of a rank
-
-        status = main()
-        return status
-    except SystemExit as end:
-        status = end.code or 0
-        raise
-    finally:
-        tell(status if isinstance(status, int) else 1)
-
+from flexengine.cli import main  # noqa: E402
 
 if __name__ == "__main__":
-    follow_parent()
-    sys.exit(run())
+    sys.exit(main())

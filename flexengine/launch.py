@@ -24,6 +24,8 @@ SHUTDOWN_S = 3600.0
 """How long ranks that are asked to stop may take to finish their step and save."""
 END_S = 6.0
 """How long the other ranks may take to end by themselves after one was lost."""
+ONE_REQUEST_S = 1.0
+"""Signals within this time are one request to stop, as schedulers and terminals send several; every Ctrl-C counts."""
 BEAT_S = 0.1
 STOPPED_BEATS = 30  # 3 s; counted while this process runs, so that a job stopped and continued as a whole goes on
 FAILED = 1
@@ -66,8 +68,13 @@ def launch(num_gpus: int, arguments: Sequence[str]) -> int:
 def _handling(asked: list[signal.Signals]) -> Iterator[None]:
     """Note signals to stop in `asked`, but for those that this process was started to ignore, as nohup does."""
 
+    last_s = -ONE_REQUEST_S
+
     def note(number: int, _: FrameType | None) -> None:
-        asked.append(_FORWARDED[signal.Signals(number)])
+        nonlocal last_s
+        before_s, last_s = last_s, time.monotonic()
+        if number == signal.SIGINT or last_s > before_s + ONE_REQUEST_S:
+            asked.append(_FORWARDED[signal.Signals(number)])
 
     before = {number: signal.getsignal(number) for number in _FORWARDED}
     for number, handler in before.items():
@@ -81,12 +88,11 @@ def _handling(asked: list[signal.Signals]) -> Iterator[None]:
 
 
 class _Rank:
-    """A process, and what it has told: that it left the others in order, and its exit status."""
+    """A process, and what it has told: that it left the others in order, that it ends in order."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
-        self.status: int | None = None
-        self.left = False
+        self.left = self.ends = False
         self.stopped_beats = 0
 
     @property
@@ -105,7 +111,7 @@ class _Run:
     def __init__(self) -> None:
         self.asked: list[signal.Signals] = []
         self._ranks: list[_Rank] = []
-        self._statuses: list[int] = []  # in the order in which they were told
+        self._ended: list[_Rank] = []  # in the order in which they told it
         self._num_sent = 0
         self._failed = self._lost = False
         self._ends_s = float("inf")
@@ -148,16 +154,16 @@ class _Run:
             self._kill()
 
     def status(self) -> int:
-        """The exit status of the run: what the first failing rank has told; FAILED where one was lost.
+        """The exit status of the run: that of the first failing rank; FAILED where one was lost.
 
-        Of a run that was asked to stop, what rank 0 has told, or that of the signal, which is told here then.
+        Of a run that was asked to stop, that of rank 0 if it ended in order, else the signal's, which is told here.
         """
         if self.asked and not self._lost:
-            first = self._ranks[0].status if self._ranks else None
-            if first is None:
-                _say(f"{self.asked[0].name} has ended the run")
-            return 128 + self.asked[0] if first is None else first
-        failed = [status for status in self._statuses if status]
+            if self._ranks and self._ranks[0].ends:
+                return self._ranks[0].process.returncode
+            _say(f"{self.asked[0].name} has ended the run")
+            return 128 + self.asked[0]
+        failed = [rank.process.returncode for rank in self._ended if rank.process.returncode]
         own = [status for status in failed if status != LOST]
         return FAILED if self._lost else (*own, *failed, 0)[0]
 
@@ -173,9 +179,9 @@ class _Run:
         self._listen()
         rank.kill()
         code = rank.process.returncode
-        if rank.status is None and -code not in self.asked:
+        if (code < 0 or not rank.ends) and -code not in self.asked:
             self._lose(f"rank {number} (process {rank.process.pid}) {_end_in_words(code)}")
-        elif rank.status != 0 and not rank.left:
+        elif code != 0 and not rank.left:
             self._fail()
 
     def _listen(self) -> None:
@@ -186,11 +192,12 @@ class _Run:
                 text += piece
         for line in text.decode().splitlines():
             number, word = line.split()
+            rank = self._ranks[int(number)]
             if word == LEFT:
-                self._ranks[int(number)].left = True
+                rank.left = True
             else:
-                self._ranks[int(number)].status = int(word)
-                self._statuses.append(int(word))
+                rank.ends = True
+                self._ended.append(rank)
 
     def _look_for_stopped(self) -> None:
         stopped = [rank.runs and is_stopped(rank.process.pid) for rank in self._ranks]

@@ -34,6 +34,9 @@ _LAST_WORDS_S = 0.5  # until what a rank sent before it was lost has come
 _WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 """Read by torch where a group of NCCL is made: no thread looks after its calls then."""
 
+_NCCL_OF_ONE_NODE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+"""Read by NCCL when a group makes its first call: it listens on loopback alone, and has no port for being asked."""
+
 _openings = itertools.count()
 
 
@@ -190,13 +193,12 @@ class Control:
         """
         from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415, not in every build
 
-        with self.telling_of_lost_ranks(), _environment(_WITHOUT_WATCHDOG | self._nccl_place()):
+        for variable, value in _NCCL_OF_ONE_NODE.items() if self.ranks.nodes == 1 else ():
+            os.environ.setdefault(variable, value)
+        with self.telling_of_lost_ranks(), _environment(_WITHOUT_WATCHDOG):
             options = ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self._timeout_s)
             return ProcessGroupNCCL(self._store_of_link(name), rank, size, options)
-
-    def _nccl_place(self) -> dict[str, str]:
-        return {} if self.ranks.nodes > 1 else {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
 
     def _store_of_link(self, name: str) -> Any:
         """A store that no earlier link has left its addresses in."""

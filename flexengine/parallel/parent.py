@@ -1,10 +1,11 @@
-"""What started this rank: the rank ends soon after that process, from its first line on, and tells it how it ended.
+"""What started this rank: the rank ends soon after that process, from its first line on, and tells it that it ends.
 
 Imports nothing that takes time, as this is the first thing that a rank does.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import select
@@ -22,8 +23,9 @@ STORE_VARIABLE = "FLEXENGINE_STORE"
 """Environment variable: the file that the ranks of one `launch` meet in, which has no name on any disk."""
 AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set where torchrun's agent started this process."""
-LEFT = "left"
-"""What a rank tells that makes no more calls to the others, and was not ended by an error."""
+LEFT, ENDS = "left", "ends"
+"""What a rank tells: it makes no more calls to the others, and no error ended it; it ends in order, whatever the
+status, and has said why where it has to."""
 LOST = 1
 """Exit status of a process that is ended because another one was lost."""
 
@@ -40,21 +42,17 @@ class Parent:
         """Follow it. Raises: ProcessLookupError where it has ended already."""
         self.is_launcher = is_launcher
         """Whether it is `launch`, which looks after all ranks and tells which one was lost."""
+        self.ended = False
         self.watched = False
         """Whether a watch ends this rank in order when the parent ends."""
-        self._poll = select.poll()
-        self._poll.register(os.pidfd_open(pid), select.POLLIN)
+        self._descriptor = os.pidfd_open(pid)
         if os.getppid() != pid:  # it ended before, and its number means another process
             raise ProcessLookupError
         threading.Thread(target=self._end_with_it, name="flexengine parent", daemon=True).start()
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        return bool(self._poll.poll(0))
-
     def _end_with_it(self) -> None:
-        self._poll.poll()
+        select.select([self._descriptor], [], [])
+        self.ended = True
         if self.watched:
             time.sleep(_WATCH_S)
         _end_alone()
@@ -79,6 +77,7 @@ def follow_parent() -> Parent | None:
     if pipe is not None:
         _Known.pipe = int(pipe)
         os.set_inheritable(_Known.pipe, False)
+        atexit.register(tell, ENDS)  # which an end by a signal or os._exit passes over
     # The thread of Parent cannot run in a process that is stopped: the kernel lets it go on then.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     try:
@@ -88,8 +87,8 @@ def follow_parent() -> Parent | None:
     return _Known.parent
 
 
-def tell(word: object) -> None:
-    """Tell `launch`, if it started this process, a word: LEFT, or the exit status, which comes last."""
+def tell(word: str) -> None:
+    """Tell `launch`, if it started this process, LEFT or ENDS."""
     if _Known.pipe is not None:
         with suppress(OSError):  # it has ended
             os.write(_Known.pipe, f"{os.environ.get('RANK')} {word}\n".encode())

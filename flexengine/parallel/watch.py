@@ -20,7 +20,7 @@ from typing import NamedTuple
 from flexengine.parallel.control import Control, teller_of
 from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.node_news import NodeNews
-from flexengine.parallel.parent import LEFT, LOST, PARENT_ENDED, Parent, follow_parent, tell
+from flexengine.parallel.parent import ENDS, LEFT, LOST, PARENT_ENDED, Parent, follow_parent, tell
 from flexengine.parallel.processes import Process, pid_namespace
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost, Signals
@@ -251,7 +251,7 @@ class Watch:
     def _end(self, loss: Loss) -> None:
         if loss.told_here:
             os.write(2, f"flexengine: {loss.message}\n".encode())  # the main thread may hold the lock of sys.stderr
-        tell(LOST)
+        tell(ENDS)
         os._exit(LOST)
 
     def _tell_once(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

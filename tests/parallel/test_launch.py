@@ -17,12 +17,9 @@ RANK = """
 from flexengine.parallel.parent import LEFT, follow_parent, tell
 follow_parent()
 import os, signal, subprocess, sys, time
+end = sys.exit
 from pathlib import Path
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-
-def end(status):
-    tell(status)
-    sys.exit(status)
 
 def ready():
     Path(folder, f"part{rank}").write_text(str(os.getpid()))
@@ -37,12 +34,12 @@ def wait():
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
     """The same with fewer beats, and with less time for ranks to end by themselves."""
-    for name, value in {"BEAT_S": 0.02, "STOPPED_BEATS": 5, "END_S": 0.3}.items():
+    for name, value in {"BEAT_S": 0.02, "STOPPED_BEATS": 5, "END_S": 0.3, "ONE_REQUEST_S": 0.1}.items():
         monkeypatch.setattr(launch, name, value)
 
 
 def launched(body: str, folder: Path, count: int = 2) -> int:
-    return launch.launch(count, ["-c", RANK + body, str(folder)])
+    return launch.launch(count, ["-S", "-c", RANK + body, str(folder)])
 
 
 def pids(folder: Path, count: int) -> list[int]:
@@ -67,7 +64,7 @@ def in_background(folder: Path, count: int, do) -> threading.Thread:
         ("end(7 if rank else 1)", 7),  # rank 0 ended because another one was lost
         ("end(3 - rank)", 2),
         ("end(1)", 1),
-        ("tell(LEFT)\nend(75) if rank else (time.sleep(1), end(75))", 75),  # which takes longer than END_S
+        ("tell(LEFT)\ntime.sleep(1 - rank)\nend(75)", 75),  # which takes longer than END_S
     ],
     ids=["all is well", "one fails", "all fail", "lost", "left in order"],
 )
@@ -132,6 +129,15 @@ def test_a_third_signal_kills(tmp_path, capfd):
     assert capfd.readouterr().err == "flexengine: SIGTERM has ended the run\n"
 
 
+def test_signals_that_come_together_are_one_request(tmp_path, monkeypatch):
+    """As a terminal that goes away and its shell send them; a second one may end a run at once."""
+    monkeypatch.setattr(launch, "ONE_REQUEST_S", 20.0)
+    body = "got = []\nfor n in (1, 10, 15): signal.signal(n, lambda n, _: got.append(n))\n"
+    thread = in_background(tmp_path, 2, lambda _: [os.kill(os.getpid(), number) for number in (1, 15, 10, 15)])
+    assert launched(body + "ready()\nwhile not got: time.sleep(0.01)\ntime.sleep(0.5)\nend(sum(got))", tmp_path) == 15
+    thread.join()
+
+
 def test_a_signal_that_the_launcher_ignores_is_not_passed_on(tmp_path, monkeypatch):
     """As nohup has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -154,7 +160,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 def test_ranks_end_with_a_launcher_that_is_killed(stopped, tmp_path):
-    script = f"from flexengine.launch import launch; launch(2, ['-c', {RANK + 'wait()'!r}, {str(tmp_path)!r}])"
+    script = f"from flexengine.launch import launch; launch(2, ['-S', '-c', {RANK + 'wait()'!r}, {str(tmp_path)!r}])"
     launcher = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
     processes = [psutil.Process(pid) for pid in pids(tmp_path, 2)]
     if stopped:
