@@ -67,7 +67,6 @@ def launch(num_gpus: int, arguments: Sequence[str]) -> int:
 @contextmanager
 def _handling(asked: list[signal.Signals]) -> Iterator[None]:
     """Note signals to stop in `asked`, but for those that this process was started to ignore, as nohup does."""
-
     last_s = -ONE_REQUEST_S
 
     def note(number: int, _: FrameType | None) -> None:
@@ -98,6 +97,11 @@ class _Rank:
     @property
     def runs(self) -> bool:
         return self.process.returncode is None
+
+    @property
+    def chose_its_end(self) -> bool:
+        """Whether it has ended in order, and not because another one was lost."""
+        return self.ends and self.process.returncode >= 0 and (self.left or self.process.returncode != LOST)
 
     def kill(self) -> None:
         """End it, and what it has started: it leads a group of processes."""
@@ -156,10 +160,10 @@ class _Run:
     def status(self) -> int:
         """The exit status of the run: that of the first failing rank; FAILED where one was lost.
 
-        Of a run that was asked to stop, that of rank 0 if it ended in order, else the signal's, which is told here.
+        Of a run that was asked to stop, that which rank 0 chose, else the signal's, which is told here.
         """
         if self.asked and not self._lost:
-            if self._ranks and self._ranks[0].ends:
+            if self._ranks and self._ranks[0].chose_its_end:
                 return self._ranks[0].process.returncode
             _say(f"{self.asked[0].name} has ended the run")
             return 128 + self.asked[0]

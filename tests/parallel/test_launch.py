@@ -117,6 +117,14 @@ def test_a_ctrl_c_while_ranks_start_is_told_once(tmp_path, capfd):
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
+def test_a_signal_that_ends_other_ranks_than_the_first_is_told(tmp_path, capfd):
+    """Rank 0 sees that another one was lost, and leaves it to the launcher to say why."""
+    thread = in_background(tmp_path, 2, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert launched("rank or signal.signal(15, lambda *_: end(1))\nwait()", tmp_path) == 143
+    thread.join()
+    assert capfd.readouterr().err == "flexengine: SIGTERM has ended the run\n"
+
+
 def test_a_third_signal_kills(tmp_path, capfd):
     def insist(_: list[int]) -> None:
         for _ in range(launch.IMPATIENT):
