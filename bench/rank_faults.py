@@ -36,7 +36,7 @@ from flexengine.config import TrainConfig
 from flexengine.trainer import train
 
 LIMIT_S, GIVE_UP_S = 15.0, 120.0
-STEPS, SAVE_STEPS, COMMANDS = 12, 3, 2000  # commands of a run that may fail
+STEPS, SAVE_STEPS, COMMANDS = 12, 3, 400  # commands of a run that may fail
 TRANSPORTS, PHASES = ("relay", "split", "stages"), ("start", "training", "end")
 MARK = "RANK_FAULTS_RUN"
 """Environment variable of all processes of a run."""
@@ -128,6 +128,7 @@ def start(fault: Fault, model: Path, folder: Path) -> subprocess.Popen[bytes]:
     temporary = folder / "tmp"
     temporary.mkdir(parents=True)
     environment = {**os.environ, MARK: uuid.uuid4().hex, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder.parent / "inductor")  # which torch makes, and keeps on purpose
     with (folder / "stderr").open("wb") as said:
         return subprocess.Popen(
             [sys.executable, *program], env=environment, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
@@ -251,7 +252,7 @@ def shared_names() -> set[str]:
 def await_that(condition: Callable[[], bool], give_up_s: float = GIVE_UP_S) -> None:
     end_s = time.monotonic() + give_up_s
     while not condition() and time.monotonic() < end_s:
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def faults_of(dice: random.Random, count: int) -> list[Fault]:
