@@ -20,7 +20,6 @@ from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.callbacks import Callback, Callbacks
 from flexengine.checkpoint.atomic import write_text
 from flexengine.checkpoint.layout import RUN_FILE
-from flexengine.checkpoint.run_checkpoints import RunCheckpoint
 from flexengine.config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FOLDER, LOG_FILE, TrainConfig
 from flexengine.data import (
     ChatTokenizer,
@@ -48,6 +47,7 @@ from flexengine.parallel.team import Team, is_first, join
 from flexengine.ranks_of_run import as_rank, first_rank_first, told_by_first
 from flexengine.recording import Recorder, check_recording
 from flexengine.resuming import (
+    POINT_RECORDS,
     ResumePoint,
     check_same_data,
     cut_logs,
@@ -104,7 +104,7 @@ def _train(
         return dry_run(config)
     told = Callbacks([*open_trackers(config.report_to), *callbacks] if is_first(team) else ())
     checked = first_rank_first(team, lambda: check_run(config, source))
-    points = told_by_first(team, lambda: check_folder(config, source, checked, replace), ResumePoint, RunCheckpoint)
+    points = told_by_first(team, lambda: check_folder(config, source, checked, replace), *POINT_RECORDS)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
     print(planned.describe())

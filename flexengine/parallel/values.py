@@ -2,7 +2,7 @@
 
 A value of None, truth, number or text is itself in JSON, a list a list; everything else is an object with one key that
 says what it is. Records (named tuples, dataclasses) come back where the reader names their classes, and no others; one
-that has to_json and from_json crosses as that text.
+whose to_json makes text, from which from_json makes it again, crosses as that.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _tree(value: Any, buffers: list[bytes]) -> Any:
 
 def _contents(value: Any) -> tuple[str, Any]:
     """What a value is, and what it is made from again: text or a list."""
-    to_json = getattr(value, "to_json", None)
+    text = value.to_json() if hasattr(value, "to_json") else None
     if isinstance(value, Path):
         found = "path", str(value)
     elif isinstance(value, (set, frozenset)):
@@ -72,8 +72,8 @@ def _contents(value: Any) -> tuple[str, Any]:
         found = "array", [value.dtype.str, list(value.shape), value.tobytes()]
     elif type(value) is tuple:
         found = "tuple", list(value)
-    elif to_json is not None:
-        found = "record", [type(value).__name__, to_json()]
+    elif isinstance(text, str):
+        found = "record", [type(value).__name__, text]
     elif isinstance(value, tuple):
         found = "record", [type(value).__name__, list(value)]
     elif is_dataclass(value):
