@@ -27,8 +27,8 @@ _UNKNOWN_TOKEN = b"flexengine"  # where none was given: on one machine the kerne
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 _LENGTH = struct.Struct("<Q")
 _TIMEOUT = struct.Struct("ll")  # struct timeval
-_WELCOME_S = 5  # for one that connects to show that it belongs here
-_WELCOMED_S = 120  # for rank 0 to have welcomed the others, and turned strangers away
+_WELCOME_S = 30  # for one that connects to show that it belongs here
+_WELCOMED_S = 300  # for rank 0 to have welcomed the others, and turned strangers away
 _LOOK_S = 0.05
 
 Awaited = Callable[[Callable[[float], bool]], None]
@@ -164,7 +164,14 @@ def _listening(place: str) -> socket.socket:
     """A socket that listens at an address, or at a name on this machine that begins with a zero."""
     family = socket.AF_UNIX if place.startswith("\0") else socket.AF_INET6 if ":" in place else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind(place if family == socket.AF_UNIX else (place, 0))
+    try:
+        listener.bind(place if family == socket.AF_UNIX else (place, 0))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"MASTER_ADDR leads other nodes to {place}, where rank 0 cannot listen ({error.strerror}); give an address"
+            " of its own machine"
+        ) from None
     listener.listen(128)
     return listener
 

@@ -138,6 +138,13 @@ def test_a_stranger_is_not_taken_for_rank_0():
         thread.join()
 
 
+def test_an_address_of_another_machine_is_refused():
+    store = HashStore()
+    store.set("seen", "192.0.2.1")  # of no machine, RFC 5737
+    with pytest.raises(ValueError, match=r"MASTER_ADDR leads other nodes to 192\.0\.2\.1, where rank 0 cannot listen"):
+        open_hub(0, 2, store, True, awaited)
+
+
 def test_who_has_no_token_on_several_nodes_is_warned(monkeypatch, caplog):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     store = HashStore()

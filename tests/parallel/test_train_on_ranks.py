@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from ranks_helper import run_ranks, values_of
 
 from flexengine import launch, trainer
@@ -61,7 +62,7 @@ def listening() -> list[str]:
     return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
 
 
-def train_and_look(rank: int, folder: str, transport: str) -> list[str]:
+def train_and_look(rank: int, folder: str, transport: str, device: str = "cpu") -> list[str]:
     """Where a rank listens while it takes a step."""
     found, take_step = [], trainer.take_step
 
@@ -70,7 +71,10 @@ def train_and_look(rank: int, folder: str, transport: str) -> list[str]:
         return take_step(*arguments)
 
     trainer.take_step = taken
-    options = {**OPTIONS, "max_global_batch_tokens": 256, "save": False}
+    options = {**OPTIONS, "max_global_batch_tokens": 256, "save": False, "device": device}
+    if device == "cuda":
+        os.environ["FLEXENGINE_PEER_COPIES"] = "0"  # NCCL moves bytes
+        options["max_gpu_mem_gib"] = 4.0
     assert trainer.train(TrainConfig(**options, transport=transport, output_dir=str(Path(folder, "run")))) == 0
     return found
 
@@ -78,6 +82,24 @@ def train_and_look(rank: int, folder: str, transport: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["relay", "split"])
 def test_no_rank_of_one_machine_listens_on_a_network(tmp_path, transport):
     assert values_of(run_ranks(train_and_look, 4, str(tmp_path), transport)) == [[]] * 4
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith(("0100007F:", "00000000000000000000000001000000:"))
+
+
+def test_ranks_of_nodes_listen_where_the_others_reach_them(tmp_path):
+    """Rank 0 has torch's own store beside, which torchrun has elsewhere."""
+    _, second = values_of(run_ranks(train_and_look, 2, str(tmp_path), "auto", nodes=2))
+    assert second
+    assert all(map(is_loopback, second)), second  # as MASTER_ADDR is
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_nccl_listens_on_loopback_alone(tmp_path):
+    found = values_of(run_ranks(train_and_look, 2, str(tmp_path), "split", "cuda", anew=True))
+    assert all(is_loopback(address) for told in found for address in told), found
 
 
 def test_a_listening_socket_is_seen():
