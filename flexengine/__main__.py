@@ -2,7 +2,11 @@
 
 import sys
 
-from flexengine.cli import main
+from flexengine.parallel.parent import follow_parent
+
+follow_parent()  # the first line of a rank
+
+from flexengine.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -191,10 +191,10 @@ def prepare_job(
         _check_same_job(team, opened)
         gpus_of_ranks(team.control, opened.device).check_own()
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
-        profile = _told_by_first(team, lambda: _profile(hardware, opened))
+        profile = _told_by_first(team, lambda: _profile(hardware, opened), HardwareProfile)
         if hardware is None:
             profile = with_ranks_at_work(profile, team, opened.device, getattr(torch, opened.job.dtype))
-        plan = _told_by_first(team, lambda: _plan(opened, profile, hardware is None, team.ranks, cache_bytes))
+        plan = _told_by_first(team, lambda: _plan(opened, profile, hardware is None, team.ranks, cache_bytes), Plan)
     return PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
 
 
@@ -257,13 +257,13 @@ def _plan(opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks
     return plan
 
 
-def _told_by_first(team: Team, find: Callable[[], T]) -> T:
-    """Have rank 0 measure or plan, and tell the others. Raises: on all ranks, what it raises."""
+def _told_by_first(team: Team, find: Callable[[], T], record: type) -> T:
+    """Have rank 0 measure or plan, and tell the others; record: what it finds. Raises: on all, what it raises."""
     found = None
     with team.control.all_or_none():
         if team.ranks.rank == 0:
             found = find()
-    return team.control.broadcast(found)
+    return team.control.broadcast(found, record)
 
 
 def build(

@@ -13,7 +13,7 @@ from flexengine.config import TrainConfig, options_from_yaml
 from flexengine.flags import add_flag, overlay
 from flexengine.hf_names import renamed_flag
 from flexengine.job import Job
-from flexengine.launch import is_rank, launch, tell_status
+from flexengine.launch import is_rank, launch
 from flexengine.options import options_of
 from flexengine.wording import (
     WRONG_USAGE,
@@ -208,11 +208,11 @@ class StderrHandler(logging.StreamHandler):
 def _train(config: TrainConfig, command: list[str], **keywords: Any) -> int:
     """Train in this process, or have `command` run by one for each of several GPUs."""
     if config.gpus > 1 and not is_rank():
-        return launch(config.gpus, command)
+        return launch(config.gpus, ["-m", "flexengine", *command])
     logging.basicConfig(level=config.logging.upper(), format="%(message)s", handlers=[StderrHandler()], force=True)
     from flexengine.trainer import train  # noqa: PLC0415, loads torch
 
-    return tell_status(train(config, **keywords))
+    return train(config, **keywords)
 
 
 COMMANDS = {

@@ -8,6 +8,7 @@ from `job.py`; this file adds data, length, learning rate and files. It imports 
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,6 +256,15 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     def makes_checkpoints(self) -> bool:
         """Whether a run that is asked to stop saves where it is."""
         return self.save or self.save_steps is not None
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether the run has a folder: of several ranks, those after the first one have none."""
+        return self.output_dir != os.devnull
+
+    def log_path(self, name: str) -> Path:
+        """Where a log of the run is written."""
+        return self.run_folder / name if self.writes_files else Path(os.devnull)
 
     @property
     def run_folder(self) -> Path:

@@ -14,7 +14,7 @@ from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.state_files import STATE_FILE, Fields, read_description
 from flexengine.config import TrainConfig
 from flexengine.options import flag_of, options_of
-from flexengine.run_state import LOGS, RunState
+from flexengine.run_state import LOGS, DataPlace, LogRecord, RunState
 from flexengine.runtime.engine import Engine
 from flexengine.training_data import TrainingData
 
@@ -53,6 +53,10 @@ class ResumePoint:
         if config.chunk_tokens is not None or config.round_tokens is not None:
             return pinned
         return replace(pinned, chunk_tokens=self.engine["chunk_tokens"], round_tokens=self.engine["round_tokens"])
+
+
+POINT_RECORDS = (ResumePoint, RunCheckpoint, RunState, DataPlace, LogRecord)
+"""The classes of named tuples and dataclasses in a ResumePoint."""
 
 
 def resume_points(config: TrainConfig) -> list[ResumePoint]:

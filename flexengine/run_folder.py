@@ -152,6 +152,9 @@ def started_run_folder(
     It is checked again, as another run may have used it since. With config.save it also tries whether the trained model
     can be written at the end. Raises: ValueError as `check_run_folder`.
     """
+    if not config.writes_files:
+        yield
+        return
     config.run_folder.mkdir(parents=True, exist_ok=True)
     with held(config.run_folder):
         _check_contents(config, replace)
@@ -225,6 +228,8 @@ def _named(record: dict[str, Any]) -> dict[str, Any]:
 
 def write_plan(config: TrainConfig, planned: PlannedRun) -> None:
     """Write the plan and the simulated step into the run folder, and the plan where --plan-json says."""
+    if not config.writes_files:
+        return
     write_text(config.run_folder / PLAN_FILE, planned.plan.to_json())
     write_text(config.run_folder / TIMELINE_FILE, planned.timeline())
     if config.plan_json:

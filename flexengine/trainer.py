@@ -48,6 +48,7 @@ from flexengine.parallel.team import Team, is_first, join
 from flexengine.ranks_of_run import as_rank, first_rank_first, told_by_first
 from flexengine.recording import Recorder, check_recording
 from flexengine.resuming import (
+    POINT_RECORDS,
     ResumePoint,
     check_same_data,
     cut_logs,
@@ -110,7 +111,7 @@ def _train(
         config = dated  # the run keeps its day, for those that resume it
     elif config.template_date is not None:
         print(f"--template-date {config.template_date}: the chat template writes no date", file=sys.stderr)
-    points = told_by_first(team, lambda: check_folder(config, source, checked, replace))
+    points = told_by_first(team, lambda: check_folder(config, source, checked, replace), *POINT_RECORDS)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
     print(planned.describe())
@@ -169,7 +170,7 @@ def run(
         engine.made_from["data"] = data.digests()
     with contextlib.ExitStack() as logs:
         watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs, point)
-        log = logs.enter_context(JsonlWriter(config.run_folder / LOG_FILE, append=point is not None))
+        log = logs.enter_context(JsonlWriter(config.log_path(LOG_FILE), append=point is not None))
         callbacks.on_start(dataclasses.asdict(config), num_steps, config.run_folder)
         with watchers.saver.signals:
             status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
@@ -320,7 +321,7 @@ def evaluator_of(
         show_samples(engine, data.tokenizer, config.sample_prompts)
         callbacks.on_eval(metrics)
 
-    log = logs.enter_context(JsonlWriter(config.run_folder / EVAL_LOG_FILE, append=point is not None))
+    log = logs.enter_context(JsonlWriter(config.log_path(EVAL_LOG_FILE), append=point is not None))
     actions = EvaluatorActions(log, tell, keep_best)
     every = config.eval_steps or max(1, num_steps // EVALUATIONS)
     return Evaluator(engine, data.validation, every, config.early_stopping_patience, actions)

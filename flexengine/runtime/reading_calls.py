@@ -23,7 +23,7 @@ from flexengine.runtime.step_state import StepState
 from flexengine.runtime.turns import Turns, while_nobody_writes
 from flexengine.runtime.weight_store import WeightStore
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
-from flexengine.schedule.timeline import TimedRun
+from flexengine.schedule.timeline import PROCESS, Event, TimedRun, run_events
 
 
 class ReadingCalls:
@@ -76,17 +76,19 @@ class ReadingCalls:
         """
         return self.measurement.take_runs()
 
-    def take_timed_runs_of_ranks(self) -> list[list[TimedRun]]:
-        """As `take_timed_runs`, for each of several ranks, which all call it.
+    def take_timed_runs_of_ranks(self) -> tuple[list[TimedRun], list[list[Event]]]:
+        """As `take_timed_runs`, with what the ranks after the first one ran, as events of a trace; all ranks call it.
 
         Times are seconds since the first of them began the measured part.
         """
         runs = self.take_timed_runs()
         if self.turns is None:
-            return [runs]
-        told = self.turns.control.gather((self.measurement.began_at_s, runs))
-        first_s = min(began_s for began_s, _ in told)
-        return [[run._replace(start_s=run.start_s + began_s - first_s) for run in ran] for began_s, ran in told]
+            return runs, []
+        control, began_s = self.turns.control, self.measurement.began_at_s
+        later_s = began_s - min(control.gather(began_s))
+        runs = [run._replace(start_s=run.start_s + later_s) for run in runs]
+        rank = self.turns.ranks.rank
+        return runs, control.gather([*run_events(f"rank {rank}", runs, PROCESS + rank)] if rank else [])[1:]
 
     def describe(self) -> str:
         """The plan in words."""
