@@ -138,7 +138,7 @@ class RunSaver:
         self._saving_step = self._last_started = step
 
         def after() -> None:
-            keep_newest(folder, step, self.config.save_total_limit)
+            keep_newest(folder, step, self.config.most_checkpoints)
 
         try:
             self._save = self.engine.start_checkpoint(

@@ -90,6 +90,7 @@ def train(
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
     team = join()
+    check_gpus(config, 1 if team is None else team.ranks.local_size)
     if team is None:
         return _train(config, prompts, replace, callbacks, None)
     with as_rank(team, config) as own:
@@ -228,9 +229,15 @@ def optimizer_of(config: TrainConfig) -> Optimizer:
     """Make the optimizer that the options ask for."""
     lr, decay = config.base_lr, config.weight_decay
     if config.optimizer in ("adamw", "muon"):
-        kind, betas = AdamW if config.optimizer == "adamw" else Muon, (config.adam_beta1, config.adam_beta2)
-        return kind(lr=lr, betas=betas, eps=config.adam_eps, weight_decay=decay)
+        kind = AdamW if config.optimizer == "adamw" else Muon
+        given = (config.adam_beta1, config.adam_beta2, config.adam_eps)
+        beta1, beta2, eps = map(_given, given, (*kind.betas, kind.eps))
+        return kind(lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
     return OPTIMIZERS[config.optimizer](lr=lr, weight_decay=decay)
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
@@ -238,8 +245,8 @@ def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
     return LrSchedule(
         config.base_lr,
         num_steps,
-        config.lr_warmup_pct,
-        config.lr_cooldown_start_pct,
+        config.warmup_pct,
+        config.cooldown_start_pct,
         config.lr_final_pct,
         config.lr_schedule,
         config.lr_warmup_steps,
@@ -249,6 +256,15 @@ def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
 def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:
     """Load the weights of a planned run."""
     return build(planned, optimizer_of(config))
+
+
+def check_gpus(config: TrainConfig, ranks: int) -> None:
+    """Raise ValueError unless as many processes of this machine take part as --gpus names, if it names several."""
+    if config.gpus not in (1, ranks):
+        raise ValueError(
+            f"--gpus {config.gpus}, but {ranks} of this machine's processes train: `flexengine train` and `demo` start"
+            " one for each GPU; under torchrun give --nproc-per-node, and leave --gpus out"
+        )
 
 
 def check_sources(config: TrainConfig) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
 from flexengine.commands.files import print_output, write_whole
 from flexengine.commands.plan_flags import FILES, budget_of_case, parse
-from flexengine.hardware.nodes import with_gpus
+from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, with_gpus
 from flexengine.hardware.presets import PRESETS, named_profile, with_memory
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.job import Job
@@ -67,12 +67,12 @@ def main(argv: Sequence[str]) -> int:
 
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:
     """What is asked of the planner for all GPUs together."""
-    flags, request = asked.flags, make_request(job, profile, profile.device_type)
-    return replace(request, ranks=flags.gpus, nodes=flags.nodes)
+    return make_request(job, profile, profile.device_type, asked.flags.gpus, asked.flags.nodes)
 
 
 def _network_bytes_per_s(flags: argparse.Namespace) -> float:
-    return flags.network_gbit_per_s * 1e9 / 8
+    given = flags.network_gbit_per_s
+    return NETWORK_BYTES_PER_S if given is None else given * 1e9 / 8
 
 
 def _fits(asked: Asked, picture: Picture) -> int:
