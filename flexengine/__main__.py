@@ -1,8 +1,13 @@
-"""`python -m flexengine COMMAND ...`"""
+"""`python -m flexengine COMMAND ...`, and the script `flexengine`."""
 
 import sys
 
-from flexengine.cli import main
+from flexengine.output import loading
+
+with loading():
+    from flexengine.cli import main
+
+__all__ = ["main"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -44,6 +44,7 @@ from flexengine.metrics import (
 from flexengine.models.registry import ModelSource
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
+from flexengine.output import INTERRUPTED, run_output
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.ranks_of_run import as_rank, first_rank_first, told_by_first
 from flexengine.recording import Recorder, check_recording
@@ -66,8 +67,6 @@ from flexengine.trackers import open_trackers
 from flexengine.training_data import TrainingData, open_data
 from flexengine.watchers import Watchers
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
 DIVERGED = 1
 """Exit status of a run whose model is not worth keeping."""
 DATA_NOT_COUNTED = (
@@ -91,10 +90,11 @@ def train(
     """
     team = join()
     check_gpus(config, 1 if team is None else team.ranks.local_size)
-    if team is None:
-        return _train(config, prompts, replace, callbacks, None)
-    with as_rank(team, config) as own:
-        return _train(own, prompts, replace, callbacks, team)
+    with contextlib.nullcontext() if config.dry_run else run_output():
+        if team is None:
+            return _train(config, prompts, replace, callbacks, None)
+        with as_rank(team, config) as own:
+            return _train(own, prompts, replace, callbacks, team)
 
 
 def _train(
@@ -172,7 +172,7 @@ def run(
         watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs, point)
         log = logs.enter_context(JsonlWriter(config.run_folder / LOG_FILE, append=point is not None))
         callbacks.on_start(dataclasses.asdict(config), num_steps, config.run_folder)
-        with watchers.saver.signals:
+        with watchers.saver.signals, watchers.saver.saving_first():
             status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
     if status == 0:
         show_samples(engine, data.tokenizer, (*prompts, *(() if config.validates else config.sample_prompts)))
