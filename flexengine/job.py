@@ -211,14 +211,14 @@ class Job:
         ),
     ] = None
     lora_dropout: Annotated[
-        float,
+        float | None,
         Option(
-            "probability that an element of what an adapter reads is dropped in training",
+            "probability that an element of what an adapter reads is dropped in training (default: 0)",
             least=0,
             most=0.99,
             needs=FOR_ADAPTERS,
         ),
-    ] = 0.0
+    ] = None
     use_rslora: Annotated[
         bool | None, Option("multiply the product of an adapter by alpha / sqrt(rank) instead", needs=FOR_ADAPTERS)
     ] = None

@@ -1,9 +1,11 @@
 """Flags, commands and YAML files that mean nothing: refused before anything is opened, with what was probably meant."""
 
 import pytest
-from provoke import Case, arguments, cases, check_message
+from provoke import Case, arguments, cases, check_error, check_message
 
 from flexengine import cli
+from flexengine.config import TrainConfig
+from flexengine.trainer import train
 
 FLAGS = (
     Case(
@@ -212,6 +214,12 @@ def test_a_bug_keeps_its_traceback(error, command, monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, "train", cli.Command(fail, ""))
     with pytest.raises(type(error)):
         command("train")
+
+
+def test_gpus_are_those_that_train(model):
+    """From Python nobody starts the others, and under torchrun it is torchrun that does."""
+    config = TrainConfig(model=str(model), data_source="synthetic", gpus=2, device="cpu")
+    check_error(lambda: train(config), ("--gpus 2, but 1 of this machine's processes train.*leave --gpus out",))
 
 
 def test_help_of_every_command_ends_well(command):
