@@ -24,6 +24,8 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +41,8 @@ MARKER = "\N{ABACUS} 数字"
 STEPS, TIMEOUT_S = 4, 300.0
 CHILD = """
 import sys
+from flexengine.output import open_standard_streams
+open_standard_streams()  # as `python -m flexengine` begins
 import flexengine.api
 from flexengine.hardware.presets import preset
 flexengine.api.probe = lambda *_, **__: preset("cpu-test")
@@ -234,15 +238,16 @@ def _result(trigger: str, moment: str, status: int, folder: Path) -> Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triggers", nargs="+", choices=TRIGGERS, default=TRIGGERS, metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         prepare(Path(scratch))
-        for trigger in args.triggers:
-            for moment in MOMENTS:
-                results.append(run(trigger, moment, Path(scratch)))
-                print(*results[-1], flush=True)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for found in pool.map(lambda pair: run(*pair, Path(scratch)), product(args.triggers, MOMENTS)):
+                results.append(found)
+                print(*found, flush=True)
     num_lost = sum(result.lost for result in results)
     print(f"{num_lost} of {len(results)} runs lost")
     from bench.environment import write_json  # noqa: PLC0415, loads torch

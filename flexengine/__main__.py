@@ -2,8 +2,9 @@
 
 import sys
 
-from flexengine.output import loading
+from flexengine.output import loading, open_standard_streams
 
+open_standard_streams()
 with loading():
     from flexengine.cli import main
 

@@ -16,7 +16,7 @@ from flexengine.hf_names import renamed_flag
 from flexengine.job import Job
 from flexengine.launch import is_rank, launch, tell_status
 from flexengine.options import options_of
-from flexengine.output import INTERRUPTED, command_output, loading, open_standard_streams, steady_messages
+from flexengine.output import INTERRUPTED, command_output, loading, steady_messages
 from flexengine.wording import (
     WRONG_USAGE,
     FlagParser,
@@ -50,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     A wrong command line ends in SystemExit with status 2, --help in one with 0, as argparse has it. An error that
     nobody can correct by other input is a bug of the package and keeps its traceback.
     """
-    open_standard_streams()
     _bound_product_caches()
     arguments = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     prefix = f"flexengine {arguments[0]}:" if arguments and arguments[0] in COMMANDS else "flexengine:"

@@ -136,16 +136,16 @@ def run_output() -> Iterator[None]:
 def open_standard_streams() -> None:
     """Open what this process was started without: files that it opens must not become its output.
 
-    Order: first of all.
+    Order: before anything else opens a file.
     """
-    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+    for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            stream = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115, for as long as all runs
-            setattr(sys, name, stream)
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, for as long as all runs
 
 
 @contextlib.contextmanager

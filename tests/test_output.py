@@ -123,6 +123,7 @@ def test_characters_that_the_output_lacks_are_escaped(encoding, options, monkeyp
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_stream_that_is_not_there(name, options, monkeypatch):
+    """As in Python, which does not begin as a process of the command line does."""
     monkeypatch.setattr(sys, name, None)
     assert run({**options, "steps": 1}) == 0
     assert Path("🧮/final").is_dir()
