@@ -17,7 +17,7 @@ from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.job import ADAPTER_LR, Job, OptimizerName
+from flexengine.job import ADAPTER_LR, LORA_OPTIONS, Job, OptimizerName, meant_by
 from flexengine.keywords import takes
 from flexengine.lora import LoRA
 from flexengine.models.group_factors import group_factors
@@ -106,9 +106,17 @@ class PrepareArguments(Job, ModelArgument):
         for name in ("freeze", "lora_targets", "modules_to_save", "lr_groups", "weight_decay_groups", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        for name, value in {} if lora is None else lora_options(lora).items():
-            object.__setattr__(self, name, value)
+        self._take_adapters({} if lora is None else lora_options(lora))
         super().__post_init__()
+
+    def _take_adapters(self, lora: dict[str, Any]) -> None:
+        """Have options of adapters, or `lora` as options, mean mode lora. Raises: ValueError where both are given."""
+        own, options = {name: getattr(self, name) for name in ("mode", *LORA_OPTIONS)}, options_of(Job)
+        for name, value in lora.items():
+            if own[name] not in (options[name].default, value):
+                raise ValueError(f"{name}={own[name]!r} contradicts lora=, which says {value!r}; give one of them")
+        for name, value in (lora or meant_by(own)).items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +257,7 @@ def _profile(hardware: HardwareProfile | str | Path | None, opened: _Opened) -> 
 def _plan(opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, cache_bytes: int) -> Plan:
     """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free."""
     source, job, device = opened
-    request = replace(make_request(job, profile, device.type), ranks=ranks.local_size, nodes=ranks.nodes)
+    request = make_request(job, profile, device.type, ranks.local_size, ranks.nodes)
     plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:

@@ -72,9 +72,8 @@ def faster_plan(planned: PlannedRun, engine: Engine, found: Review) -> Plan | No
         return None
     if other.predicted.step_s > (1 - LEAST_GAIN) * found.expected.step_s:
         return None
-    light_s = min(
-        found.expected.speed_of_light_s, other.predicted.step_s
-    )  # the bound of the whole request, not of the pinned one
+    # the bound of the whole request, not of the pinned one
+    light_s = min(found.expected.speed_of_light_s, other.predicted.step_s) if other.is_bounded else 0.0
     other = replace(other, predicted=replace(other.predicted, speed_of_light_s=light_s))
     return other.for_request(plan.request)
 
@@ -98,7 +97,7 @@ def change_plan(planned: PlannedRun, engine: Engine, found: Review) -> str:
 
 
 class ExpectedStep(NamedTuple):
-    """What is expected of a step: its seconds, and the least that any plan could take for its batch."""
+    """What is expected of a step: its seconds, and the least that any plan could take for its batch, 0 = not known."""
 
     step_s: float
     speed_of_light_s: float

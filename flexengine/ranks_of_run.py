@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flexengine.config import TrainConfig
+from flexengine.output import INTERRUPTED
 from flexengine.parallel.control import teller_of
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import Team, is_first, leave
@@ -24,7 +25,6 @@ from flexengine.wording import WRONG_USAGE
 T = TypeVar("T")
 
 FAILED = 1
-INTERRUPTED = 130
 _HEAD_START_S = 0.5  # of the rank that tells: a launcher ends all ranks when the first of them has ended
 
 

@@ -26,7 +26,6 @@ from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
-from flexengine.options import options_of
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import shown
 
@@ -62,10 +61,10 @@ def with_read_adapter(job: Job) -> Job:
     """
     if job.adapter is None:
         return job
-    lora, options = read_lora(job.adapter), options_of(Job)
+    lora = read_lora(job.adapter)
     stored = {name: value for name, value in lora_options(lora).items() if name != "lora_dropout"}
     for name, value in stored.items():
-        if getattr(job, name) not in (options[name].default, value):
+        if getattr(job, name) not in (None, (), value):
             given = job.words.setting(name, getattr(job, name))
             raise ValueError(f"{given}, but {job.adapter} was made with {shown(value)}; leave it out")
     return replace(job, **stored)
@@ -140,12 +139,15 @@ def probe_shape(spec: ModelSpec) -> ProbeShape:
 # ---- budgets ----------------------------------------------------------------------------------------------------
 
 
-def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Request:
-    """Make what a job asks of the planner on one machine; a budget that is not given is what is free there.
+def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1) -> Request:
+    """Make what a job asks of the planner for all ranks; a budget that is not given is what is free on the machine.
 
-    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. Raises ValueError where the machine
-    has no memory left or cannot multiply as the job wants.
+    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. ranks: of a node. Raises ValueError
+    where the machine has no memory left or cannot do what the job wants.
     """
+    if job.transport != "auto" and ranks * nodes == 1:
+        asked = job.words.setting("transport", job.transport)
+        raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
     if job.matmul_dtype == "fp8" and not profile.fp8_matmul_flops_per_s:
         raise ValueError(
             f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
@@ -173,6 +175,8 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Reques
         graphs=job.cuda_graphs,
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,
+        ranks=ranks,
+        nodes=nodes,
     )
 
 

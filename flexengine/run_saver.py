@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run: every --save-steps steps, after the last one, and when the run is asked to stop."""
+"""Saves checkpoints of a run: every --save-steps steps, after the last one, and where a signal or an error ends it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from flexengine.wording import explain_os_error
 logger = logging.getLogger(__name__)
 
 STOPPED = 75
-"""Exit status of a run that SIGTERM or SIGUSR1 stopped with a checkpoint: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""Exit status of a run that a signal but Ctrl-C stopped with a checkpoint: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 
 class Resumable(Protocol):
@@ -61,7 +62,8 @@ class RunSaver:
         self.tell: Callable[[Path, int], None] = lambda folder, step: None
         self.saved_step: int | None = None
         self._save: StateSave | None = None
-        self._saving_step = self._last_started = 0
+        self._saving_step = self._last_started = self._last_step = 0
+        self._num_updates = engine.step_count
         self._loss_sum, self._num_tokens = 0.0, 0
         self._fingerprint = batches.fingerprint() if config.makes_checkpoints else ""
 
@@ -83,10 +85,14 @@ class RunSaver:
         """Whether the run was asked to stop."""
         return self.stop_signal is not None
 
-    def after_step(self, metrics: StepMetrics) -> None:
-        """Called when a step has ended and its health is known."""
+    def count(self, metrics: StepMetrics) -> None:
+        """Called when a step has ended, before anyone else is."""
+        self._last_step, self._num_updates = metrics.step, self.engine.step_count
         self._loss_sum += metrics.loss if math.isfinite(metrics.loss) else 0.0
         self._num_tokens += metrics.num_tokens
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        """Called when a step has ended and its health is known."""
         if self._save is not None and self._save.ended:
             self.wait()
         every = self.config.save_steps
@@ -104,6 +110,27 @@ class RunSaver:
         self.wait()
         if self.team is not None:
             self.saved_step = self.team.control.broadcast(self.saved_step)
+
+    @contextmanager
+    def saving_first(self) -> Iterator[None]:
+        """Save the last step where an error ends the run. Callbacks are not told, as one of them may have raised it.
+
+        Several ranks save nothing then: an error of one does not tell where the others are.
+        """
+        try:
+            yield
+        except (Exception, SystemExit):
+            sound = self.engine.step_count == self._num_updates  # else the error came after an update that none saw
+            if self.config.makes_checkpoints and self.team is None and sound and self._last_step > self._last_started:
+                self.tell = lambda folder, step: None
+                try:
+                    self._start(self._last_step)
+                    self.wait()
+                except Exception as error:  # an engine that is not sound says so; the first error is the one to raise
+                    self._warn(error)
+            if self.saved_step:
+                print(self.describe_stop(self._last_step), file=sys.stderr)
+            raise
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; says what is wrong where it cannot be."""
@@ -138,7 +165,7 @@ class RunSaver:
         self._saving_step = self._last_started = step
 
         def after() -> None:
-            keep_newest(folder, step, self.config.save_total_limit)
+            keep_newest(folder, step, self.config.most_checkpoints)
 
         try:
             self._save = self.engine.start_checkpoint(

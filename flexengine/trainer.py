@@ -44,6 +44,7 @@ from flexengine.metrics import (
 from flexengine.models.registry import ModelSource
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
+from flexengine.output import INTERRUPTED, run_output
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.ranks_of_run import as_rank, first_rank_first, told_by_first
 from flexengine.recording import Recorder, check_recording
@@ -67,8 +68,6 @@ from flexengine.trackers import open_trackers
 from flexengine.training_data import TrainingData, open_data
 from flexengine.watchers import Watchers
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
 DIVERGED = 1
 """Exit status of a run whose model is not worth keeping."""
 DATA_NOT_COUNTED = (
@@ -91,10 +90,12 @@ def train(
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
     team = join()
-    if team is None:
-        return _train(config, prompts, replace, callbacks, None)
-    with as_rank(team, config) as own:
-        return _train(own, prompts, replace, callbacks, team)
+    check_gpus(config, 1 if team is None else team.ranks.local_size)
+    with contextlib.nullcontext() if config.dry_run else run_output():
+        if team is None:
+            return _train(config, prompts, replace, callbacks, None)
+        with as_rank(team, config) as own:
+            return _train(own, prompts, replace, callbacks, team)
 
 
 def _train(
@@ -172,7 +173,7 @@ def run(
         watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs, point)
         log = logs.enter_context(JsonlWriter(config.log_path(LOG_FILE), append=point is not None))
         callbacks.on_start(dataclasses.asdict(config), num_steps, config.run_folder)
-        with watchers.saver.signals:
+        with watchers.saver.signals, watchers.saver.saving_first():
             status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
     if status == 0:
         show_samples(engine, data.tokenizer, (*prompts, *(() if config.validates else config.sample_prompts)))
@@ -229,9 +230,15 @@ def optimizer_of(config: TrainConfig) -> Optimizer:
     """Make the optimizer that the options ask for."""
     lr, decay = config.base_lr, config.weight_decay
     if config.optimizer in ("adamw", "muon"):
-        kind, betas = AdamW if config.optimizer == "adamw" else Muon, (config.adam_beta1, config.adam_beta2)
-        return kind(lr=lr, betas=betas, eps=config.adam_eps, weight_decay=decay)
+        kind = AdamW if config.optimizer == "adamw" else Muon
+        given = (config.adam_beta1, config.adam_beta2, config.adam_eps)
+        beta1, beta2, eps = map(_given, given, (*kind.betas, kind.eps))
+        return kind(lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
     return OPTIMIZERS[config.optimizer](lr=lr, weight_decay=decay)
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
@@ -239,8 +246,8 @@ def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
     return LrSchedule(
         config.base_lr,
         num_steps,
-        config.lr_warmup_pct,
-        config.lr_cooldown_start_pct,
+        config.warmup_pct,
+        config.cooldown_start_pct,
         config.lr_final_pct,
         config.lr_schedule,
         config.lr_warmup_steps,
@@ -250,6 +257,15 @@ def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
 def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:
     """Load the weights of a planned run."""
     return build(planned, optimizer_of(config))
+
+
+def check_gpus(config: TrainConfig, ranks: int) -> None:
+    """Raise ValueError unless as many processes of this machine take part as --gpus names, if it names several."""
+    if config.gpus not in (1, ranks):
+        raise ValueError(
+            f"--gpus {config.gpus}, but {ranks} of this machine's processes train: `flexengine train` and `demo` start"
+            " one for each GPU; under torchrun give --nproc-per-node, and leave --gpus out"
+        )
 
 
 def check_sources(config: TrainConfig) -> None:

@@ -64,7 +64,7 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
     tokenizer.fit(vocab_size, source.new_tokens)
     tokenizer.pin_date(config.template_date)
-    tokenizer.train_on = config.train_on
+    tokenizer.train_on = config.train_on or "assistant"
     cache = Path(config.data_cache) if config.data_cache else default_cache()
     prepared = _prepare(config, config.dataset, tokenizer, cache)
     evaluated = _prepare(config, config.val_dataset, tokenizer, cache)

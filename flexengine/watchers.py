@@ -39,6 +39,7 @@ class Watchers:
 
     def after_step(self, batch: Batch, metrics: StepMetrics, update: StepOutput) -> EvalMetrics | None:
         """Called when a step has ended; returns the evaluation, if there was one."""
+        self.saver.count(metrics)
         self.recorder.after_step(metrics)
         self.reviewer.after_step(batch, metrics)
         self.health.after_step(batch, metrics, update)

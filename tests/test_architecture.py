@@ -18,6 +18,7 @@ ARROWS = {
     "random_bits": set(),
     "collector": set(),
     "options": {"wording"},
+    "output": {"wording"},
     "keywords": {"options", "wording"},
     "flags": {"options"},
     "yaml_options": {"options", "wording"},
@@ -70,7 +71,7 @@ ARROWS = {
     "transport": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "node_probe": {"hardware", "parallel"},
     "launch": {"parallel"},
-    "ranks_of_run": {"config", "parallel", "wording"},
+    "ranks_of_run": {"config", "output", "parallel", "wording"},
     "api": {
         "lora",
         "job",
@@ -165,6 +166,7 @@ ARROWS = {
         "metrics",
         "models",
         "optim",
+        "output",
         "parallel",
         "ranks_of_run",
         "recording",
@@ -199,9 +201,21 @@ ARROWS = {
         "resuming",
         "run_folder",
     },
-    "cli": {"launch", "wording", "options", "job", "config", "flags", "hf_names", "commands", "trainer", "checkpoint"},
+    "cli": {
+        "launch",
+        "wording",
+        "options",
+        "output",
+        "job",
+        "config",
+        "flags",
+        "hf_names",
+        "commands",
+        "trainer",
+        "checkpoint",
+    },
     "__init__": {"api", "lora", "version"},
-    "__main__": {"cli", "parallel"},
+    "__main__": {"cli", "output", "parallel"},
 }
 # Rooms that only describe and decide: torch reaches them by way of ops and models alone.
 WITHOUT_TORCH = ("plan", "options", "job", "config", "flags", "request", "planner", "reports", "schedule")

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -16,6 +17,7 @@ from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.state_files import STATE_FILE, read_description
 from flexengine.hardware.presets import preset
 from flexengine.run_state import RunState
+from flexengine.runtime.engine import Engine
 from tests.failures.provoke import arguments, fingerprint, half_written, write_model
 
 STEPS = 7
@@ -44,7 +46,7 @@ def run(model, tmp_path, monkeypatch):
 def stopped(monkeypatch, run):
     """Runs `train`, which receives signals in a step; returns the exit status."""
 
-    def stopped(step, *numbers, **options):
+    def stopped(step, *numbers, folder="run", **options):
         take_step = trainer.take_step
 
         def taken(engine, batch, number, *more):
@@ -55,7 +57,7 @@ def stopped(monkeypatch, run):
 
         with monkeypatch.context() as patched:
             patched.setattr(trainer, "take_step", taken)
-            return run(**options)
+            return run(folder, **options)
 
     return stopped
 
@@ -129,6 +131,76 @@ def test_a_second_ctrl_c_stops_at_once(stopped):
     steps = [found.step for found in whole_checkpoints(Path("run"))]
     assert steps in ([3, 2], [2, 1])  # the last one may have been given up
     assert [line["step"] for line in logged("run")] == [1, 2, 3]
+    assert not half_written(Path("run"))
+
+
+def test_a_second_signal_stops_at_once_but_its_echo_does_not(run, stopped, monkeypatch, capsys):
+    """A shell and a terminal send a SIGHUP each; what comes later means that the run is to end now."""
+    assert stopped(4, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, save_steps=3) == run_saver.STOPPED
+    assert [found.step for found in whole_checkpoints(Path("run"))] == [4, 3]
+    assert run(resume="auto", save_steps=3) == 0
+    monkeypatch.setattr("flexengine.stop_signals.ONE_REQUEST_S", -1.0)
+    assert stopped(4, signal.SIGTERM, signal.SIGTERM, folder="other", save_steps=3) == 128 + signal.SIGTERM
+    assert [line["step"] for line in logged("other")] == [1, 2, 3]
+
+
+def test_sigterm_after_its_announcement_is_the_first_signal(stopped, monkeypatch):
+    monkeypatch.setattr("flexengine.stop_signals.ONE_REQUEST_S", -1.0)
+    assert stopped(4, signal.SIGUSR1, signal.SIGTERM) == run_saver.STOPPED
+    assert [found.step for found in whole_checkpoints(Path("run"))] == [4]
+
+
+def test_a_run_under_nohup_outlives_its_terminal(stopped, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stopped(4, signal.SIGHUP) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "last"),
+    [
+        ("flexengine.trainer.take_step", {}, 3),
+        ("flexengine.health.RunHealth.after_step", {}, 4),
+        ("flexengine.run_saver.RunSaver.after_step", {"save": False, "save_steps": 3}, 4),
+        ("flexengine.trainer.export", {}, 7),
+    ],
+)
+def test_an_error_saves_the_last_step_first(run, whole, monkeypatch, capsys, place, options, last):
+    """Raised in step 4, before its update or after it, or at the end; the run goes on with the bits that it had."""
+    with monkeypatch.context() as patched:
+        calls, wrapped = [], resolve_name(place)
+
+        def fails(*args, **keywords):
+            calls.append(1)
+            if len(calls) == (4 if last < 7 else 1):
+                raise RuntimeError("a bug")
+            return wrapped(*args, **keywords)
+
+        patched.setattr(place, fails)
+        with pytest.raises(RuntimeError, match="a bug"):
+            run(**options)
+    assert whole_checkpoints(Path("run"))[0].step == last
+    assert f"checkpoints/step-{last}; run the same command with --resume auto" in capsys.readouterr().err
+    assert run(resume="auto") == 0
+    assert (logged("run"), weights_of("run/final")) == whole
+
+
+def test_an_engine_that_broke_in_an_update_saves_nothing(run, monkeypatch):
+    """The weights are those of no step, so the checkpoint before stays the last one."""
+
+    def breaks(engine, *args, **keywords):
+        if engine.step_count == 3:
+            engine.state.unusable = "broken"
+            raise RuntimeError("in an update")
+        return train_step(engine, *args, **keywords)
+
+    train_step = Engine.train_step
+    monkeypatch.setattr(Engine, "train_step", breaks)
+    with pytest.raises(RuntimeError, match="in an update"):
+        run(save_steps=2)
+    assert [found.step for found in whole_checkpoints(Path("run"))] == [2]
     assert not half_written(Path("run"))
 
 

@@ -53,6 +53,7 @@ class FakeEngine:
     loss: float = 4.0
     max_grad_norm: float = 1.0
     interrupt_at: int = 0
+    step_count: int = 0
     skip_at: int = 0
     nan_at: tuple[int, ...] = ()
     measured_step: int = 0

@@ -49,7 +49,7 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
     tokenizer = ChatTokenizer.from_folder(folder)
     tokenizer.fit(source.spec.vocab_size, source.new_tokens)
     tokenizer.pin_date(options["template_date"])
-    tokenizer.train_on = options["train_on"]
+    tokenizer.train_on = options["train_on"] or "assistant"
     sources = [parse_source(text) for text in arguments.dataset]
     lengths = options["max_seq_len"], options["truncate_long"]
     prepared = prepare_sources(sources, tokenizer, *lengths, cache, options["bad_records"])

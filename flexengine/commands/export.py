@@ -79,8 +79,7 @@ def _export_final(config: TrainConfig, wanted: str | None, merged: bool | None, 
     """Export from the adapters in final/, which say themselves what they are."""
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
 
-    job, own = config.as_job(), options_of(Job)
-    plain = {name: own[name].default for name in LORA_OPTIONS}
+    job, plain = config.as_job(), {name: options_of(Job)[name].default for name in LORA_OPTIONS}
     final = config.run_folder / FINAL_FOLDER
     planned = prepare_job(config.model, replace(job, **plain, adapter=str(final)))
     _check_convertible(planned, wanted)
@@ -91,7 +90,7 @@ def _export_final(config: TrainConfig, wanted: str | None, merged: bool | None, 
 
 def _merged(config: TrainConfig, wanted: str | None) -> bool | None:
     """Whether adapters are added to the weights; None where there are none, or as `train --save` does."""
-    if config.mode == "full" and config.adapter is None:
+    if config.mode == "full":
         if wanted in ("adapter", "merged"):
             raise ValueError(
                 f"--format {wanted} is for runs that train adapters, but {config.run_folder} trains the model itself;"

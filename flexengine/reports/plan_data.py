@@ -53,12 +53,10 @@ def as_json(picture: Picture) -> dict[str, Any]:
             "seconds_by_cause": picture.seconds_by_cause,
             "limited_by": p.limiter,
         },
-        "speed_of_light": {
-            # The plan's figure comes last and wins: a corrected profile may have changed it since.
-            **(asdict(picture.bound) if picture.bound is not None else {}),
-            "seconds": p.speed_of_light_s,
-            "share_reached": picture.light_share,
-        },
+        # The plan's figure comes last and wins: a corrected profile may have changed it since.
+        "speed_of_light": None
+        if picture.bound is None
+        else {**asdict(picture.bound), "seconds": p.speed_of_light_s, "share_reached": picture.light_share},
         "sizes": {
             "chunk_tokens": plan.chunk_tokens,
             "chunks_per_round": plan.chunks_per_round,

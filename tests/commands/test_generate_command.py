@@ -80,6 +80,7 @@ def test_answers_stop_where_those_of_transformers_do(model, tmp_path, capsys, en
         (("--prompts", "missing.txt"), "--prompts missing.txt: no such file"),
         (("--prompt", "a", "--max-gpu-mem-gib", "0.00001"), "the cache of one sequence of"),
         (("--prompt", "a", "--top-p", "0"), "top_p must be above 0"),
+        (("--prompt", "a", "--top-p", "0.5"), "top_p=0.5 is about drawing tokens, got temperature=0"),
     ],
 )
 def test_refusals(model, capsys, more, message):

@@ -1,9 +1,11 @@
 """Flags, commands and YAML files that mean nothing: refused before anything is opened, with what was probably meant."""
 
 import pytest
-from provoke import Case, arguments, cases, check_message
+from provoke import Case, arguments, cases, check_error, check_message
 
 from flexengine import cli
+from flexengine.config import TrainConfig
+from flexengine.trainer import train
 
 FLAGS = (
     Case(
@@ -53,10 +55,25 @@ FLAGS = (
         ("--per-device-train-batch-size is not an option.*give --max-global-batch-tokens",),
     ),
     Case("unknown_frozen_layer", ["--freeze", "blocs"], ("freeze='blocs': .* no such parameters; did you mean block",)),
-    Case("data_set_beside_synthetic_data", ["--dataset", "x.jsonl"], ("synthetic reads no data.*--dataset x.jsonl",)),
+    Case(
+        "data_set_beside_synthetic_data",
+        ["--dataset", "x.jsonl"],
+        ("--dataset x.jsonl names records.*got --data-source synthetic",),
+    ),
+    Case("adapters_without_their_mode", ["--lora-rank", "16"], ("--lora-rank 16 is for adapters.*give --mode lora",)),
+    Case(
+        "constant_of_another_optimizer",
+        ["--optimizer", "lion", "--adam-beta1", "0.9"],
+        ("--adam-beta1 0.9 is a constant of AdamW.*got --optimizer lion; give --optimizer adamw or muon",),
+    ),
+    Case("transport_of_one_gpu", ["--transport", "split"], ("transport=split is about several GPUs",)),
     Case("unknown_device", ["--device", "gpu"], ("device='gpu' is not known; choose auto, cpu, cuda or cuda:N",)),
     Case("unsupported_device", ["--device", "meta"], ("device='meta' is not supported; choose auto, cpu, cuda",)),
-    Case("master_dtype_of_another_dtype", ["--master-dtype", "bfloat16"], ("needs dtype=bfloat16, got dtype=float32",)),
+    Case(
+        "master_dtype_of_another_dtype",
+        ["--master-dtype", "bfloat16"],
+        ("needs --dtype bfloat16, got --dtype float32",),
+    ),
 )
 
 
@@ -197,6 +214,12 @@ def test_a_bug_keeps_its_traceback(error, command, monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, "train", cli.Command(fail, ""))
     with pytest.raises(type(error)):
         command("train")
+
+
+def test_gpus_are_those_that_train(model):
+    """From Python nobody starts the others, and under torchrun it is torchrun that does."""
+    config = TrainConfig(model=str(model), data_source="synthetic", gpus=2, device="cpu")
+    check_error(lambda: train(config), ("--gpus 2, but 1 of this machine's processes train.*leave --gpus out",))
 
 
 def test_help_of_every_command_ends_well(command):
