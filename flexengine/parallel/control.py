@@ -357,6 +357,7 @@ def _store(timeout: timedelta) -> tuple[Any, int, int]:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         file = os.environ[STORE_VARIABLE]
         store = distributed.FileStore(file, -1)  # pyright: ignore[reportPrivateImportUsage] (-1: not theirs to remove)
+        store.set_timeout(timeout)
     else:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     # torchrun's store outlives ranks that it starts again: what those before them left there must not be met

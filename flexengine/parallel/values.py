@@ -48,6 +48,7 @@ def decode(data: bytes, records: Collection[type] = ()) -> Any:
 
 def _tree(value: Any, buffers: list[bytes]) -> Any:
     """JSON of a value. Its bytes go into `buffers`."""
+    value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):

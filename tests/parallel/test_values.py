@@ -42,7 +42,8 @@ def test_plain_values_come_back(value):
 
 def test_numbers_that_are_none_come_back():
     assert math.isnan(decode(encode(math.nan)))
-    assert decode(encode([math.inf, -math.inf, np.float64(0.1)])) == [math.inf, -math.inf, 0.1]
+    assert decode(encode([math.inf, -math.inf, np.float64(0.1), np.int64(3)])) == [math.inf, -math.inf, 0.1, 3]
+    assert decode(encode(np.bool_(True))) is True
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "bool"])
