@@ -119,7 +119,8 @@ class LayerSpec:
 
     `params` maps the names that the ops use to (group index, parameter name), and `buffers` to tensors of the
     checkpoint that nothing trains: a few numbers, which stay on the device and are exported unchanged. Blocks of one
-    kind share the same `ops` tuple, so that whatever is derived from the ops is derived once.
+    kind share the same `ops` tuple, so that whatever is derived from the ops is derived once. input_width: elements per
+    token of `input`, which no op of the layer writes and so none declares.
     """
 
     name: str
@@ -128,6 +129,7 @@ class LayerSpec:
     params: tuple[tuple[str, int, str], ...]
     input: str | None
     output: str | None
+    input_width: int = 0
     buffers: tuple[tuple[str, WeightSource], ...] = ()
 
     @cached_property
