@@ -130,6 +130,7 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         vocab_size=v,
         head_dim=s.blocks[0].head_dim,
         max_position_embeddings=fields.whole("max_position_embeddings", 2048),
+        longest_sequence=min((t.longest for t in s.tables if t.longest is not None), default=None),
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),
         tie_word_embeddings=s.tie_word_embeddings,
         head_source=s.head,

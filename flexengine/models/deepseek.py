@@ -102,7 +102,8 @@ def _read_heads(fields: Fields) -> HeadSizes:
 def _read_experts(fields: Fields, family: str) -> ExpertShape:
     """Read the experts. Raises ValueError for groups and counts that do not go together."""
     third = family == "deepseek_v3"
-    count = fields.whole("num_local_experts" if third else "num_experts", other="n_routed_experts")
+    spelled = "num_local_experts" if third else "num_experts"
+    count = fields.whole(spelled, 256 if third else 64, other="n_routed_experts")
     per_token, method = fields.whole("num_experts_per_tok"), fields.text("topk_method", CHOICES[family][0])
     # A token first chooses groups of experts, then experts in these; without groups all experts are one group.
     grouped = third or method == "group_limited_greedy"

@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         llama.build,
         "Llama 2, 3, 3.1, 3.2, 3.3, CodeLlama, Yi, DeepSeek-LLM, SmolLM",
-        "grouped queries, biases, linear, llama3, yarn and longrope scaling",
+        "grouped queries, biases, linear, dynamic, llama3, yarn and longrope scaling",
         14,
     ),
     "mistral": Family(mistral.build, "Mistral 7B, Mistral Nemo, Mistral Small 24B", "sliding window", 3),

@@ -99,7 +99,7 @@ class Table(NamedTuple):
     """Rotary frequencies, in radians per position, which ops find as the constant `name`.
 
     scaling multiplies cos and sin. `long_values`, if given, replace `values` in runs whose max_seq_len is above
-    `long_from`.
+    `long_from`. longest: the longest sequence that the frequencies are for; None if they are for all.
     """
 
     name: str
@@ -107,6 +107,7 @@ class Table(NamedTuple):
     scaling: float = 1.0
     long_values: tuple[float, ...] = ()
     long_from: int = 0
+    longest: int | None = None
 
     def values_for(self, max_seq_len: int) -> tuple[float, ...]:
         """Choose the frequencies of a run by its longest sequence."""
@@ -160,7 +161,7 @@ class ModelSpec:
     head_dim: int = 0
     max_position_embeddings: int = 0
     longest_sequence: int | None = None
-    """Longest sequence that learned positions allow; None for models without learned positions."""
+    """Longest sequence that learned positions or frequencies are for; None if they are for all."""
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     head_source: str = "lm_head.weight"
