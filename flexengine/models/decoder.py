@@ -134,6 +134,7 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),
         tie_word_embeddings=s.tie_word_embeddings,
         head_source=s.head,
+        prefix=f"{s.prefix}.",
         tables=s.tables,
         balancing=s.balancing,
     )

@@ -213,7 +213,7 @@ CONFIGS = (
     Case("family_is_a_list", having(model_type=["llama"]), ("model_type \\['llama'\\].*known: llama",)),
     Case(
         "quantised_weights",
-        having(quantization_config={"quant_method": "awq", "bits": 4}),
+        having(quantization_config={"quant_method": "awq", "bits": 4}, intermediate_size=96),  # not those of the file
         ("quantization_config \\(method 'awq'\\)", "16 or 32 bits that it was made from"),
     ),
     Case(
