@@ -112,9 +112,20 @@ def check_new_rows(source: ModelSource, job: Job) -> None:
 def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
     longest = spec.longest_sequence
     if longest is not None and max_seq_len > longest:
+        has = "frequencies that change with the length of a longer sequence" if spec.tables else "none for later ones"
         raise ValueError(
-            f"max_seq_len={max_seq_len}, but {spec.name} has learned positions for {longest} tokens and none for later "
-            f"ones; give --max-seq-len {longest} or less"
+            f"max_seq_len={max_seq_len}, but {spec.name} has {'rotations' if spec.tables else 'learned positions'} for"
+            f" {longest} tokens and {has}; give --max-seq-len {longest} or less"
+        )
+    beyond = min((table.long_from for table in spec.tables if table.long_values), default=max_seq_len)
+    if max_seq_len > beyond:
+        logger.warning(
+            "max_seq_len=%d is longer than the %d tokens that %s was made for before longrope: all sequences take its"
+            " frequencies for long ones, where transformers has others for those of up to %d tokens",
+            max_seq_len,
+            beyond,
+            spec.name,
+            beyond,
         )
     if max_seq_len > spec.max_position_embeddings:
         logger.warning(

@@ -33,7 +33,7 @@ ARROWS = {
     "kernels": set(),
     "ops": {"kernels", "native", "random_bits"},
     "optim": {"kernels", "native", "random_bits"},
-    "models": {"checkpoint", "lora", "ops", "wording"},
+    "models": {"checkpoint", "lora", "native", "ops", "wording"},
     "schedule": {"plan", "models", "ops", "optim"},
     "hardware": {"wording", "native", "ops", "optim"},
     "planner": {"collector", "plan", "models", "ops", "schedule", "hardware", "metrics"},

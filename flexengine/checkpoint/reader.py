@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -97,6 +97,22 @@ class CheckpointReader:
             reader.unlisted = tuple(name for name in names if name not in reader.tensors)
             undo.pop_all()
         return reader
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call tensors as their reader does: `tensors` has these names, and its entries those of the files.
+
+        names: name in the files -> name to call it. Raises: ValueError where two tensors would have one name.
+        """
+        renamed: dict[str, TensorEntry] = {}
+        for entry in self.tensors.values():
+            name = names.get(entry.name, entry.name)
+            if name in renamed:
+                raise ValueError(
+                    f"{self.folder}: {shown(renamed[name].name)} and {shown(entry.name)} are both {name}; which one"
+                    " counts is undefined. Remove the wrong one from the checkpoint"
+                )
+            renamed[name] = entry
+        self.tensors = renamed
 
     @property
     def shard_of(self) -> dict[str, str]:

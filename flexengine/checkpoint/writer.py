@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -96,10 +97,39 @@ def write_checkpoint(
 
 
 def support_files(folder: Path | str) -> dict[str, Path]:
-    """Return what `layout.is_support_file` keeps of a model folder, as `write_checkpoint` takes it."""
+    """Return what `layout.is_support_file` keeps of a model folder, as `write_checkpoint` takes it.
+
+    With it goes the code that tokenizer and processors name as theirs (`auto_map`): it is copied, never run.
+    """
     folder = Path(folder)
     found = {path.relative_to(folder).as_posix(): path for pattern in ("*", "*/*") for path in folder.glob(pattern)}
-    return {name: found[name] for name in sorted(found) if is_support_file(name) and found[name].is_file()}
+    kept = {name: found[name] for name in sorted(found) if is_support_file(name) and found[name].is_file()}
+    # Of the model itself exports name no code, as transformers has a class for every family.
+    configs = [path for name, path in kept.items() if name.endswith(("tokenizer_config.json", "processor_config.json"))]
+    return kept | {name: found[name] for name in sorted(_code_of(configs, found))}
+
+
+def _code_of(configs: Iterable[Path], found: Mapping[str, Path]) -> set[str]:
+    """Find the Python files that configs name, and those that these import from beside them."""
+    named = [name for path in configs for name in _auto_map(path)]
+    code: set[str] = set()
+    while named:
+        name = f"{named.pop()}.py"
+        if name in found and name not in code:
+            code.add(name)
+            text = found[name].read_text(encoding="utf-8", errors="replace")
+            named += re.findall(r"^\s*from\s+\.(\w+)\s+import", text, re.MULTILINE)
+    return code
+
+
+def _auto_map(config: Path) -> list[str]:
+    """The modules beside a config that its auto_map names; none where it is no such config."""
+    try:
+        classes = parse_json(config.read_bytes(), config)["auto_map"].values()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
+    flat = [name for entry in classes for name in (entry if isinstance(entry, list) else [entry])]
+    return [name.partition(".")[0] for name in flat if isinstance(name, str) and "--" not in name]
 
 
 def _plan_shards(

@@ -56,9 +56,9 @@ def grown_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
 
 
 def _names_in_adapter(model: ModelSpec, source: WeightSource) -> Iterator[tuple[str, WeightSource]]:
-    yield _full_name(model, source.name), source
+    yield source.name, source
     if model.tie_word_embeddings and source.name == model.embedding_source:
-        yield _full_name(model, model.head_source), source
+        yield model.head_source, source
 
 
 def saved_names(model: ModelSpec) -> list[str]:
@@ -71,11 +71,6 @@ def saved_names(model: ModelSpec) -> list[str]:
         if tied and not any(module.endswith(given) for given in names):
             names.append(module.rpartition(".")[2])
     return names
-
-
-def _full_name(model: ModelSpec, name: str) -> str:
-    prefix = model.optional_prefix
-    return name if name.startswith(prefix) or name == model.head_source else prefix + name
 
 
 def _module(name: str) -> str:

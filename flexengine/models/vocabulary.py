@@ -21,17 +21,21 @@ def with_rows(model: ModelSpec, rows: int, in_checkpoint: bool) -> ModelSpec:
     wider = build_model(model.name, _config_with(model.hf_config, rows))
     if not in_checkpoint:
         return wider
-    shapes = {source.name: source.shape for group in model.groups for param in group.params for source in param.sources}
 
-    def grown(source: WeightSource) -> WeightSource:
-        held = shapes[source.name]
-        return source if held == source.shape else replace(source, rows_in_file=held[0])
+    def grown(source: WeightSource, shape: tuple[int, ...]) -> WeightSource:
+        return replace(source, shape=shape, rows_in_file=source.shape[0])
 
-    def of_param(param: ParamSpec) -> ParamSpec:
-        return replace(param, sources=tuple(map(grown, param.sources)))
+    def of_param(own: ParamSpec, param: ParamSpec) -> ParamSpec:
+        if own.shape == param.shape:
+            return own  # as the checkpoint holds it, which the config alone does not tell
+        pairs = zip(own.sources, param.sources, strict=True)
+        return replace(param, sources=tuple(grown(source, new.shape) for source, new in pairs))
 
-    groups = (replace(group, params=tuple(map(of_param, group.params))) for group in wider.groups)
-    return replace(wider, groups=tuple(groups))
+    groups = (
+        replace(group, params=tuple(map(of_param, group.params, other.params)))
+        for group, other in zip(model.groups, wider.groups, strict=True)
+    )
+    return replace(wider, groups=tuple(groups), notice=model.notice)
 
 
 def _config_with(config: dict[str, Any], rows: int) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flexengine.checkpoint.adapter import adapter_tensors
 from flexengine.checkpoint.adapter_config import embedding_rows
-from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.safetensors_format import CheckpointError
+from flexengine.models.checkpoints import open_checkpoint
 from flexengine.models.lora import PEFT_PREFIX, Adapter, adapters
 from flexengine.models.saved_modules import grown_tensors, saved_tensors
 from flexengine.ops.dora import LEAST_NORM
@@ -211,7 +211,7 @@ def _originals(weights: WeightStore, found: list[Adapter], begin: Begin) -> Iter
         for one in found:
             yield one, matrix(one, weights.drawn(one.weight.name, begin.seed))
         return
-    with CheckpointReader.open(begin.folder) as reader:
+    with open_checkpoint(weights.layout.model, begin.folder) as reader:
         for one in found:
             yield one, matrix(one, weights.values(reader, one.weight.name))
 

@@ -19,14 +19,16 @@ from flexengine.checkpoint.manifest import ManifestError, check_acted_on
 from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
+from flexengine.models.checkpoints import exported_name, open_checkpoint, stored_tensors
 from flexengine.models.lora import Adapter, adapters
+from flexengine.models.quantised_weights import without_quantisation
 from flexengine.models.registry import ModelSource
 from flexengine.models.saved_modules import saved_names
 from flexengine.models.spec import ModelSpec
 from flexengine.runtime.adapters import Begin, changed_experts, changed_rows, file_tensors
 from flexengine.runtime.not_finite import checked
 from flexengine.runtime.stored_matrices import read_pieces
-from flexengine.runtime.weight_store import WeightStore, stored_tensors
+from flexengine.runtime.weight_store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -210,19 +212,28 @@ def _export_over(
 ) -> None:
     """What was loaded, with the tensors that were trained in the place of theirs."""
     decoded = {
-        part: run.source.name
+        run.source.name: tuple(stored_tensors(run.source))
         for run in weights.runs.values()
         if run.source.decode is not None
-        for part in stored_tensors(run.source)
     }
-    if decoded:
-        beside = {**beside, CONFIG_FILE: _config_text(model, str(EXPORT_DTYPE).removeprefix("torch."))}
-    exported = _Exported.of(weights)
-    with CheckpointReader.open(original) as reader, reader.verifying(_say_changed):
-        kept = [_as_stored(reader, name, model, exported) for name in reader.tensors if name not in decoded]
-        tensors = [*kept, *(exported.tensor(name, EXPORT_DTYPE) for name in dict.fromkeys(decoded.values()))]
-        shards = None if decoded else reader.shard_of
-        write_checkpoint(folder, tensors, shards, beside=beside, with_manifest=True, made_by=made_by)
+    dtype = str(EXPORT_DTYPE).removeprefix("torch.") if decoded else None
+    text = _config_text(model, dtype)
+    if json.loads(text) != json.loads((original / CONFIG_FILE).read_bytes()):
+        beside = {**beside, CONFIG_FILE: text}
+    exported, parts = _Exported.of(weights), {part for names in decoded.values() for part in names}
+    with open_checkpoint(model, original) as reader, reader.verifying(_say_changed):
+        kept = {name: _as_stored(reader, name, model, exported) for name in reader.tensors if name not in parts}
+        # What is decoded is called as the first of its parts, without what a part's name has beside.
+        stored = {
+            name: reader.tensors[first].name.removesuffix(first.removeprefix(name))
+            for name, (first, *_) in decoded.items()
+        }
+        stored |= {name: reader.tensors[name].name for name in kept}
+        tensors = {**kept, **{name: exported.tensor(name, EXPORT_DTYPE) for name in decoded}}
+        written = {name: exported_name(model, name, stored[name]) for name in tensors}
+        shards = None if decoded else {written[name]: reader.tensors[name].file for name in kept}
+        renamed = [tensor._replace(name=written[name]) for name, tensor in tensors.items()]
+        write_checkpoint(folder, renamed, shards, beside=beside, with_manifest=True, made_by=made_by)
 
 
 def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, exported: _Exported) -> TensorSource:
@@ -230,7 +241,7 @@ def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, exported: 
     entry, tied = reader.tensors[name], model.tie_word_embeddings and name == model.head_source
     source = model.embedding_source if tied else name
     if exported.differs(source):
-        return exported.tensor(source, entry.dtype)._replace(name=name)
+        return exported.tensor(source, entry.dtype)
 
     if exported.grew(source):
         shape = exported.weights.runs[source].source.shape
@@ -246,8 +257,12 @@ def _grown(reader: CheckpointReader, weights: WeightStore, name: str, dtype: tor
     yield from weights.pieces(name, dtype, held)
 
 
-def _config_text(model: ModelSpec, dtype: str) -> str:
-    config = {**model.hf_config, "dtype": dtype}
-    for name in ("torch_dtype", "quantization_config"):
-        config.pop(name, None)
-    return json.dumps(config, indent=2) + "\n"
+def _config_text(model: ModelSpec, dtype: str | None) -> str:
+    """Describe exported weights as config.json does. dtype: theirs; None for that of the checkpoint they came from.
+
+    What is exported has no quantised weights, and no code beside it that `auto_map` could name: transformers has a
+    class for every family.
+    """
+    dropped = ("auto_map",) if dtype is None else ("auto_map", "torch_dtype")
+    config = {name: value for name, value in without_quantisation(model.hf_config).items() if name not in dropped}
+    return json.dumps(config if dtype is None else {**config, "dtype": dtype}, indent=2) + "\n"

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.checkpoint.quantised import DECODERS, Decoder, Stored
+from flexengine.checkpoint.quantised import DECODERS, Decoder
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
+from flexengine.models.checkpoints import check_complete, open_checkpoint
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
-from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.staging import load_staged
@@ -66,48 +66,13 @@ class SourceRun(NamedTuple):
         return not self.spans
 
 
-def stored_tensors(source: WeightSource) -> dict[str, Stored]:
-    """The tensors of a checkpoint that hold a source: the one of its name, or those that its decoder reads."""
-    if source.decode is None:
-        return {source.name: Stored(source.shape_in_file, NUMBERS)}
-    return DECODERS[source.decode].stored(source.name, source.shape_in_file)
-
-
-def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
-    """Raise ValueError naming tensors that a checkpoint lacks, or has in a wrong shape or dtype. Reads headers only."""
-    params = (param for group in model.groups for param in group.params if not param.added)
-    sources = (source for param in params for source in param.sources)
-    wanted = {name: stored for source in sources for name, stored in stored_tensors(source).items()}
-    wanted |= {name: Stored(source.shape, NUMBERS) for name, source in model.buffers.items()}
-    missing = [name for name in wanted if name not in reader.tensors]
-    if missing:
-        raise ValueError(
-            f"{reader.folder}: the checkpoint lacks {len(missing)} of the model's {len(wanted)} tensors, such as"
-            f" {missing[:3]}; it is incomplete or of another architecture. Fetch config.json and the weights of one"
-            " model"
-        )
-    for name, (shape, dtypes) in wanted.items():
-        entry = reader.tensors[name]
-        if shape is not None and entry.shape != shape:
-            raise ValueError(
-                f"{reader.folder}: tensor {name} has shape {list(entry.shape)} in the checkpoint, but config.json asks"
-                f" for {list(shape)}. Fetch config.json and the weights of one model"
-            )
-        if entry.dtype not in dtypes:
-            needed = "are floats of 16 to 64 bits" if dtypes is NUMBERS else f"is {' or '.join(map(str, dtypes))}"
-            raise ValueError(
-                f"{reader.folder}: tensor {name} holds {entry.dtype}, which no weight can be read from; needed {needed}"
-                ". Give the checkpoint that a quantised or converted one was made from"
-            )
-
-
 def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
-    """The model with its tensors named as in a checkpoint folder, checked before memory is taken.
+    """Describe the model with its tensors stored as in a checkpoint folder, checked before memory is taken.
 
     Reads headers only, but for a tied head that is stored beside the embedding. Raises ValueError unless the folder is
     whole and fits the model.
     """
-    with CheckpointReader.open(folder) as reader:
+    with open_checkpoint(model, folder) as reader:
         named = model.named_as(reader.tensors)
         check_complete(named, reader)
         if named.tie_word_embeddings and named.head_source in reader.tensors:
@@ -446,7 +411,7 @@ def fill_weights(weights: WeightStore, buffers: dict[str, Tensor], folder: Path 
     if folder is None:
         weights.initialize(seed)
     else:
-        with CheckpointReader.open(folder) as reader:
+        with open_checkpoint(weights.layout.model, folder) as reader:
             weights.load(reader)
             weights.initialize_added(seed)
             load_buffers(reader, buffers)
