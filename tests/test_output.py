@@ -36,6 +36,14 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
+def heeds_sighup():
+    """As in a process that nohup did not start."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
 def options(model, tmp_path, monkeypatch):
     """Options of a run that evaluates, answers a prompt, saves and prints on the way; its known machine."""
     monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
@@ -94,7 +102,7 @@ def test_an_output_that_fails_ends_no_run_and_is_told_once(what, marker, options
 
 
 @pytest.mark.parametrize("name", ["stderr", "both"])
-def test_messages_that_nobody_reads(name, options, monkeypatch, capsys):
+def test_messages_that_nobody_reads(name, options, heeds_sighup, monkeypatch, capsys):
     """With a stop on the way, which says so on stderr."""
     broken = Failing("", OSError(28, "No space left on device"))
     monkeypatch.setattr(sys, "stderr", broken)

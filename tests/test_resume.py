@@ -134,8 +134,10 @@ def test_a_second_ctrl_c_stops_at_once(stopped):
     assert not half_written(Path("run"))
 
 
-def test_a_second_signal_stops_at_once_but_its_echo_does_not(run, stopped, monkeypatch, capsys):
+def test_a_second_signal_stops_at_once_but_its_echo_does_not(run, stopped, monkeypatch, request):
     """A shell and a terminal send a SIGHUP each; what comes later means that the run is to end now."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started this process
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
     assert stopped(4, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, save_steps=3) == run_saver.STOPPED
     assert [found.step for found in whole_checkpoints(Path("run"))] == [4, 3]
     assert run(resume="auto", save_steps=3) == 0
