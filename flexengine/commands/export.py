@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from flexengine.checkpoint.adapter_config import ADAPTER_CONFIG
+from flexengine.checkpoint.layout import ADAPTER_CONFIG
 from flexengine.checkpoint.layout import CONFIG_FILE as MODEL_CONFIG
 from flexengine.config import CONFIG_FILE, FINAL_FOLDER, TrainConfig
 from flexengine.flags import add_flag, from_flags
@@ -84,7 +84,7 @@ def _saved_alone(config: TrainConfig) -> str | None:
 
 
 def _copy_final(config: TrainConfig, wanted: str | None, output: Path) -> None:
-    """Copy the model in final/, which is as `--format hf` writes it, with its weights compared with the manifest."""
+    """Copy the model in final/, which is as `--format hf` writes it. Raises: ManifestError where it was changed."""
     from flexengine.checkpoint.manifest import check_files  # noqa: PLC0415
     from flexengine.checkpoint.staged_folder import staged_folder  # noqa: PLC0415
     from flexengine.models.registry import open_model  # noqa: PLC0415, loads torch
@@ -92,7 +92,7 @@ def _copy_final(config: TrainConfig, wanted: str | None, output: Path) -> None:
     final = config.run_folder / FINAL_FOLDER
     _check_convertible(open_model(final), wanted)
     files = {path.relative_to(final).as_posix(): path for path in sorted(final.rglob("*")) if path.is_file()}
-    check_files(final, [name for name in files if name.startswith("model")], Event())
+    check_files(final, files, Event())
     with staged_folder(output) as staged:
         for name, path in files.items():
             shutil.copyfile(path, staged.stage(name))
