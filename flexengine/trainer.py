@@ -22,9 +22,9 @@ from flexengine.checkpoint.atomic import write_text
 from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FOLDER, LOG_FILE, TrainConfig
 from flexengine.data import (
-    ChatTokenizer,
     GlobalBatches,
     SyntheticBatches,
+    TokenizerProcess,
     parse_source,
 )
 from flexengine.data.batches import Batch
@@ -167,6 +167,8 @@ def run(
     points: list[ResumePoint],
 ) -> int:
     """Load the model, take all steps that are left, judge and export the model; returns the exit status."""
+    if data.tokenizer is not None and not (prompts or config.sample_prompts):
+        data.tokenizer.close()  # it has read the data, and nobody asks for answers
     engine, num_steps = build_engine(config, planned), schedule.num_steps
     point = load_point(engine, points) if points else None
     if config.makes_checkpoints:
@@ -460,7 +462,9 @@ def is_worth_keeping(config: TrainConfig, health: RunHealth, last: StepMetrics) 
     return True
 
 
-def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None, num_steps: int, folder: Path) -> bool:
+def export(
+    config: TrainConfig, engine: Engine, tokenizer: TokenizerProcess | None, num_steps: int, folder: Path
+) -> bool:
     """Write the model to a folder with a record of its run; returns False, with a message, unless it is finite."""
     try:
         beside = {} if tokenizer is None else tokenizer.own_files()
@@ -472,7 +476,7 @@ def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None,
     return True
 
 
-def show_samples(engine: Engine, tokenizer: ChatTokenizer | None, prompts: Sequence[str]) -> None:
+def show_samples(engine: Engine, tokenizer: TokenizerProcess | None, prompts: Sequence[str]) -> None:
     """Print the model's answers to prompts. Where the plan leaves no memory for them, the run goes on without."""
     if tokenizer is None or not prompts:
         return
@@ -485,7 +489,7 @@ def show_samples(engine: Engine, tokenizer: ChatTokenizer | None, prompts: Seque
         tqdm.write(f"sample: {prompt!r} -> {text!r}")
 
 
-def answer(engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[str], max_new_tokens: int = 32) -> list[str]:
+def answer(engine: Engine, tokenizer: TokenizerProcess, prompts: Sequence[str], max_new_tokens: int = 32) -> list[str]:
     """Answer user messages greedily, each up to a stop token, max_new_tokens or max_seq_len.
 
     A message that leaves no room for an answer has an empty one.

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexengine.checkpoint.bounded_process import MOST_BYTES
 from flexengine.config import TrainConfig
 from flexengine.data import (
-    ChatTokenizer,
     GlobalBatches,
     Prepared,
     SyntheticBatches,
+    TokenizerOptions,
+    TokenizerProcess,
     ValidationBatches,
     default_cache,
     hold_out,
@@ -35,7 +37,7 @@ class TrainingData:
     """
 
     batches: GlobalBatches | SyntheticBatches
-    tokenizer: ChatTokenizer | None
+    tokenizer: TokenizerProcess | None
     description: str
     validation: ValidationBatches | None = None
     records: Sequence[dict[str, Any]] = ()
@@ -61,10 +63,10 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         batches = SyntheticBatches(vocab_size, config.max_seq_len, config.max_global_batch_tokens, config.seed)
         text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
         return TrainingData(batches, None, text)
-    tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
-    tokenizer.fit(vocab_size, source.new_tokens)
-    tokenizer.pin_date(config.template_date)
-    tokenizer.train_on = config.train_on or "assistant"
+    folder = source.support_folder or DEMO_FOLDER
+    train_on = config.train_on or "assistant"
+    options = TokenizerOptions(folder, vocab_size, source.new_tokens, config.template_date, train_on)
+    tokenizer = TokenizerProcess(options, most_bytes_of_data(config.max_host_mem_gib))
     cache = Path(config.data_cache) if config.data_cache else default_cache()
     prepared = _prepare(config, config.dataset, tokenizer, cache)
     evaluated = _prepare(config, config.val_dataset, tokenizer, cache)
@@ -83,8 +85,13 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     return TrainingData(batches, tokenizer, text, validation, records, prepared)
 
 
+def most_bytes_of_data(max_host_mem_gib: float | None) -> int:
+    """Bound the memory in which data is read and tokenized: a quarter of the host budget where that is more."""
+    return max(MOST_BYTES, int((max_host_mem_gib or 0) * 2**30) // 4)
+
+
 def _prepare(
-    config: TrainConfig, places: Sequence[str], tokenizer: ChatTokenizer, cache: Path | None
+    config: TrainConfig, places: Sequence[str], tokenizer: TokenizerProcess, cache: Path | None
 ) -> list[Prepared]:
     sources = [parse_source(text) for text in places]
     lengths = config.max_seq_len, config.truncate_long

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from flexengine.checkpoint.bounded_process import report_alive
+
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 HASH_BLOCK_BYTES = 1 << 20  # large enough that SHA-256, not the system call, sets the rate
 STALE_AFTER_S = 24 * 3600.0  # a temporary file that nobody wrote to for so long has lost its writer
@@ -130,6 +132,7 @@ def sha256_unless(path: Path, stop: threading.Event) -> str | None:
             if stop.is_set():
                 return None
             digest.update(block)
+            report_alive(str(path))
     return digest.hexdigest()
 
 

@@ -11,10 +11,12 @@ import contextlib
 import ctypes
 import json
 import logging
+import mmap
 import os
 import resource
 import select
 import signal
+import struct
 import sys
 import time
 import traceback
@@ -30,17 +32,47 @@ SILENT_S = 600.0
 """Longest time without a sign of life of a process that computes nothing: it waits for a pipe, a disk or the hub."""
 MOST_BYTES = 2**31
 """Memory beyond what the parent had: half of it is enough to tokenize 8 million characters, the longest text."""
-REPORT_S = 0.2  # a sign of life takes a system call: not after every record
 LOOK_S = 0.1
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
-_report: Callable[[float], None] | None = None  # tells the parent, where this process is a bounded one
+
+class _Signs:
+    """Signs of life in a page that parent and child share: how many there were, and what the work is that goes on.
+
+    Writing one takes no system call, so that there may be one for every record.
+    """
+
+    _FORM = struct.Struct(
+        "<QdH"
+    )  # number of signs, CPU seconds that are allowed until the next one, bytes of the place
+
+    def __init__(self) -> None:
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+        self._count = 0
+
+    def give(self, at: str, allowed_cpu_s: float) -> None:
+        self._count += 1
+        place = at.encode(errors="backslashreplace")[: mmap.PAGESIZE - self._FORM.size]
+        self._page[self._FORM.size : self._FORM.size + len(place)] = place
+        self._page[: self._FORM.size] = self._FORM.pack(self._count, allowed_cpu_s, len(place))
+
+    def last(self) -> tuple[int, float, str]:
+        """The number of signs so far, and what the last one said."""
+        count, allowed_cpu_s, size = self._FORM.unpack(self._page[: self._FORM.size])
+        place = self._page[self._FORM.size : self._FORM.size + size]
+        return count, allowed_cpu_s, place.decode(errors="replace")
 
 
-def report_alive(allowed_cpu_s: float = ALLOWED_CPU_S) -> None:
-    """Tell the parent that work goes on, and what the next piece of it may take. Without effect in other processes."""
-    if _report is not None:
-        _report(allowed_cpu_s)
+_signs: _Signs | None = None  # where this process is a bounded one
+
+
+def report_alive(at: str = "", allowed_cpu_s: float = ALLOWED_CPU_S) -> None:
+    """Tell the parent that work goes on, at which place, and what the next piece of it may take.
+
+    Cost: less than a microsecond. Without effect in other processes.
+    """
+    if _signs is not None:
+        _signs.give(at, allowed_cpu_s)
 
 
 class BoundedProcess:
@@ -59,11 +91,12 @@ class BoundedProcess:
         Raises: what `open_calls` raises, as `call` does.
         """
         self._what, self._most_bytes, self._ended = what, most_bytes, ""
+        self._signs = _Signs()
         to_child, from_child = os.pipe(), os.pipe()
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            _serve(to_child[0], from_child[1], parent, most_bytes, open_calls)
+            _serve((to_child[0], from_child[1]), parent, self._signs, most_bytes, open_calls)
         os.close(to_child[0])
         os.close(from_child[1])
         self._requests, self._replies = os.fdopen(to_child[1], "wb"), from_child[0]
@@ -120,22 +153,21 @@ class BoundedProcess:
         _raise(kind, told)
 
     def _reply(self) -> list[Any]:
-        allowed_s, spent_s, heard_s = ALLOWED_CPU_S, _cpu_seconds(self._pid), time.monotonic()
+        spent_s, heard_s, count = _cpu_seconds(self._pid), time.monotonic(), self._signs.last()[0]
+        allowed_s = ALLOWED_CPU_S
         while True:
-            if (message := self._receive()) is None:
-                if _cpu_seconds(self._pid) - spent_s > allowed_s:
-                    self._break(f"it did not end within {allowed_s:g} CPU seconds")
-                if time.monotonic() - heard_s > SILENT_S:
-                    self._break(f"nothing was heard of it for {SILENT_S:.0f} s")
-                continue
-            if message[0] == "log":
+            if (message := self._receive()) is not None:
+                if message[0] != "log":
+                    return message
                 _, name, level, text = message
                 logging.getLogger(name).log(level, "%s", text)
-            elif message[0] != "alive":
-                return message
-            else:
-                allowed_s = message[1]
-            spent_s, heard_s = _cpu_seconds(self._pid), time.monotonic()
+            if self._signs.last()[0] != count:
+                count, allowed_s, _ = self._signs.last()
+                spent_s, heard_s = _cpu_seconds(self._pid), time.monotonic()
+            elif _cpu_seconds(self._pid) - spent_s > allowed_s:
+                self._break(f"it did not end within {allowed_s:g} CPU seconds")
+            elif time.monotonic() - heard_s > SILENT_S:
+                self._break(f"nothing was heard of it for {SILENT_S:.0f} s")
 
     def _receive(self) -> list[Any] | None:
         """Return the next message, or None after LOOK_S without one. Raises ValueError when the process has ended."""
@@ -150,7 +182,8 @@ class BoundedProcess:
         return json.loads(line)
 
     def _break(self, how: str) -> NoReturn:
-        raise ValueError(f"{self._what}: {how}; fetch the files again, or leave out what asks for so much")
+        place = self._signs.last()[2] or self._what
+        raise ValueError(f"{place}: {how}; fetch the files again, or leave out what asks for so much")
 
     def _wait(self) -> int:
         """Collect the process; returns its wait status."""
@@ -189,65 +222,65 @@ def _cpu_seconds(pid: int) -> float:
 # ---- the other process --------------------------------------------------------------------------------------------
 
 
-class _Reports(logging.Handler):
+class _Replies(logging.Handler):
     """What the process writes to its parent: a JSON list a line."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__()
-        self._file, self._next_s, self._allowed_s = file, 0.0, 0.0
+        self._file = file
 
     def send(self, *message: Any) -> None:
         self._file.write(json.dumps(message).encode() + b"\n")
         self._file.flush()
-
-    def alive(self, allowed_cpu_s: float) -> None:
-        if allowed_cpu_s != self._allowed_s or time.monotonic() > self._next_s:
-            self.send("alive", allowed_cpu_s)
-            self._allowed_s, self._next_s = allowed_cpu_s, time.monotonic() + REPORT_S
 
     def emit(self, record: logging.LogRecord) -> None:
         self.send("log", record.name, record.levelno, record.getMessage())
 
 
 def _serve(
-    requests: int,
-    replies: int,
+    pipes: tuple[int, int],
     parent: int,
+    signs: _Signs,
     most_bytes: int,
     open_calls: Callable[[], Mapping[str, Callable[..., Any]]],
 ) -> NoReturn:
-    """Carry out calls until the parent closes its end or ends. Nothing of the parent's is left open or cleaned up."""
+    """Carry out calls until the parent closes its end or ends. Nothing of the parent's is left open or cleaned up.
+
+    pipes: where requests come from, and where replies go.
+    """
+    global _signs  # noqa: PLW0603 (what a process is)
     status = 1
     try:
-        _leave_parent(requests, replies, parent, most_bytes)
-        with os.fdopen(requests, "rb") as incoming, os.fdopen(replies, "wb") as outgoing:
-            reports = _Reports(outgoing)
-            _listen_to_logging(reports)
+        _leave_parent(pipes, parent, most_bytes)
+        _signs = signs
+        with os.fdopen(pipes[0], "rb") as incoming, os.fdopen(pipes[1], "wb") as outgoing:
+            replies = _Replies(outgoing)
+            _send_logging_to(replies)
             calls = dict[str, Callable[..., Any]]()
-            _answer(reports, lambda: calls.update(open_calls()), most_bytes)
+            _answer(replies, lambda: calls.update(open_calls()), most_bytes)
             for line in incoming:
                 name, *arguments = json.loads(line)
-                _answer(reports, lambda name=name, arguments=arguments: calls[name](*arguments), most_bytes)
+                _answer(replies, lambda name=name, arguments=arguments: calls[name](*arguments), most_bytes)
         status = 0
     finally:
         os._exit(status)
 
 
-def _leave_parent(requests: int, replies: int, parent: int, most_bytes: int) -> None:
+def _leave_parent(pipes: tuple[int, int], parent: int, most_bytes: int) -> None:
     """Give up the parent's files, signals and priority, and accept bounds."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before it would have been noticed
         os._exit(1)
+    os.setsid()  # what a terminal, a shell or a scheduler says to its group is for the parent
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # of a real-time library
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts the parent, too, which says what ends
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
     sys.stdout = sys.stderr = open(1, "w", closefd=False)  # noqa: SIM115 (whoever replaced them has closed files)
-    first, second = sorted((requests, replies))
+    first, second = sorted(pipes)
     os.closerange(3, first)
     os.closerange(first + 1, second)
     os.closerange(second + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -258,27 +291,25 @@ def _leave_parent(requests: int, replies: int, parent: int, most_bytes: int) -> 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _listen_to_logging(reports: _Reports) -> None:
-    global _report  # noqa: PLW0603 (the one thing that a process is)
-    _report = reports.alive
+def _send_logging_to(replies: _Replies) -> None:
     root = logging.getLogger()
     for logger in (root, *(found for found in root.manager.loggerDict.values() if isinstance(found, logging.Logger))):
         logger.handlers.clear()
-    root.addHandler(reports)
+    root.addHandler(replies)
 
 
-def _answer(reports: _Reports, call: Callable[[], Any], most_bytes: int) -> None:
+def _answer(replies: _Replies, call: Callable[[], Any], most_bytes: int) -> None:
     """Carry out one call and say how it ended. What kills the process is seen by the parent."""
     try:
         value = call()
-        reports.send("value", value)
+        replies.send("value", value)
     except MemoryError:
-        reports.send("ValueError", f"it takes more than {most_bytes / 2**30:.1f} GiB of memory")
+        replies.send("ValueError", f"it takes more than {most_bytes / 2**30:.1f} GiB of memory")
     except ModuleNotFoundError as error:
-        reports.send("ModuleNotFoundError", str(error), error.name)
+        replies.send("ModuleNotFoundError", str(error), error.name)
     except OSError as error:
-        reports.send("OSError", *(error.args if error.filename is None else (*error.args, str(error.filename))))
+        replies.send("OSError", *(error.args if error.filename is None else (*error.args, str(error.filename))))
     except ValueError as error:
-        reports.send("ValueError", str(error))
+        replies.send("ValueError", str(error))
     except Exception:
-        reports.send("bug", traceback.format_exc())
+        replies.send("bug", traceback.format_exc())

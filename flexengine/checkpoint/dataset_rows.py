@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from flexengine.checkpoint.atomic import atomic_file
+from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.dataset_files import format_of
 from flexengine.checkpoint.manifest import DownloadError, FileRecord
 from flexengine.wording import parse_json, shown
@@ -50,6 +51,7 @@ def write_json_lines(files: list[Path], target: Path) -> tuple[FileRecord, int]:
     with atomic_file(target) as out:
         for path in files:
             for row_number, row in enumerate(_rows_to_write(path), start=1):
+                report_alive(path.name)
                 line = _encode(row, f"{path.name}, row {row_number}")
                 out.write(line)
                 digest.update(line)

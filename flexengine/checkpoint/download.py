@@ -9,11 +9,14 @@ import argparse
 import fnmatch
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.utils import logging as hub_logging
 
 from flexengine.checkpoint.atomic import format_gib, sha256_of
+from flexengine.checkpoint.bounded_process import BoundedProcess
 from flexengine.checkpoint.dataset_files import format_of, select_data_files
 from flexengine.checkpoint.dataset_rows import import_parquet, write_json_lines
 from flexengine.checkpoint.hub import fetch_files, partial_folder, unverified
@@ -21,6 +24,7 @@ from flexengine.checkpoint.hub_listing import RepoListing, Transfer, list_repo
 from flexengine.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, is_support_file
 from flexengine.checkpoint.manifest import (
     DownloadError,
+    FileRecord,
     ManifestError,
     manifest_path,
     read_manifest,
@@ -157,18 +161,35 @@ def download_dataset(
         if README in listing.files:
             fetch_files(listing, [README], folder, partial, transfer)
             readme = (folder / README).read_text(encoding="utf-8", errors="replace")
-        names = select_data_files(sorted(listing.files), readme, split, config)
+        names = _bounded(repo, lambda: select_data_files(sorted(listing.files), readme, split, config))
         if format_of(names[0]) == "parquet":
             import_parquet()  # say what is missing before gigabytes are fetched
         transfer.log(f"data set {repo} at {listing.commit}: split {split}, {len(names)} files")
         records = fetch_files(listing, names, folder, partial, transfer)
-        record, num_rows = write_json_lines([folder / name for name in names], target)
+        written = _bounded(repo, lambda: write_json_lines([folder / name for name in names], target))
+    record, num_rows = FileRecord(*written[0]), written[1]
     sources = {name: {"size": part.num_bytes, "sha256": part.sha256} for name, part in records.items()}
     path = write_manifest(target, {target.name: record}, {**source, "num_rows": num_rows, "source_files": sources})
     shutil.rmtree(folder, ignore_errors=True)
     checked = unverified(listing, records)
     transfer.log(f"complete: {num_rows} rows, {format_gib(record.num_bytes)} in {target}{checked}; manifest {path}")
     return path
+
+
+def _bounded(repo: str, call: Callable[[], Any]) -> Any:
+    """Do in a bounded process what reads files that strangers wrote. Raises: DownloadError."""
+
+    def telling() -> Any:
+        try:
+            return call()
+        except DownloadError as error:
+            raise ValueError(error) from None
+
+    try:
+        with BoundedProcess(f"data set {repo}", lambda: {"call": telling}) as process:
+            return process.call("call")
+    except ValueError as error:
+        raise DownloadError(str(error)) from None
 
 
 def _is_complete(target: Path, source: dict[str, str | None]) -> bool:

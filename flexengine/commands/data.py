@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
-    from flexengine.data import ChatTokenizer, parse_source, prepare_sources  # noqa: PLC0415
+    from flexengine.data import TokenizerOptions, TokenizerProcess, parse_source, prepare_sources  # noqa: PLC0415
     from flexengine.data.preview import MARKS, preview  # noqa: PLC0415
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
     from flexengine.request import with_new_tokens  # noqa: PLC0415
@@ -46,10 +46,10 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
     job = Job(**{name: options[name] for name in ("add_tokens", "resize_embeddings")})
     source = with_new_tokens(open_model(arguments.model, needs_weights=False), job)
     folder = source.support_folder or ASSETS / "demo"
-    tokenizer = ChatTokenizer.from_folder(folder)
-    tokenizer.fit(source.spec.vocab_size, source.new_tokens)
-    tokenizer.pin_date(options["template_date"])
-    tokenizer.train_on = options["train_on"] or "assistant"
+    about = TokenizerOptions(
+        folder, source.spec.vocab_size, source.new_tokens, options["template_date"], options["train_on"] or "assistant"
+    )
+    tokenizer = TokenizerProcess(about)
     sources = [parse_source(text) for text in arguments.dataset]
     lengths = options["max_seq_len"], options["truncate_long"]
     prepared = prepare_sources(sources, tokenizer, *lengths, cache, options["bad_records"])

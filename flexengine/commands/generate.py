@@ -40,13 +40,13 @@ def main(argv: Sequence[str]) -> int:
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT, or --prompts FILE")
     from flexengine.api import build  # noqa: PLC0415, loads torch
-    from flexengine.data import ChatTokenizer  # noqa: PLC0415
+    from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
     from flexengine.request import with_new_tokens  # noqa: PLC0415
 
     source = with_new_tokens(open_model(arguments.model), _job(arguments))
-    tokenizer = ChatTokenizer.from_folder(source.support_folder or ASSETS / "demo")
-    tokenizer.fit(source.spec.vocab_size, source.new_tokens)
+    folder = source.support_folder or ASSETS / "demo"
+    tokenizer = TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens))
     ids = [tokenizer.encode_prompt(prompt, arguments.raw) for prompt in prompts]
     planned = _plan(arguments, ids)
     sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": arguments.seed}

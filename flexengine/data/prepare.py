@@ -5,12 +5,14 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.data.bad_records import BadRecords, Policy
 from flexengine.data.records import TokenizedRecord
 from flexengine.data.sources import NotFromHubError, Reader, Source
@@ -34,6 +36,8 @@ TOKEN_CODE = (
     *("model_folder.py", "../checkpoint/tokenizer_files.py", "../checkpoint/dataset_rows.py"),
 )
 """What makes tokens of files, from this folder."""
+HUB_CPU_S = 60.0
+"""CPU seconds in which the `datasets` library is imported and finds a data set."""
 SHOWN_NOTES = 8
 """Most remarks about one source: a file may have thousands of columns."""
 
@@ -109,9 +113,20 @@ def _path(place: str) -> str:
     return str(Path(place)) if place else ""
 
 
+class TableMaker(Protocol):
+    """Makes tokens of sources elsewhere, as `make_table` does with a tokenizer of this process.
+
+    num_ids: ids that the model has rows for.
+    """
+
+    num_ids: int
+
+    def make_table(self, source: Source, cache: Path | None, scratch: Path, bad_records: Policy) -> Path: ...
+
+
 def prepare_sources(
     sources: Sequence[Source],
-    tokenizer: ChatTokenizer,
+    tokenizer: ChatTokenizer | TableMaker,
     max_seq_len: int,
     truncate_long: bool,
     cache: Path | None,
@@ -149,41 +164,50 @@ def prepare_table(
     return Prepared(table, cut, place, weight)
 
 
-def _open(source: Source, tokenizer: ChatTokenizer, cache: Path | None, bad_records: Policy) -> TokenTable:
+def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | None, bad_records: Policy) -> TokenTable:
     """The tokens of a source. Raises ValueError as `prepare_sources`, also where an earlier run skipped bad records."""
     if source.is_shard:
         return open_shard(Path(source.place), tokenizer.num_ids)
-    table = _read(source, tokenizer, cache, bad_records)
+    with tempfile.TemporaryDirectory(prefix="flexengine-tokens") as folder:
+        scratch = Path(folder, "table")
+        if isinstance(tokenizer, ChatTokenizer):
+            made = make_table(source, tokenizer, cache, scratch, bad_records)
+        else:
+            made = tokenizer.make_table(source, cache, scratch, bad_records)
+        table = open_table(made)  # it holds the file open, so that the folder may go
+    if table is None:
+        raise ValueError(f"{made}: the tokens of {source.place} are gone as soon as they were written; start again")
     if table.num_bad and bad_records == "stop":
         BadRecords().leave_out(ValueError(_bad_lines(table, source.place)[0]))
     return table
 
 
-def _read(source: Source, tokenizer: ChatTokenizer, cache: Path | None, bad_records: Policy) -> TokenTable:
+def make_table(
+    source: Source, tokenizer: ChatTokenizer, cache: Path | None, scratch: Path, bad_records: Policy
+) -> Path:
+    """Tokenize a source unless the cache has its tokens; returns the folder of the table, of the cache or `scratch`."""
+    report_alive(source.place, HUB_CPU_S)
     try:
         reader = Reader(source)
     except NotFromHubError as error:
-        table = open_table(_last_of_hub(source, tokenizer, cache).resolve()) if cache is not None else None
-        if table is None:
+        known = _last_of_hub(source, tokenizer, cache).resolve() if cache is not None else None
+        if known is None or open_table(known) is None:
             raise
         logger.warning("%s\n  the tokens that an earlier run left in %s are used", error, cache)
-        return table
+        return known
     counts: dict[str, Any] = {}
     if cache is not None:
         folder = cache / _key(reader, tokenizer)
         try:
-            table = open_table(folder)
-            if table is None:
+            if open_table(folder) is None:
                 write_table(folder, _encoded(reader, tokenizer, counts, bad_records), counts)
-                table = open_table(folder)
-            if table is not None:
-                if not reader.is_on_disk:
-                    point_to(_last_of_hub(source, tokenizer, cache), folder)
-                return table
+            if not reader.is_on_disk:
+                point_to(_last_of_hub(source, tokenizer, cache), folder)
+            return folder
         except OSError as error:
             logger.warning("the data cache %s cannot be used (%s); tokens go to a scratch file", cache, error)
-    table = table_in_scratch(_encoded(reader, tokenizer, counts, bad_records))
-    return replace(table, **counts)
+    write_table(scratch, _encoded(reader, tokenizer, counts, bad_records), counts)
+    return scratch
 
 
 def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:

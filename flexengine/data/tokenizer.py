@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
+from flexengine.checkpoint.bounded_process import ALLOWED_CPU_S, report_alive
 from flexengine.checkpoint.tokenizer_files import add_tokens, read_config, read_tokenizer
 from flexengine.data.bad_records import BadRecords
 from flexengine.data.masks import AddedTokens, LeftOutError, Marked, Rendered, TrainOn, mark
@@ -32,6 +33,8 @@ BATCH_CHARACTERS, BATCH_RECORDS = 2**21, 2**14
 """Text and records that are tokenized at once: enough for every core, and small beside a host budget."""
 LONGEST_TEXT = 2**23
 """Characters of the longest record: a tokenizer takes about 100 bytes for each, so this is a GiB at most."""
+SLOWEST_CHARACTERS_PER_S = 2**17
+"""Of what is tokenized in a CPU second: the slowest tokenizers, without a split into words, take two to ten times."""
 
 Batch = list[tuple[Record, Marked | None]]
 """Records with their texts and trained spans; None for those of tokens."""
@@ -194,8 +197,9 @@ class ChatTokenizer:
         prompt = self._template.render([Message("user", text)], add_generation_prompt=True).text
         return self._encode([prompt])[0].ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def own_files(self) -> dict[str, str]:
         """Files that an export needs beside those of the model's folder: the template, where that had none."""
@@ -231,6 +235,9 @@ class ChatTokenizer:
         self, batch: Batch, encoded: Future[list[TokenizedRecord]], bad: BadRecords
     ) -> Iterator[TokenizedRecord]:
         """The tokens of a batch, without records that use a token for which the model has no row."""
+        if batch:
+            num_characters = sum(len(found.text) for _, found in batch if found)
+            report_alive(batch[0][0].where, ALLOWED_CPU_S + num_characters / SLOWEST_CHARACTERS_PER_S)
         for (record, _), tokens in zip(batch, encoded.result(), strict=True):
             try:
                 self._check_ids(tokens)
@@ -244,6 +251,7 @@ class ChatTokenizer:
         batch: Batch = []
         num_characters = 0
         for record in records:
+            report_alive(record.where)
             try:
                 found = self._mark(record)
                 if found and len(found.text) > LONGEST_TEXT:
