@@ -66,13 +66,14 @@ class _Signs:
 _signs: _Signs | None = None  # where this process is a bounded one
 
 
-def report_alive(at: str = "", allowed_cpu_s: float = ALLOWED_CPU_S) -> None:
-    """Tell the parent that work goes on, at which place, and what the next piece of it may take.
+def report_alive(at: str = "", more_cpu_s: float = 0.0) -> None:
+    """Tell the parent that work goes on, and at which place.
 
-    Cost: less than a microsecond. Without effect in other processes.
+    more_cpu_s: what the next piece of work may take beyond ALLOWED_CPU_S. Cost: some microseconds. Without effect in
+    other processes.
     """
     if _signs is not None:
-        _signs.give(at, allowed_cpu_s)
+        _signs.give(at, ALLOWED_CPU_S + more_cpu_s)
 
 
 class BoundedProcess:
@@ -150,6 +151,8 @@ class BoundedProcess:
             raise
         if kind == "value":
             return told[0]
+        if kind == "memory":
+            self._break(f"it takes more than {self._most_bytes / 2**30:.1f} GiB of memory")
         _raise(kind, told)
 
     def _reply(self) -> list[Any]:
@@ -165,7 +168,7 @@ class BoundedProcess:
                 count, allowed_s, _ = self._signs.last()
                 spent_s, heard_s = _cpu_seconds(self._pid), time.monotonic()
             elif _cpu_seconds(self._pid) - spent_s > allowed_s:
-                self._break(f"it did not end within {allowed_s:g} CPU seconds")
+                self._break(f"it did not end within {allowed_s:.3g} CPU seconds")
             elif time.monotonic() - heard_s > SILENT_S:
                 self._break(f"nothing was heard of it for {SILENT_S:.0f} s")
 
@@ -257,10 +260,10 @@ def _serve(
             replies = _Replies(outgoing)
             _send_logging_to(replies)
             calls = dict[str, Callable[..., Any]]()
-            _answer(replies, lambda: calls.update(open_calls()), most_bytes)
+            _answer(replies, lambda: calls.update(open_calls()))
             for line in incoming:
                 name, *arguments = json.loads(line)
-                _answer(replies, lambda name=name, arguments=arguments: calls[name](*arguments), most_bytes)
+                _answer(replies, lambda name=name, arguments=arguments: calls[name](*arguments))
         status = 0
     finally:
         os._exit(status)
@@ -298,13 +301,13 @@ def _send_logging_to(replies: _Replies) -> None:
     root.addHandler(replies)
 
 
-def _answer(replies: _Replies, call: Callable[[], Any], most_bytes: int) -> None:
+def _answer(replies: _Replies, call: Callable[[], Any]) -> None:
     """Carry out one call and say how it ended. What kills the process is seen by the parent."""
     try:
         value = call()
         replies.send("value", value)
     except MemoryError:
-        replies.send("ValueError", f"it takes more than {most_bytes / 2**30:.1f} GiB of memory")
+        replies.send("memory")
     except ModuleNotFoundError as error:
         replies.send("ModuleNotFoundError", str(error), error.name)
     except OSError as error:

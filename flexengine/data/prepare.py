@@ -186,7 +186,7 @@ def make_table(
     source: Source, tokenizer: ChatTokenizer, cache: Path | None, scratch: Path, bad_records: Policy
 ) -> Path:
     """Tokenize a source unless the cache has its tokens; returns the folder of the table, of the cache or `scratch`."""
-    report_alive(source.place, HUB_CPU_S)
+    report_alive(source.place, 0.0 if Path(source.place).exists() else HUB_CPU_S)
     try:
         reader = Reader(source)
     except NotFromHubError as error:

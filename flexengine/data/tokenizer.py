@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
-from flexengine.checkpoint.bounded_process import ALLOWED_CPU_S, report_alive
+from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.tokenizer_files import add_tokens, read_config, read_tokenizer
 from flexengine.data.bad_records import BadRecords
 from flexengine.data.masks import AddedTokens, LeftOutError, Marked, Rendered, TrainOn, mark
@@ -237,7 +237,7 @@ class ChatTokenizer:
         """The tokens of a batch, without records that use a token for which the model has no row."""
         if batch:
             num_characters = sum(len(found.text) for _, found in batch if found)
-            report_alive(batch[0][0].where, ALLOWED_CPU_S + num_characters / SLOWEST_CHARACTERS_PER_S)
+            report_alive(batch[0][0].where, num_characters / SLOWEST_CHARACTERS_PER_S)
         for (record, _), tokens in zip(batch, encoded.result(), strict=True):
             try:
                 self._check_ids(tokens)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.checkpoint.bounded_process import ALLOWED_CPU_S, MOST_BYTES, BoundedProcess, report_alive
+from flexengine.checkpoint.bounded_process import MOST_BYTES, BoundedProcess, report_alive
 from flexengine.data.bad_records import Policy
 from flexengine.data.masks import TrainOn
 from flexengine.data.prepare import make_table
@@ -81,7 +81,7 @@ def _opened(options: TokenizerOptions) -> ChatTokenizer:
     from transformers import AutoTokenizer  # noqa: F401, PLC0415 - takes seconds, which are none of the tokenizer's
 
     size = sum(path.stat().st_size for path in options.folder.glob("tokenizer.*") if path.is_file())
-    report_alive("", ALLOWED_CPU_S + size / BYTES_PER_CPU_S)
+    report_alive("", size / BYTES_PER_CPU_S)
     tokenizer = ChatTokenizer.from_folder(options.folder)
     tokenizer.fit(options.vocab_size, options.new_tokens)
     tokenizer.pin_date(options.date)
