@@ -76,13 +76,13 @@ class Originals:
         write_model(self.sharded, DAMAGED_SHARDS)
 
 
-def write_model(folder: Path, shards: tuple[str, str] | None) -> None:
-    """A whole checkpoint of CONFIG with zeros for weights, in one file or in two shards."""
-    spec = build_model("original", CONFIG)
+def write_model(folder: Path, shards: tuple[str, str] | None, config: dict[str, Any] = CONFIG) -> None:
+    """A whole checkpoint of `config` with zeros for weights, in one file or in two shards."""
+    spec = build_model("original", config)
     shapes = {s.name: s.shape for group in spec.groups for param in group.params for s in param.sources}
     tensors = [TensorSource(n, torch.float32, s, lambda s=s: torch.zeros(s)) for n, s in shapes.items()]
     split = None if shards is None else {t.name: shards[i % 2] for i, t in enumerate(tensors)}
-    write_checkpoint(folder, tensors, split, beside={"config.json": json.dumps(CONFIG)})
+    write_checkpoint(folder, tensors, split, beside={"config.json": json.dumps(config)})
 
 
 def damage(seed: int, originals: Originals, folder: Path) -> Damaged:

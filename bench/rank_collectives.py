@@ -71,7 +71,7 @@ class Bench:
         self._note("connect_s", time.perf_counter() - start)
         way = self.collectives.way
         self._note("way", way)
-        assumed = 0 if way == "gloo" else PEER_MEMORY_BYTES[way]
+        assumed = 0 if way == "host" else PEER_MEMORY_BYTES[way]
         self._note("memory", {"before": before, "connected": self._memory(), "assumed": assumed})
         most = self.sizes[-1]
         memory = torch.empty(2 * most, dtype=torch.uint8, device=self.device)

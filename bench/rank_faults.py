@@ -1,291 +1,300 @@
-"""Does a fault of one rank end all of them within 10 seconds, with one message and nothing left? Counts, as JSON.
+"""Does a fault at any moment of `train --gpus N` end all of it within 15 seconds, in a true line, with nothing left?
 
-python -m bench.rank_faults --faults 30 --ranks 3 --json out.json
-python -m bench.rank_faults --train --faults 30 --ranks 3 --json out.json
+    python -m bench.rank_faults --faults 60 --json out.json
 
-Ranks are processes of this machine that pass pieces of shared memory round as a step does, agree on a batch before each
-step, and compute a little. One of them is killed, stopped, interrupted, raises, exits, or has another batch, at a
-random moment; or it is killed while another one computes for long. With --train the ranks train a small model, as
-`flexengine train` does, and one of them is killed, stopped, or raises in a random command.
+A small model is trained on CPUs by 2 to 4 ranks over relays, split and in stages, with a checkpoint every few steps.
+One of them is killed, stopped, fails in a random command or ends in it without a word, or the launcher is killed or
+asked to stop: while ranks start, while they train, or after the last step. Counted is what stays: processes, shared
+memory, temporary files, sockets. Then `--resume auto` goes on with one rank, to the weights and losses of a run without
+a fault.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import random
 import re
 import signal
-import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+import uuid
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.end_to_end import lines
 from bench.environment import write_json
+from bench.kill_runs import outcome
+from bench.plan_accuracy import write_config
 from flexengine.config import TrainConfig
-from flexengine.parallel.control import Control
-from flexengine.parallel.node_memory import NodeMemory
-from flexengine.parallel.ranks import Ranks
-from flexengine.parallel.signals import Signals
-from flexengine.parallel.watch import Watch
-from flexengine.runtime.command_handlers import CommandHandlers
-from flexengine.runtime.update import UpdateSettings
-from flexengine.schedule.commands import Command, Program
-from flexengine.trainer import train as train_run
+from flexengine.trainer import train
 
-KINDS = ("killed", "stopped", "interrupted", "raises", "exits", "another batch", "killed while another computes")
-KINDS_OF_TRAINING = ("killed in training", "stopped in training", "a command raises")
-MESSAGE = re.compile(r"flexengine: |\w+(Error|Interrupt)\b")
-"""How a line begins that says what was wrong; what torch's store logs of connections that ended is not counted."""
-LIMIT_S = 10.0
-DATA_BYTES = 4 << 20
-NUM_ROUNDS = 6
-GIVE_UP_S = 60.0
+LIMIT_S, GIVE_UP_S = 15.0, 120.0
+STEPS, SAVE_STEPS, COMMANDS = 12, 3, 400  # commands of a run that may fail
+TRANSPORTS, PHASES = ("relay", "split", "stages"), ("start", "training", "end")
+MARK = "RANK_FAULTS_RUN"
+"""Environment variable of all processes of a run."""
+MODEL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 16, "vocab_size": 256, "tie_word_embeddings": False}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "data_source": "synthetic", "init": "random", "steps": STEPS, "max_seq_len": 32, "max_global_batch_tokens": 384,
+    "chunk_tokens": 32, "round_tokens": 32, "round_multiple": 12, "dtype": "float32", "device": "cpu",
+    "max_gpu_mem_gib": 0.5, "max_host_mem_gib": 8.0, "save": True, "save_steps": SAVE_STEPS, "lr": 1e-3,
+}  # fmt: skip
+LAUNCH = "import sys; from flexengine.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
+MESSAGE = re.compile(r"flexengine( \w+)?: |\w+(Error|Interrupt)\b|SIG[A-Z0-9]+: ")
+"""How a line begins that says what was wrong."""
+
+
+class Kind(NamedTuple):
+    """A fault: the signal, if any, to the launcher or a rank; the only line that is true of it; statuses of the run."""
+
+    number: signal.Signals | None
+    to_launcher: bool
+    line: str
+    statuses: tuple[int, ...]
+
+
+ASKED = r"flexengine( train)?: ({0} has ended the run|interrupted)|{0}: the step under way is finished first"
+KINDS = {
+    "killed": Kind(signal.SIGKILL, False, r"flexengine: rank {rank} \(process {pid}\) was killed by SIGKILL", (1,)),
+    "stopped": Kind(signal.SIGSTOP, False, r"flexengine: rank {rank} \(process {pid}\) was stopped by", (1,)),
+    "raises": Kind(None, False, "FloatingPointError: .* fails", (1,)),
+    "exits": Kind(None, False, r"flexengine: rank {rank} \(process \d+\) has ended with status 5 and no word", (1,)),
+    "launcher killed": Kind(signal.SIGKILL, True, "flexengine: the process that started this rank has ended", (-9,)),
+    "interrupted": Kind(signal.SIGINT, True, ASKED.format("SIGINT"), (130,)),
+    "asked to stop": Kind(signal.SIGTERM, True, ASKED.format("SIGTERM"), (75, 143)),
+    "terminal closed": Kind(signal.SIGHUP, True, ASKED.format("SIGTERM"), (75, 143)),
+}
 
 
 class Fault(NamedTuple):
-    """What happens to which rank: in which step for what it does itself (in training, at which of its commands), after
-    how long for what is done to it."""
+    """What happens to which rank of how many, and when: in which phase, and how far in it (in a command that fails)."""
 
     kind: str
+    transport: str
+    ranks: int
     rank: int
-    step: int
-    after_s: float
-    transport: str = "auto"
+    phase: str
+    share: float
 
 
 class Outcome(NamedTuple):
-    """What came of a fault. seconds: from the fault to the end of the last rank. statuses: of exits, by rank."""
+    """What came of a fault. seconds: until the last process has ended. late: the run had reached its end before."""
 
-    kind: str
-    rank: int
+    fault: Fault
     seconds: float
+    status: int
     messages: list[str]
     left: list[str]
-    statuses: list[int | None]
-
-    @property
-    def is_right(self) -> bool:
-        ended = all(status in (1, 3, -signal.SIGKILL) for status in self.statuses)
-        return self.seconds < LIMIT_S and len(self.messages) == 1 and not self.left and ended
+    late: bool
+    resumes_equal: bool
+    is_right: bool
 
 
-# ---- a rank -----------------------------------------------------------------------------------------------------
+class Known(NamedTuple):
+    """What faults are measured against: the outcome of a run without any, seconds to its first step and after the last
+    one, by number of ranks."""
+
+    wanted: dict[str, object]
+    start_s: dict[int, float]
+    end_s: dict[int, float]
 
 
-def train(rank: int, fault: Fault, folder: str) -> None:
-    """Take steps for ever: rounds in turn, each adding to what the one before it left."""
-    ranks = Ranks.of_environment()
-    control = Control.open(ranks, GIVE_UP_S)
-    with Watch.open(ranks, control) as watch:
-        memory = NodeMemory.open(ranks, control, Signals.num_bytes(ranks.local_size, 2) + DATA_BYTES)
-        signals = Signals.over(memory.tensor, ranks.local_size, 2, ranks.local_rank)
-        watch.follow(signals)
-        data = memory.tensor[-DATA_BYTES:]
-        Path(folder, f"begun{rank}").touch()
-        for step in range(10**9):
-            fail_in(fault, rank, step, folder)
-            control.agree(b"other" if is_other_batch(fault, rank, step, folder) else b"same", "batch")
-            for turn in range(step * NUM_ROUNDS + rank, (step + 1) * NUM_ROUNDS, ranks.size):
-                if turn:
-                    signals.wait(0, (turn - 1) % ranks.size, turn)
-                data += 1
-                signals.signal(0, turn + 1)
+# ---- runs -------------------------------------------------------------------------------------------------------
 
 
-def fail_in(fault: Fault, rank: int, step: int, folder: str) -> None:
-    """Do what the fault says that this rank does itself."""
-    if fault.kind == KINDS[-1] and rank != fault.rank and step == 3:
-        compute_for_long()
-    if rank != fault.rank or step != fault.step or fault.kind not in ("raises", "exits"):
-        return
-    Path(folder, "fault").touch()
-    if fault.kind == "raises":
-        raise FloatingPointError("this rank fails")
-    sys.exit(3)
+def command(model: Path, folder: Path, transport: str, ranks: int) -> list[str]:
+    """The arguments of `flexengine` for a run of several ranks."""
+    given = {**OPTIONS, "model": model, "output_dir": folder / "run", "transport": transport, "gpus": ranks}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not True]
+    return ["train", "--save", "--deterministic", *flags]
 
 
-def is_other_batch(fault: Fault, rank: int, step: int, folder: str) -> bool:
-    other = (fault.kind, fault.rank, fault.step) == ("another batch", rank, step)
-    if other:
-        Path(folder, "fault").touch()
-    return other
+def start(fault: Fault, model: Path, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a run; what ranks say goes to a file."""
+    arguments = command(model, folder, fault.transport, fault.ranks)
+    if KINDS[fault.kind].number is None:
+        failing = [str(fault.rank), str(1 + int(fault.share * COMMANDS)), fault.kind, str(folder / "fault")]
+        program = ["-c", LAUNCH, str(fault.ranks), "-m", "bench.faulty_rank", *failing, *arguments]
+    else:
+        program = ["-m", "flexengine", *arguments]
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True)
+    environment = {**os.environ, MARK: uuid.uuid4().hex, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder.parent / "inductor")  # which torch makes, and keeps on purpose
+    with (folder / "stderr").open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, *program], env=environment, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+        )
 
 
-def compute_for_long() -> None:
-    end_s = time.monotonic() + GIVE_UP_S
-    while time.monotonic() < end_s:
-        sum(range(1000))
+def resume(model: Path, folder: Path) -> dict[str, object]:
+    """Go on with one rank where a run was left, in a process of its own; returns what it came to."""
+    config = {**OPTIONS, "model": str(model), "output_dir": str(folder / "run"), "resume": "auto"}
+
+    def go_on() -> None:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            os._exit(train(TrainConfig(**config, deterministic=True, logging="warning")))
+
+    process = multiprocessing.get_context("fork").Process(target=go_on)  # torch is loaded
+    process.start()
+    process.join()
+    return outcome(folder / "run") if process.exitcode == 0 else {}
 
 
-def run_rank(rank: int, size: int, port: int, fault: Fault, folder: str) -> None:
-    """A process's main function: what it writes to stderr is kept, and its end is that of a script."""
-    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    os.dup2(os.open(Path(folder, f"stderr{rank}"), os.O_WRONLY | os.O_CREAT), 2)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115, as long as the process
-    status = 1
+def steps_of(folder: Path) -> int:
+    with suppress(OSError, ValueError):
+        return len(lines(folder / "run"))
+    return 0
+
+
+def known(model: Path, scratch: Path) -> Known:
+    """Run without faults: with one rank, and with each number of ranks to see how long they take to start and end."""
+    wanted, start_s, end_s = resume(model, scratch / "one"), {}, {}
+    for ranks in (2, 3, 4):
+        folder, begin_s = scratch / f"whole{ranks}", time.monotonic()
+        process = start(Fault("killed", "relay", ranks, 0, "end", 0.0), model, folder)
+        await_that(lambda folder=folder: steps_of(folder) > 0)
+        start_s[ranks] = time.monotonic() - begin_s
+        await_that(lambda folder=folder: steps_of(folder) == STEPS)
+        begin_s = time.monotonic()
+        process.wait()
+        end_s[ranks] = time.monotonic() - begin_s
+        assert outcome(folder / "run") == wanted, f"{ranks} ranks differ from one"
+    return Known(wanted, start_s, end_s)
+
+
+# ---- faults -----------------------------------------------------------------------------------------------------
+
+
+def run_fault(fault: Fault, model: Path, folder: Path, about: Known) -> Outcome:
+    """Let a fault come, wait for the end, and see what is left and whether the run goes on; nothing is left then."""
+    kind, shared = KINDS[fault.kind], shared_names()
+    process = start(fault, model, folder)
+    mark = marked(process.pid)[1]
     try:
-        (train_model if fault.kind in KINDS_OF_TRAINING else train)(rank, fault, folder)
-    except SystemExit as end:
-        status = int(end.code or 0)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def train_model(rank: int, fault: Fault, folder: str) -> None:
-    """Train a small model without end; a file says when the first commands run."""
-    options: dict[str, Any] = {
-        "model": "preset:demo", "data_source": "synthetic", "steps": 10**6, "max_seq_len": 64, "dtype": "float32",
-        "max_global_batch_tokens": 512, "device": "cpu", "chunk_tokens": 64, "round_tokens": 64, "logging": "warning",
-        "max_gpu_mem_gib": 0.3, "max_host_mem_gib": 8.0, "output_dir": str(Path(folder, "run")),
-        "transport": fault.transport,
-    }  # fmt: skip
-    run, count = CommandHandlers.run, 0
-
-    def counted(self: CommandHandlers, program: Program, settings: UpdateSettings | None, command: Command) -> None:
-        nonlocal count
-        count += 1
-        if count == 50:  # in the first round
-            Path(folder, f"begun{rank}").touch()
-        if count == 50 + fault.step and (fault.kind, fault.rank) == (KINDS_OF_TRAINING[2], rank):
-            Path(folder, "fault").touch()
-            raise FloatingPointError(f"{command.label} fails")
-        run(self, program, settings, command)
-
-    CommandHandlers.run = counted
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        sys.exit(train_run(TrainConfig(**options)))
-
-
-# ---- a fault ----------------------------------------------------------------------------------------------------
-
-
-def run_fault(fault: Fault, size: int) -> Outcome:
-    """Start the ranks, let the fault come, and see what is left; nothing is, in the end."""
-    named, opened = shared_names(), open_files()
-    with tempfile.TemporaryDirectory(prefix="rank_faults") as folder, ranks_of(fault, size, folder) as processes:
-        await_files(folder, [f"begun{rank}" for rank in range(size)])
-        inodes = set().union(*(mapped(process.pid) for process in processes))
-        begin_s = bring(fault, processes[fault.rank].pid, folder)
-        for process in processes:
-            process.join(max(0.0, begin_s + GIVE_UP_S / 2 - time.monotonic()))
+        begin_s, pid = bring(fault, process, folder, about)
+        await_that(lambda: process.poll() is not None and not running(mark), LIMIT_S * 2)
         seconds = time.monotonic() - begin_s
-        left = [f"process of rank {rank}" for rank, process in enumerate(processes) if process.is_alive()]
-        left += [f"memory {inode} in process {pid}" for inode, pid in still_mapped(inodes)]
-        texts = [Path(folder, f"stderr{rank}").read_text().strip() for rank in range(size)]
-        messages = [line for text in texts for line in text.splitlines() if MESSAGE.match(line)]
-        statuses = [process.exitcode for process in processes]
-    left += [f"/dev/shm/{name}" for name in sorted(shared_names() - named)]
-    left += [f"descriptor {number}" for number in sorted(open_files() - opened)]
-    return Outcome(fault.kind, fault.rank, seconds, messages, left, statuses)
+    finally:
+        left = [f"process {pid}" for pid in running(mark)]
+        for found in running(mark):
+            os.kill(found, signal.SIGKILL)
+        status = process.wait()
+    left += [f"/dev/shm/{name}" for name in sorted(shared_names() - shared)]
+    left += [str(path.relative_to(folder)) for path in (folder / "tmp").rglob("*")]
+    said = (folder / "stderr").read_text(errors="replace").splitlines()
+    messages = [line for line in said if MESSAGE.match(line)]
+    late = status == 0 and not messages and (folder / "run" / "final").is_dir()
+    equal = resume(model, folder) == about.wanted
+    line = kind.line.format(rank=fault.rank, pid=pid)
+    told = [re.match(line, message) is not None for message in messages] == [True]
+    right = seconds < LIMIT_S and not left and equal and (late or (told and status in kind.statuses))
+    return Outcome(fault, seconds, status, messages, left, late, equal, right)
+
+
+def bring(fault: Fault, process: subprocess.Popen[bytes], folder: Path, about: Known) -> tuple[float, int]:
+    """Bring the fault about, or wait for it; returns when it came, and the process that it came to."""
+    kind = KINDS[fault.kind]
+    if kind.number is None:
+        await_that(lambda: (folder / "fault").exists() or process.poll() is not None)
+        return time.monotonic(), process.pid
+    if fault.phase == "start":
+        time.sleep(fault.share * about.start_s[fault.ranks])
+    else:
+        wanted = STEPS if fault.phase == "end" else 1 + int(fault.share * (STEPS - 2))
+        await_that(lambda: steps_of(folder) >= wanted or process.poll() is not None)
+        time.sleep(fault.share * about.end_s[fault.ranks] if fault.phase == "end" else 0.05 * fault.share)
+    pid = process.pid if kind.to_launcher else rank_of(process, fault.rank)
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, kind.number)
+    return time.monotonic(), pid
+
+
+def rank_of(process: subprocess.Popen[bytes], rank: int) -> int:
+    """The process of a rank, once there is one; that of the launcher where all have ended."""
+    mark, found = marked(process.pid)[1], list[int]()
+
+    def is_there() -> bool:
+        found[:] = [pid for pid in running(mark) if f"RANK={rank}" in marked(pid)[0]]
+        return bool(found) or process.poll() is not None
+
+    await_that(is_there)
+    return found[0] if found else process.pid
+
+
+def marked(pid: int) -> tuple[list[str], str]:
+    """The environment of a process, and its run's mark."""
+    found: list[str] = []
+    with suppress(OSError):
+        found = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return found, next((entry.partition("=")[2] for entry in found if entry.startswith(f"{MARK}=")), "")
+
+
+def running(mark: str) -> list[int]:
+    """The processes of a run that have not ended."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in pids if marked(pid)[1] == mark]  # one that has ended has no environment
 
 
 def shared_names() -> set[str]:
-    """The files of /dev/shm that are ours."""
-    names = [name for name in os.listdir("/dev/shm") if Path("/dev/shm", name).exists()]
-    return {name for name in names if Path("/dev/shm", name).stat().st_uid == os.getuid()}
+    """The files of /dev/shm."""
+    return set(os.listdir("/dev/shm"))
 
 
-def open_files() -> set[str]:
-    """Descriptors of this process, which starts the ranks; pipes and events of processes that have ended are gone."""
-    return {name for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd", name).exists()}
+def await_that(condition: Callable[[], bool], give_up_s: float = GIVE_UP_S) -> None:
+    end_s = time.monotonic() + give_up_s
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.02)
 
 
-@contextmanager
-def ranks_of(fault: Fault, size: int, folder: str) -> Iterator[list[Any]]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # torch is loaded
-    processes = [context.Process(target=run_rank, args=(rank, size, port, fault, folder)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-
-
-def bring(fault: Fault, pid: int, folder: str) -> float:
-    """Bring the fault about, or wait for it; returns when it came."""
-    if fault.kind in ("raises", "exits", "another batch", KINDS_OF_TRAINING[2]):
-        await_files(folder, ["fault"])
-    else:
-        time.sleep(fault.after_s)
-        number = {"stopped": signal.SIGSTOP, "interrupted": signal.SIGINT}.get(fault.kind.split()[0], signal.SIGKILL)
-        os.kill(pid, number)
-    return time.monotonic()
-
-
-def await_files(folder: str, names: list[str]) -> None:
-    end_s = time.monotonic() + GIVE_UP_S
-    while not all(Path(folder, name).exists() for name in names):
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"the ranks did not come to {names}")
-        time.sleep(0.005)
-
-
-def mapped(pid: int | str) -> set[str]:
-    """The files of memory of ranks that a process maps, by inode."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {line.split()[4] for line in lines if "/memfd:flexengine" in line}
-
-
-def still_mapped(inodes: set[str]) -> list[tuple[str, str]]:
-    pids = [name for name in os.listdir("/proc") if name.isdecimal()]
-    return [(inode, pid) for pid in pids for inode in mapped(pid) & inodes]
-
-
-def random_fault(dice: random.Random, kind: str, size: int) -> Fault:
-    most = 2000 if kind in KINDS_OF_TRAINING else 100
-    return Fault(kind, dice.randrange(size), dice.randrange(5, most), dice.uniform(0.05, 0.6))
+def faults_of(dice: random.Random, count: int) -> list[Fault]:
+    """Random faults; kinds, transports and phases take turns, so that all of them meet."""
+    kinds, found = list(KINDS), []
+    for number in range(count):
+        ranks = dice.randrange(2, 5)
+        transport, phase = TRANSPORTS[number % 3], PHASES[(number // 3 + number // 24) % 3]
+        found.append(Fault(kinds[number % len(kinds)], transport, ranks, dice.randrange(ranks), phase, dice.random()))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=30)
-    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first of them that is brought about")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", action="store_true", help="faults of ranks that train a small model")
-    parser.add_argument("--transport", default="auto", help="how ranks that train share weights and gradients")
+    parser.add_argument("--scratch", default=None, help="where runs are written; default: the temporary folder")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    kinds = KINDS_OF_TRAINING if options.train else KINDS
-    dice, outcomes = random.Random(options.seed), []
-    for number in range(options.faults):
-        fault = random_fault(dice, kinds[number % len(kinds)], options.ranks)._replace(transport=options.transport)
-        outcomes.append(run_fault(fault, options.ranks))
-        last = outcomes[-1]
-        print(
-            f"{'right' if last.is_right else 'WRONG'}: {last.kind}, {last.seconds:.1f} s, {last.messages},"
-            f" statuses {last.statuses}, left {last.left}",
-            flush=True,
-        )
-    if options.json is not None:
-        found = {
-            "faults": len(outcomes),
-            "ranks": options.ranks,
-            "seed": options.seed,
-            "right": sum(outcome.is_right for outcome in outcomes),
-            "longest_s": round(max(outcome.seconds for outcome in outcomes), 2),
-            "outcomes": [outcome._asdict() for outcome in outcomes],
-        }
-        write_json(options.json, found)
-    sys.exit(not all(outcome.is_right for outcome in outcomes))
+    args = parser.parse_args()
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(dir=args.scratch, prefix="rank_faults") as name:
+        scratch = Path(name)
+        (scratch / "model").mkdir()
+        write_config("llama-3.2-1b", 4, scratch / "model", MODEL)
+        about = known(scratch / "model", scratch)
+        for number, fault in enumerate(faults_of(random.Random(args.seed), args.faults)):
+            if number >= args.first:
+                outcomes.append(run_fault(fault, scratch / "model", scratch / f"fault{number}", about))
+                print("right" if outcomes[-1].is_right else "WRONG", json.dumps(outcomes[-1]), flush=True)
+    found = {
+        "faults": len(outcomes),
+        "right": sum(outcome.is_right for outcome in outcomes),
+        "late": sum(outcome.late for outcome in outcomes),
+        "longest_s": round(max(outcome.seconds for outcome in outcomes), 2),
+        "seed": args.seed,
+        "outcomes": [{**outcome.fault._asdict(), **outcome._asdict(), "fault": number} for number, outcome in
+                     enumerate(outcomes, args.first)],
+    }  # fmt: skip
+    if args.json is not None:
+        write_json(args.json, found)
+    sys.exit(found["right"] != found["faults"])
 
 
 if __name__ == "__main__":

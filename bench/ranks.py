@@ -13,7 +13,7 @@ that one that fails is noted with what it has printed, and the others run. The f
 - collectives: gathers, exchanges and sums by `flexengine.parallel.collectives`: whether they are right, how fast by
   size, alone and beside products of 8192^3, and what they take of GPU memory.
 
-On a CPU collectives go over gloo, and what needs GPUs is left out.
+On a CPU collectives go through the host's memory, and what needs GPUs is left out.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ python -m bench.ranks_on_one_gpu --device cpu --json out.json
 
 - train: blocks shaped as Llama-3.1-8B's, a step of four rounds, by one rank and by two that share the card, each capped
   at half of its memory. Two ranks run five times: streams wait for each other, then the hosts; then ranks walk the
-  layers together (`--transport split`), with gloo between them through the host; then each has blocks of its own
+  layers together (`--transport split`), with the host's memory between them; then each has blocks of its own
   (`--transport stages`), some of them resident, and streams wait for each other, then the hosts. Digests of losses,
   norms and weights have to be equal.
 - hops: seconds from a signal of one rank until the other has seen it, and answers. Streams of the GPU, and hosts.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flexengine.version import __version__
+
 if TYPE_CHECKING:
     from flexengine.api import from_pretrained
     from flexengine.lora import LoRA
 
 __all__ = ["LoRA", "__version__", "from_pretrained"]
-__version__ = "0.2.0.dev0"
 
 
 def __getattr__(name: str) -> Any:

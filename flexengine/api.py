@@ -17,7 +17,7 @@ from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.job import ADAPTER_LR, Job, OptimizerName
+from flexengine.job import ADAPTER_LR, LORA_OPTIONS, Job, OptimizerName, meant_by
 from flexengine.keywords import takes
 from flexengine.lora import LoRA
 from flexengine.models.group_factors import group_factors
@@ -38,13 +38,14 @@ from flexengine.reports.plan_text import describe
 from flexengine.request import (
     budget_gib,
     check_is_free,
+    check_new_rows,
     described,
     lora_options,
     make_request,
     probe_shape,
     with_cache,
+    with_new_tokens,
     with_read_adapter,
-    with_tokenizer_of,
     without_cache,
 )
 from flexengine.runtime.batches_of_ranks import Batches
@@ -102,12 +103,20 @@ class PrepareArguments(Job, ModelArgument):
             gib, num_bytes = f"max_{place}_mem_gib", f"max_{place}_mem_bytes"
             budget = budget_gib(place, getattr(self, gib), getattr(self, num_bytes))
             object.__setattr__(self, gib, budget)
-        for name in ("freeze", "lora_targets", "modules_to_save", "lr_groups", "weight_decay_groups"):
+        for name in ("freeze", "lora_targets", "modules_to_save", "lr_groups", "weight_decay_groups", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        for name, value in {} if lora is None else lora_options(lora).items():
-            object.__setattr__(self, name, value)
+        self._take_adapters({} if lora is None else lora_options(lora))
         super().__post_init__()
+
+    def _take_adapters(self, lora: dict[str, Any]) -> None:
+        """Have options of adapters, or `lora` as options, mean mode lora. Raises: ValueError where both are given."""
+        own, options = {name: getattr(self, name) for name in ("mode", *LORA_OPTIONS)}, options_of(Job)
+        for name, value in lora.items():
+            if own[name] not in (options[name].default, value):
+                raise ValueError(f"{name}={own[name]!r} contradicts lora=, which says {value!r}; give one of them")
+        for name, value in (lora or meant_by(own)).items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +199,19 @@ def prepare_job(
         _check_same_job(team, opened)
         gpus_of_ranks(team.control, opened.device).check_own()
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
-        profile = _told_by_first(team, lambda: _profile(hardware, opened))
+        profile = _told_by_first(team, lambda: _profile(hardware, opened), HardwareProfile)
         if hardware is None:
             profile = with_ranks_at_work(profile, team, opened.device, getattr(torch, opened.job.dtype))
-        plan = _told_by_first(team, lambda: _plan(opened, profile, hardware is None, team.ranks, cache_bytes))
+        plan = _told_by_first(team, lambda: _plan(opened, profile, hardware is None, team.ranks, cache_bytes), Plan)
     return PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
+
+
+def open_source(path_or_preset: str | Path, job: Job) -> ModelSource:
+    """Read the description of the model that a job trains, with the tokens that it adds. Loads no weights.
+
+    Raises: ValueError as `open_initial` and `with_new_tokens`.
+    """
+    return with_new_tokens(open_initial(path_or_preset, job.init), job)
 
 
 class _Opened(NamedTuple):
@@ -206,9 +223,9 @@ class _Opened(NamedTuple):
 
 
 def _open(path_or_preset: str | Path, job: Job, team: Team | None) -> _Opened:
-    source = with_tokenizer_of(open_initial(path_or_preset, job.init), job.adapter)
-    job = with_read_adapter(job)
+    source, job = open_source(path_or_preset, job), with_read_adapter(job)
     source = source._replace(spec=described(source.spec, job))
+    check_new_rows(source, job)
     if source.spec.notice:
         logger.warning("%s: %s", source.spec.name, source.spec.notice)
     if source.weights_folder is not None:
@@ -240,7 +257,7 @@ def _profile(hardware: HardwareProfile | str | Path | None, opened: _Opened) -> 
 def _plan(opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, cache_bytes: int) -> Plan:
     """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free."""
     source, job, device = opened
-    request = replace(make_request(job, profile, device.type), ranks=ranks.local_size, nodes=ranks.nodes)
+    request = make_request(job, profile, device.type, ranks.local_size, ranks.nodes)
     plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:
@@ -248,13 +265,13 @@ def _plan(opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks
     return plan
 
 
-def _told_by_first(team: Team, find: Callable[[], T]) -> T:
-    """Have rank 0 measure or plan, and tell the others. Raises: on all ranks, what it raises."""
+def _told_by_first(team: Team, find: Callable[[], T], record: type) -> T:
+    """Have rank 0 measure or plan, and tell the others; record: what it finds. Raises: on all, what it raises."""
     found = None
     with team.control.all_or_none():
         if team.ranks.rank == 0:
             found = find()
-    return team.control.broadcast(found)
+    return team.control.broadcast(found, record)
 
 
 def build(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flexengine.metrics import EvalMetrics, StepMetrics
 
+logger = logging.getLogger(__name__)
+
 
 class Callback:
     """Is told what happens in a run; derive from it and give `flexengine.trainer.train` an instance.
 
     Each method does nothing here. `on_step` and `on_eval` may return True, and the run ends after this step as after
-    its last. An exception of a callback ends the run.
+    its last. An exception of a callback ends the run, which saves its last step first with --save or --save-steps.
     """
 
     def on_start(self, options: dict[str, Any], num_steps: int, folder: Path) -> None:
@@ -43,9 +46,16 @@ class Callbacks:
     def __enter__(self) -> Callbacks:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        failed: Exception | None = None
         for callback in self._callbacks:
-            callback.on_end(self._exit_status)
+            try:
+                callback.on_end(self._exit_status)
+            except Exception as error:  # the others are to hear of the end, and an earlier error is the one to raise
+                logger.warning("on_end of %s failed: %s", type(callback).__name__, error)
+                failed = failed or error
+        if failed is not None and kind is None:
+            raise failed
 
     def ending_with(self, exit_status: int) -> int:
         """Keep the exit status of the run for its end; returns it."""

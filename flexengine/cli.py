@@ -1,6 +1,7 @@
 """The command line, `python -m flexengine COMMAND ...`: a command is a function and a row of COMMANDS."""
 
 import argparse
+import importlib
 import logging
 import os
 import sys
@@ -13,8 +14,9 @@ from flexengine.config import TrainConfig, options_from_yaml
 from flexengine.flags import add_flag, overlay
 from flexengine.hf_names import renamed_flag
 from flexengine.job import Job
-from flexengine.launch import is_rank, launch, tell_status
+from flexengine.launch import is_rank, launch
 from flexengine.options import options_of
+from flexengine.output import INTERRUPTED, command_output, loading, steady_messages
 from flexengine.wording import (
     WRONG_USAGE,
     FlagParser,
@@ -27,7 +29,6 @@ from flexengine.wording import (
 
 BAD_INPUT = WRONG_USAGE
 """Exit status when the request cannot be carried out, as for flags that do not exist."""
-INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit status when the reader of the output went away: 128 + SIGPIPE, as shells report it."""
 
@@ -51,31 +52,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _bound_product_caches()
     arguments = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    prefix = f"flexengine {arguments[0]}:" if arguments and arguments[0] in COMMANDS else "flexengine:"
+    with steady_messages():
+        try:
+            with command_output():
+                return _run(arguments)
+        except BrokenPipeError:
+            return BROKEN_PIPE
+        except (ValueError, OSError, MemoryError, RuntimeError, ModuleNotFoundError) as error:
+            text = _correctable(error)
+            if text is None:
+                raise
+            logging.getLogger(__name__).debug("traceback", exc_info=True)
+            print(prefix, text, file=sys.stderr)
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            print(prefix, "interrupted", file=sys.stderr)
+            return INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    """Run the command of a command line; returns the exit status."""
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
-        told = f"flexengine {__version__}" if "--version" in arguments[:1] else commands_help()
-        print(told)
+        print(f"flexengine {__version__}" if "--version" in arguments[:1] else commands_help())
         return 0 if arguments else BAD_INPUT
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
         print(f"flexengine: {_unknown_command(name)}\n\n{commands_help()}", file=sys.stderr)
         return BAD_INPUT
-    try:
-        if {"-h", "--help"} & set(rest):
-            _print_help(name)
-        return COMMANDS[name].run(rest)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer has no reader
-        return BROKEN_PIPE
-    except (ValueError, OSError, MemoryError, RuntimeError, ModuleNotFoundError) as error:
-        text = _correctable(error)
-        if text is None:
-            raise
-        logging.getLogger(__name__).debug("traceback", exc_info=True)
-        print(f"flexengine {name}: {text}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print(f"flexengine {name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    if {"-h", "--help"} & set(rest):
+        _print_help(name)
+    return COMMANDS[name].run(rest)
 
 
 def _print_help(name: str) -> None:
@@ -133,58 +140,15 @@ def run_demo(argv: list[str]) -> int:
     return _train(parse_config("flexengine demo", argv, options), command=command, prompts=DEMO_PROMPTS, replace=True)
 
 
-def run_download(argv: list[str]) -> int:
-    from flexengine.checkpoint import download  # noqa: PLC0415, each command loads only what it needs
+def _main_of(module: str) -> Callable[[list[str]], int]:
+    """Have `main` of a module be a command; each command loads only what it needs."""
 
-    return download.main(argv)
+    def run(argv: list[str]) -> int:
+        with loading():
+            command = importlib.import_module(module)
+        return command.main(argv)
 
-
-def run_plan(argv: list[str]) -> int:
-    from flexengine.commands import plan  # noqa: PLC0415
-
-    return plan.main(argv)
-
-
-def run_probe(argv: list[str]) -> int:
-    from flexengine.commands import probe  # noqa: PLC0415
-
-    return probe.main(argv)
-
-
-def run_models(argv: list[str]) -> int:
-    from flexengine.commands import models  # noqa: PLC0415
-
-    return models.main(argv)
-
-
-def run_data(argv: list[str]) -> int:
-    from flexengine.commands import data  # noqa: PLC0415
-
-    return data.main(argv)
-
-
-def run_report(argv: list[str]) -> int:
-    from flexengine.commands import report  # noqa: PLC0415
-
-    return report.main(argv)
-
-
-def run_generate(argv: list[str]) -> int:
-    from flexengine.commands import generate  # noqa: PLC0415
-
-    return generate.main(argv)
-
-
-def run_doctor(argv: list[str]) -> int:
-    from flexengine.commands import doctor  # noqa: PLC0415
-
-    return doctor.main(argv)
-
-
-def run_export(argv: list[str]) -> int:
-    from flexengine.commands import export  # noqa: PLC0415
-
-    return export.main(argv)
+    return run
 
 
 class StderrHandler(logging.StreamHandler):
@@ -202,11 +166,12 @@ class StderrHandler(logging.StreamHandler):
 def _train(config: TrainConfig, command: list[str], **keywords: Any) -> int:
     """Train in this process, or have `command` run by one for each of several GPUs."""
     if config.gpus > 1 and not is_rank():
-        return launch(config.gpus, command)
+        return launch(config.gpus, ["-m", "flexengine", *command])
     logging.basicConfig(level=config.logging.upper(), format="%(message)s", handlers=[StderrHandler()], force=True)
-    from flexengine.trainer import train  # noqa: PLC0415, loads torch
+    with loading():
+        from flexengine.trainer import train  # noqa: PLC0415, loads torch
 
-    return tell_status(train(config, **keywords))
+    return train(config, **keywords)
 
 
 COMMANDS = {
@@ -216,16 +181,31 @@ COMMANDS = {
         "train the bundled small model on the bundled data, or with --lora adapters of it (the options of train apply)",
     ),
     "plan": Command(
-        run_plan, "what fits, where everything lives and how fast it would be; needs no GPU and no weights"
+        _main_of("flexengine.commands.plan"),
+        "what fits, where everything lives and how fast it would be; needs no GPU and no weights",
     ),
-    "data": Command(run_data, "what a run would learn from data sets: `flexengine data preview`"),
-    "generate": Command(run_generate, "answers of a model to prompts, many at a time, within the budgets"),
-    "models": Command(run_models, "the architectures that can be trained, and the presets"),
-    "probe": Command(run_probe, "measure this machine and remember its rates"),
-    "doctor": Command(run_doctor, "what this machine lacks, and the remedy"),
-    "export": Command(run_export, "a model of a run's checkpoint, such as that of a run that was stopped"),
-    "report": Command(run_report, "where the time of a run went, simulated and measured, as one page"),
-    "download": Command(run_download, "stage a model or a data set for a machine without internet"),
+    "data": Command(
+        _main_of("flexengine.commands.data"), "what a run would learn from data sets: `flexengine data preview`"
+    ),
+    "generate": Command(
+        _main_of("flexengine.commands.generate"), "answers of a model to prompts, many at a time, within the budgets"
+    ),
+    "models": Command(_main_of("flexengine.commands.models"), "the architectures that can be trained, and the presets"),
+    "probe": Command(_main_of("flexengine.commands.probe"), "measure this machine and remember its rates"),
+    "doctor": Command(_main_of("flexengine.commands.doctor"), "what this machine lacks, and the remedy"),
+    "export": Command(
+        _main_of("flexengine.commands.export"), "a model of a run's checkpoint, such as that of a run that was stopped"
+    ),
+    "verify": Command(
+        _main_of("flexengine.commands.verify"),
+        "whether a download, an export or a checkpoint is what was written, byte for byte",
+    ),
+    "report": Command(
+        _main_of("flexengine.commands.report"), "where the time of a run went, simulated and measured, as one page"
+    ),
+    "download": Command(
+        _main_of("flexengine.checkpoint.download"), "stage a model or a data set for a machine without internet"
+    ),
 }
 
 
@@ -291,7 +271,8 @@ def demo_options() -> dict[str, Any]:
     8.2 million parameters with float32 weights, gradients and two states are 16 bytes each. With an NVIDIA GPU the
     budget also covers the CUDA context and the libraries, hence the larger figure.
     """
-    import torch  # noqa: PLC0415, only this command asks for the device here
+    with loading():
+        import torch  # noqa: PLC0415, only this command asks for the device here
 
     demo = Path(__file__).resolve().parent / "assets" / "demo"
     on_gpu = torch.cuda.is_available()

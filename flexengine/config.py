@@ -7,6 +7,8 @@ from `job.py`; this file adds data, length, learning rate and files. It imports 
 
 from __future__ import annotations
 
+import datetime
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +16,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
-from flexengine.evaluation_options import EvaluationOptions
+from flexengine.evaluation_options import FOR_RECORDS, EvaluationOptions
 from flexengine.hf_names import renamed
-from flexengine.job import ADAPTER_LR, Job
+from flexengine.job import ADAPTER_LR, Job, meant_by
 from flexengine.learning_options import DEFAULT_LR, LearningOptions
-from flexengine.options import FlagWords, Option, Words, flag_of, options_of
+from flexengine.options import FlagWords, Need, Option, Words, options_of
 from flexengine.yaml_options import read_yaml
 
 PLAN_FILE, TIMELINE_FILE, TRACE_FILE, LOG_FILE = "plan.json", "timeline.json", "trace.json", "train_log.jsonl"
@@ -27,6 +29,12 @@ CONFIG_FILE, FINAL_FOLDER, BEST_FOLDER = "config.yaml", "final", "best"
 """What was asked for, the trained model (--save), and the one with the lowest validation loss."""
 EVAL_LOG_FILE = "eval_log.jsonl"
 """A line per evaluation, where there are validation data."""
+DATA_FILE = "data.json"
+"""What became of the records of each data set: how many are trained, left out or bad, and why."""
+
+CHECKPOINTS_KEPT = 2
+"""Checkpoints that are kept where --save-total-limit is not given."""
+NO_DRY_RUN = Need("dry_run", absent=True, why="contradict each other, as one observes a step and the other takes none")
 
 STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
 """Options that name a step, counted from 1."""
@@ -52,23 +60,63 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         Sequence[str],
         Option(
             "where records come from, as PLACE[:SPLIT][=WEIGHT]: files (JSON, CSV, Parquet, Arrow) or folders of them,"
-            " ids on the Hugging Face hub, shards of tokens (.bin, .npy); json_sft needs one or more"
+            " ids on the Hugging Face hub (of both also PLACE:CONFIG:SPLIT), shards of tokens (.bin, .npy); json_sft"
+            " needs one or more",
+            needs=(Need("data_source", ("json_sft",), why="names records, but random tokens need no data"),),
         ),
     ] = ()
     train_on: Annotated[
-        Literal["assistant", "last", "all"],
-        Option("what has a loss in conversations: the assistant's turns, the last of them, or every token"),
-    ] = "assistant"
-    truncate_long: Annotated[
-        bool, Option("cut conversations longer than --max-seq-len instead of dropping them; texts are always split")
-    ] = False
-    data_cache: Annotated[
-        str | None, Option("folder of tokenized records (default: data/ in flexengine's cache folder)")
+        Literal["assistant", "last", "all"] | None,
+        Option(
+            "what has a loss in conversations: the assistant's turns, the last of them, or every token (default:"
+            " assistant)",
+            needs=(FOR_RECORDS,),
+        ),
     ] = None
-    steps: Annotated[int | None, Option("optimizer steps; without it --epochs decides", above=0, most=10**9)] = None
+    truncate_long: Annotated[
+        bool,
+        Option(
+            "cut conversations longer than --max-seq-len instead of dropping them; texts are always split",
+            needs=(FOR_RECORDS,),
+        ),
+    ] = False
+    bad_records: Annotated[
+        Literal["stop", "skip"],
+        Option(
+            "what is done about records that cannot be read: stop at the first, or skip them all, count them and name"
+            " the first",
+            needs=(Need("data_source", ("json_sft",), of=("skip",), why="is about records"),),
+        ),
+    ] = "stop"
+    template_date: Annotated[
+        str | None,
+        Option(
+            "the day, as YYYY-MM-DD, that a chat template sees which writes today's date (default: today; with --resume"
+            " that of the run)",
+            needs=(FOR_RECORDS,),
+        ),
+    ] = None
+    data_cache: Annotated[
+        str | None,
+        Option("folder of tokenized records (default: data/ in flexengine's cache folder)", needs=(FOR_RECORDS,)),
+    ] = None
+    steps: Annotated[
+        int | None,
+        Option(
+            "optimizer steps; without it --epochs decides",
+            above=0,
+            most=10**9,
+            needs=(Need("epochs", absent=True, why="both set the length of the run"),),
+        ),
+    ] = None
     epochs: Annotated[
         float | None,
-        Option("passes over the data, when --steps is not given (default: 1)", above=0, most=10**4),
+        Option(
+            "passes over the data, when --steps is not given (default: 1)",
+            above=0,
+            most=10**4,
+            needs=(Need("data_source", ("json_sft",), why="counts passes over records"),),
+        ),
     ] = None
 
     max_skipped_steps: Annotated[
@@ -106,8 +154,13 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     ] = None
     save_total_limit: Annotated[
         int | None,
-        Option("checkpoints that are kept, the newest ones", above=0, most=10**9, zero_means="all"),
-    ] = 2
+        Option(
+            "checkpoints that are kept, the newest ones; 0 = all (default: 2)",
+            least=0,
+            most=10**9,
+            needs=(Need(("save_steps", "save"), why="is about checkpoints"),),
+        ),
+    ] = None
     resume: Annotated[
         str | None,
         Option(
@@ -118,7 +171,14 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     overwrite: Annotated[
         bool,
         Option(
-            "replace the run that the run folder holds: its log and checkpoints, and its model when a new one is saved"
+            "replace the run that the run folder holds: its log and checkpoints, and its model when a new one is saved",
+            needs=(
+                Need(
+                    "resume",
+                    absent=True,
+                    why="contradict each other, as one replaces a run and the other continues it",
+                ),
+            ),
         ),
     ] = False
     dry_run: Annotated[bool, Option("print the plan and stop before anything is loaded")] = False
@@ -127,7 +187,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         bool | str,
         Option(
             "time every command of one step and write it to trace.json of the run folder, a Chrome trace like the"
-            " simulated timeline.json (`flexengine report` draws both); with a file name also to that file"
+            " simulated timeline.json (`flexengine report` draws both); with a file name also to that file",
+            needs=(NO_DRY_RUN,),
         ),
     ] = False
     trace_step: Annotated[
@@ -136,6 +197,7 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
             "the step that --trace measures, counted from 1 (default: 2, which every run times anyway; 13 with"
             " --replan, when the plan has settled; a later one where that step is profiled)",
             above=0,
+            needs=(Need("trace", why="says which step --trace measures"),),
         ),
     ] = None
     profile_start_step: Annotated[
@@ -144,11 +206,16 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
             "first step, counted from 1, of a profile by `nsys profile -c cudaProfilerApi`, with NVTX ranges around"
             " steps and commands; needs an NVIDIA GPU",
             above=0,
+            needs=(NO_DRY_RUN,),
         ),
     ] = None
     profile_stop_step: Annotated[
         int | None,
-        Option("last step of the profile, itself included (default: that of --profile-start-step)", above=0),
+        Option(
+            "last step of the profile, itself included (default: that of --profile-start-step)",
+            above=0,
+            needs=(Need("profile_start_step"),),
+        ),
     ] = None
     logging: Annotated[
         Literal["debug", "info", "warning"],
@@ -158,63 +225,53 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     def __post_init__(self) -> None:
         for option in options_of(TrainConfig).values():
             object.__setattr__(self, option.name, option.from_flag(getattr(self, option.name)))
-        for name in ("dataset", "val_dataset", "sample_prompts", "report_to"):
+        for name in ("dataset", "val_dataset", "sample_prompts", "report_to", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+        if isinstance(self.template_date, datetime.date):  # YAML reads a day as one
+            object.__setattr__(self, "template_date", self.template_date.isoformat())
         super().__post_init__()
         if not self.model:
             raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
         self._check_data()
         self.check_learning()
-        self.check_evaluation(has_records=self.data_source != "synthetic")
+        self.check_evaluation()
         self._check_recording()
         if self.resume == "":
             raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
-        if self.overwrite and self.resume is not None:
-            raise ValueError(
-                f"--overwrite replaces a run, but --resume {self.resume} continues it; leave one of them out"
-            )
 
     def _check_data(self) -> None:
-        """Data source, data set and length of the run that contradict each other."""
+        """Raise ValueError where records are to be read but none are named, and for a day that is none."""
+        if self.template_date is not None:
+            try:
+                day = datetime.date.fromisoformat(self.template_date)
+                object.__setattr__(self, "template_date", day.isoformat())
+            except ValueError:
+                raise ValueError(
+                    f"--template-date {self.template_date!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31"
+                ) from None
         if self.data_source == "json_sft" and not self.dataset and not self.dry_run:
             raise ValueError(
                 "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"
             )
-        if self.data_source == "synthetic" and self.dataset:
-            raise ValueError(
-                f"--data-source synthetic reads no data, but --dataset {' '.join(self.dataset)} was given; give one"
-            )
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(
-                f"--steps {self.steps} and --epochs {self.epochs} both set the length of the run; give one"
-            )
 
     def _check_recording(self) -> None:
-        """Options of --trace and of the profile that contradict each other; those that the steps decide come later."""
+        """Refuse a trace to nowhere and a profile backwards; what the number of steps decides comes later."""
         if self.trace == "":
             raise ValueError("--trace is given an empty file name; name a file, or leave the value out")
-        if self.trace_step is not None and not self.trace:
-            raise ValueError(f"--trace-step {self.trace_step} says which step --trace measures; give --trace too")
-        if self.profile_stop_step is not None:
-            if self.profile_start_step is None:
-                raise ValueError(f"--profile-stop-step {self.profile_stop_step} needs --profile-start-step; give both")
-            if self.profile_start_step > self.profile_stop_step:
-                raise ValueError(
-                    f"--profile-start-step {self.profile_start_step} comes after --profile-stop-step"
-                    f" {self.profile_stop_step}; lower the first or raise the second"
-                )
-        for name in ("trace", "profile_start_step"):
-            if getattr(self, name) and self.dry_run:
-                raise ValueError(f"{flag_of(name)} observes a step, but --dry-run takes none; leave one of them out")
+        start, stop = self.profile_start_step, self.profile_stop_step
+        if start is not None and stop is not None and start > stop:
+            raise ValueError(
+                f"--profile-start-step {start} comes after --profile-stop-step {stop}; lower the first or raise the"
+                " second"
+            )
 
     @property
     def base_lr(self) -> float:
         """The learning rate after warm-up: the one given, or the optimizer's; AdamW's is higher for adapters."""
         if self.lr is not None:
             return self.lr
-        adapters = self.mode == "lora" or self.adapter is not None
-        return ADAPTER_LR if adapters and self.optimizer == "adamw" else DEFAULT_LR[self.optimizer]
+        return ADAPTER_LR if self.mode == "lora" and self.optimizer == "adamw" else DEFAULT_LR[self.optimizer]
 
     @property
     def profiled_steps(self) -> range:
@@ -224,9 +281,23 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         return range(self.profile_start_step, (self.profile_stop_step or self.profile_start_step) + 1)
 
     @property
+    def most_checkpoints(self) -> int | None:
+        """How many checkpoints are kept; None for all."""
+        return CHECKPOINTS_KEPT if self.save_total_limit is None else self.save_total_limit or None
+
+    @property
     def makes_checkpoints(self) -> bool:
         """Whether a run that is asked to stop saves where it is."""
         return self.save or self.save_steps is not None
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether the run has a folder: of several ranks, those after the first one have none."""
+        return self.output_dir != os.devnull
+
+    def log_path(self, name: str) -> Path:
+        """Where a log of the run is written."""
+        return self.run_folder / name if self.writes_files else Path(os.devnull)
 
     @property
     def run_folder(self) -> Path:
@@ -251,8 +322,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
 
 
 def options_from_yaml(text: str, source: str) -> dict[str, Any]:
-    """The options of `train` that a YAML file sets, keys with dashes or underscores.
+    """The options of `train` that a YAML file sets, keys with dashes or underscores, and what they mean.
 
     Raises ValueError when it is not YAML, not a mapping, or has a key that is no option; `source` names the file.
     """
-    return read_yaml(text, source, options_of(TrainConfig), renamed)
+    return meant_by(read_yaml(text, source, options_of(TrainConfig), renamed))

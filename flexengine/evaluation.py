@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flexengine.checkpoint.state_files import Fields
 from flexengine.data.batches import Batch
 from flexengine.metrics import EvalMetrics, JsonlWriter
 from flexengine.runtime.engine import Engine
@@ -72,9 +73,10 @@ class Evaluator:
 
     def restore(self, state: Mapping[str, Any], batch_of: Callable[[int], Batch]) -> None:
         """Go on from the `state` of a run that was resumed."""
-        self.best_loss = math.inf if state["best_loss"] is None else float(state["best_loss"])
-        self.best_step, self._last_step = int(state["best_step"]), int(state["last_step"])
-        self._without_gain = int(state["without_gain"])
+        found = Fields(state, "the checkpoint's evaluations")
+        self.best_loss = math.inf if state.get("best_loss") is None else found.number("best_loss")
+        self.best_step, self._last_step = found.whole("best_step"), found.whole("last_step")
+        self._without_gain = found.whole("without_gain")
 
     @property
     def must_end(self) -> bool:

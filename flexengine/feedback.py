@@ -18,9 +18,9 @@ from flexengine.data.batches import Batch
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import TIMED_STEP, StepMetrics, format_seconds
 from flexengine.parallel.team import is_first
-from flexengine.plan import Plan, PlanError
+from flexengine.plan import Plan, PlanError, Prediction
 from flexengine.plan_for_ranks import plan_for_ranks
-from flexengine.planner.correction import Review
+from flexengine.planner.correction import Factors, Review
 from flexengine.price_of_ranks import review_for_ranks
 from flexengine.recording import Recorder, reviewed_step
 from flexengine.reports.plan_text import describe
@@ -72,9 +72,8 @@ def faster_plan(planned: PlannedRun, engine: Engine, found: Review) -> Plan | No
         return None
     if other.predicted.step_s > (1 - LEAST_GAIN) * found.expected.step_s:
         return None
-    light_s = min(
-        found.expected.speed_of_light_s, other.predicted.step_s
-    )  # the bound of the whole request, not of the pinned one
+    # the bound of the whole request, not of the pinned one
+    light_s = min(found.expected.speed_of_light_s, other.predicted.step_s) if other.is_bounded else 0.0
     other = replace(other, predicted=replace(other.predicted, speed_of_light_s=light_s))
     return other.for_request(plan.request)
 
@@ -87,7 +86,7 @@ def change_plan(planned: PlannedRun, engine: Engine, found: Review) -> str:
     team = planned.team
     plan = faster_plan(planned, engine, found) if is_first(team) else None
     if team is not None:
-        plan = team.control.broadcast(plan)
+        plan = team.control.broadcast(plan, Plan)
     if plan is None:
         return "the plan stays: no other within its memory promises to be faster"
     try:
@@ -98,7 +97,7 @@ def change_plan(planned: PlannedRun, engine: Engine, found: Review) -> str:
 
 
 class ExpectedStep(NamedTuple):
-    """What is expected of a step: its seconds, and the least that any plan could take for its batch."""
+    """What is expected of a step: its seconds, and the least that any plan could take for its batch, 0 = not known."""
 
     step_s: float
     speed_of_light_s: float
@@ -170,7 +169,7 @@ class Reviewer:
         lengths = next(step.lengths for step in self._steps if step.metrics.step == timed_step)
         team = self.planned.team
         found = review_step(self.planned, self.engine, measured_s, predicted_s, lengths) if is_first(team) else None
-        found = found if team is None else team.control.broadcast(found)
+        found = found if team is None else team.control.broadcast(found, Review, Prediction, Factors, HardwareProfile)
         assert found is not None
         return found
 

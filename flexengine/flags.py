@@ -33,7 +33,7 @@ def add_flag(
         parser.add_argument(f"--no-{option.flag[2:]}", dest=option.name, action="store_false", help=argparse.SUPPRESS)
     elif option.is_list:
         parser.add_argument(*names, nargs="+", metavar="NAME", **keywords)
-    elif option.kind is bool:
+    elif option.value_type is bool:
         parser.add_argument(*names, action=argparse.BooleanOptionalAction, **keywords)
     else:
         metavar = None if option.choices else METAVARS[option.value_type]

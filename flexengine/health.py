@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from flexengine.checkpoint.state_files import Fields
 from flexengine.data.batches import Batch
 from flexengine.metrics import StepMetrics
 from flexengine.runtime.engine import Engine
@@ -45,8 +46,9 @@ class RunHealth:
 
     def restore(self, state: Mapping[str, Any], batch_of: Callable[[int], Batch]) -> None:
         """Go on from the `state` of a run that was resumed. batch_of: the batch of a step."""
-        self.bad_steps, self.in_a_row = [int(step) for step in state["bad_steps"]], int(state["in_a_row"])
-        self.num_steps, self.good_step = int(state["num_steps"]), int(state["good_step"])
+        found = Fields(state, "the checkpoint's count of bad steps")
+        self.bad_steps, self.in_a_row = found.wholes("bad_steps"), found.whole("in_a_row")
+        self.num_steps, self.good_step = found.whole("num_steps"), found.whole("good_step")
         if self.in_a_row and self.good_step:
             self.good_batch = batch_of(self.good_step)
 

@@ -7,12 +7,13 @@ everything else is checked against it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from flexengine.lora import LoRA
-from flexengine.options import KeywordWords, Option, Words, options_of
+from flexengine.options import KeywordWords, Need, Option, Words, check_needs, options_of
 from flexengine.plan import Numerics
 from flexengine.wording import shown
 
@@ -24,13 +25,18 @@ BaseDtype = Literal["compute", "bf16", "fp8", "int8", "nf4", "mxfp4"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
 
-WITHOUT_CODES = ("lion", "sgd")
-"""Optimizers that have no states in 8 bits."""
 MOST_TOKENS = 2**28
 """Limits are far above what any machine could use: a slip of the keyboard is named, not tried."""
 MOST_GIB = 2**20
 MOST_LORA_RANK = 2**14
 LARGEST_SEED = 2**32 - 1
+FOR_ADAPTERS = (Need("mode", ("lora",), why="is for adapters"),)
+FOR_WIDE = (Need("dtype", ("float64",), of=("float64",)),)
+FOR_BF16 = (Need("dtype", ("bfloat16",), of=("bfloat16", "bf16", "fp8")),)
+FOR_STATES = (
+    Need("optimizer", ("adamw", "muon"), of=("int8",), why="is for adamw and muon"),
+    Need("dtype", ("bfloat16", "float32"), of=("bfloat16", "int8"), why="is for narrower types than float64 keeps"),
+)
 LORA_OPTIONS = {
     "lora_rank": "rank",
     "lora_alpha": "alpha",
@@ -42,6 +48,13 @@ LORA_OPTIONS = {
     "modules_to_save": "modules_to_save",
 }
 """Options that mean something in mode lora alone, and the fields of `LoRA` that they are."""
+
+
+def meant_by(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a file or of a Python call, with mode lora where one of adapters is given and no mode is."""
+    options = options_of(Job)
+    adapters = any(options[name].is_given(value) for name, value in given.items() if name in LORA_OPTIONS)
+    return {**given, "mode": "lora"} if adapters and given.get("mode") is None else dict(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +77,12 @@ class Job:
     device: Annotated[str, Option("auto, cuda, cuda:N or cpu; auto = an NVIDIA GPU if there is one")] = "auto"
     dtype: Annotated[ComputeDtype, Option("dtype of the computation")] = "bfloat16"
     master_dtype: Annotated[
-        StorageDtype, Option("precision of the master weights; bfloat16 = rounded stochastically, no extra bytes")
+        StorageDtype,
+        Option("precision of the master weights; bfloat16 = rounded stochastically, no extra bytes", needs=FOR_BF16),
     ] = "float32"
     grad_dtype: Annotated[
-        ComputeDtype | None, Option("dtype in which gradients are stored (default: that of --dtype)")
+        ComputeDtype | None,
+        Option("dtype in which gradients are stored (default: that of --dtype)", needs=FOR_WIDE),
     ] = None
     optimizer: Annotated[
         OptimizerName,
@@ -77,7 +92,8 @@ class Job:
         StateDtype,
         Option(
             "dtype of the optimizer's states of matrices; bfloat16 = rounded stochastically, int8 = 8-bit codes in"
-            " blocks of 256 with a scale each, for adamw and muon; float64 computation keeps states in float64"
+            " blocks of 256 with a scale each, for adamw and muon; float64 computation keeps states in float64",
+            needs=FOR_STATES,
         ),
     ] = "float32"
     lr_groups: Annotated[
@@ -90,13 +106,26 @@ class Job:
     ] = ()
     weight_decay_groups: Annotated[
         Sequence[str],
-        Option("factors on the weight decay of layers, in the same form: embed=0", decides_plan=False),
+        Option(
+            "factors on the weight decay of layers, in the same form: embed=0",
+            decides_plan=False,
+            needs=(Need("weight_decay", why="is a factor on the weight decay, which is 0"),),
+        ),
     ] = ()
     matmul_dtype: Annotated[
         Literal["compute", "fp8"],
         Option(
             "what the linear layers and experts of the blocks multiply: compute = --dtype, fp8 = FP8 scaled per tensor"
-            " (experts: per row), for bfloat16"
+            " (experts: per row), for bfloat16",
+            needs=(
+                *FOR_BF16,
+                Need(
+                    "use_dora",
+                    absent=True,
+                    of=("fp8",),
+                    why="are not built beside each other: FP8 would round the small factors of DoRA away",
+                ),
+            ),
         ),
     ] = "compute"
     keep_dtype: Annotated[
@@ -112,7 +141,8 @@ class Job:
         Option(
             "layers that are not trained, of the others: embed, head, blocks (all of them), block.N, or a range as"
             " block.0-15; they have no gradients and no optimizer states, and backward ends above the lowest"
-            " trained one"
+            " trained one",
+            needs=(Need("mode", ("full",), why="chooses layers to freeze, and beside adapters all are frozen"),),
         ),
     ] = ()
     base_dtype: Annotated[
@@ -120,7 +150,8 @@ class Job:
         Option(
             "what the frozen linear layers of blocks are stored in and cross the link as: compute = --dtype, bf16, fp8"
             " or int8 = 8 bits, nf4 = 4 bits, mxfp4 = 4 bits for experts as gpt-oss has them; they multiply the decoded"
-            " values"
+            " values",
+            needs=(Need("dtype", ("bfloat16",), of=("bf16",)),),
         ),
     ] = "compute"
     init: Annotated[
@@ -131,47 +162,87 @@ class Job:
             decides_plan=False,
         ),
     ] = "checkpoint"
-    mode: Annotated[
-        Literal["full", "lora"],
-        Option("what is trained: full = all weights, lora = low-rank adapters of the blocks' linear layers alone"),
-    ] = "full"
-    lora_rank: Annotated[int, Option("rank of the adapters", above=0, most=MOST_LORA_RANK)] = 16
-    lora_alpha: Annotated[
-        float, Option("the product of an adapter is multiplied by alpha / rank", above=0, most=MOST_LORA_RANK)
-    ] = 16.0
-    lora_targets: Annotated[
+    add_tokens: Annotated[
         Sequence[str],
         Option(
-            "modules that have adapters: all-linear (all linear layers of the blocks but experts'), all-experts, names"
-            " as q_proj, or regular expressions for whole names"
+            "special tokens that are added to the tokenizer; rows of the embedding and the head for them are added"
+            " where there are none yet"
         ),
-    ] = ("all-linear",)
+    ] = ()
+    resize_embeddings: Annotated[
+        bool,
+        Option(
+            "add rows to the embedding and the head for all tokens of the tokenizer, up to a multiple of 8; new rows"
+            " begin as the mean of the others"
+        ),
+    ] = False
+    mode: Annotated[
+        Literal["full", "lora"] | None,
+        Option(
+            "what is trained: full = all weights, lora = low-rank adapters of the blocks' linear layers alone (default:"
+            " full, or lora with --adapter)"
+        ),
+    ] = None
+    lora_rank: Annotated[
+        int | None, Option("rank of the adapters (default: 16)", above=0, most=MOST_LORA_RANK, needs=FOR_ADAPTERS)
+    ] = None
+    lora_alpha: Annotated[
+        float | None,
+        Option(
+            "the product of an adapter is multiplied by alpha / rank (default: 16)",
+            above=0,
+            most=MOST_LORA_RANK,
+            needs=FOR_ADAPTERS,
+        ),
+    ] = None
+    lora_targets: Annotated[
+        Sequence[str] | None,
+        Option(
+            "modules that have adapters: all-linear (all linear layers of the blocks but experts'), all-experts, names"
+            " as q_proj, or regular expressions for whole names (default: all-linear)",
+            needs=FOR_ADAPTERS,
+        ),
+    ] = None
     adapter: Annotated[
         str | None,
         Option(
             "folder of an adapter to start from, as PEFT writes it; it says rank, alpha and targets, and its tokenizer"
-            " and chat template, if it has some, take the place of the model's"
+            " and chat template, if it has some, take the place of the model's",
+            needs=FOR_ADAPTERS,
         ),
     ] = None
     lora_dropout: Annotated[
-        float,
-        Option("probability that an element of what an adapter reads is dropped in training", least=0, most=0.99),
-    ] = 0.0
-    use_rslora: Annotated[bool, Option("multiply the product of an adapter by alpha / sqrt(rank) instead")] = False
+        float | None,
+        Option(
+            "probability that an element of what an adapter reads is dropped in training (default: 0)",
+            least=0,
+            most=0.99,
+            needs=FOR_ADAPTERS,
+        ),
+    ] = None
+    use_rslora: Annotated[
+        bool | None, Option("multiply the product of an adapter by alpha / sqrt(rank) instead", needs=FOR_ADAPTERS)
+    ] = None
     use_dora: Annotated[
-        bool, Option("train a magnitude for each output as well, beside the direction of its weights (DoRA)")
-    ] = False
+        bool | None,
+        Option(
+            "train a magnitude for each output as well, beside the direction of its weights (DoRA)", needs=FOR_ADAPTERS
+        ),
+    ] = None
     lora_init: Annotated[
-        str,
+        str | None,
         Option(
             "what adapters start from: default (no change), orthogonal, pissa = the principal parts of the weights,"
-            " which are taken out of them, or pissa_niter_16 = the same by 16 iterations, which is faster"
+            " which are taken out of them, or pissa_niter_16 = the same by 16 iterations, which is faster",
+            needs=FOR_ADAPTERS,
         ),
-    ] = "default"
+    ] = None
     modules_to_save: Annotated[
         Sequence[str],
         Option(
-            "modules that are trained in full beside adapters, by the ends of their names: embed_tokens, lm_head, norms"
+            "modules that are trained in full beside adapters, by the ends of their names: embed_tokens, lm_head,"
+            " norms",
+            needs=FOR_ADAPTERS,
         ),
     ] = ()
     max_grad_norm: Annotated[
@@ -235,9 +306,12 @@ class Job:
             value = option.normalised(getattr(self, option.name))
             object.__setattr__(self, option.name, value)
             option.check(value, self.words)
+        if self.mode is None:
+            object.__setattr__(self, "mode", "full" if self.adapter is None else "lora")
+        check_needs(self, self.words)
         self._check_lengths()
-        self._check_dtypes()
-        self._check_mode()
+        self._check_tokens()
+        _ = self.lora_setup  # raises for adapters that cannot be
 
     def _check_lengths(self) -> None:
         longest, tokens = self.max_seq_len, self.max_global_batch_tokens
@@ -247,48 +321,20 @@ class Job:
                 f" {self.words.setting('max_global_batch_tokens', tokens)}: no such sequence would fit in a step"
             )
 
-    def _check_dtypes(self) -> None:
-        """Refuse dtypes that contradict each other."""
-        for name, value, needed in (
-            ("grad_dtype", "float64", "float64"),
-            ("matmul_dtype", "fp8", "bfloat16"),
-            ("master_dtype", "bfloat16", "bfloat16"),
-            ("base_dtype", "bf16", "bfloat16"),
-        ):
-            if getattr(self, name) == value and self.dtype != needed:
-                raise ValueError(f"{name}={value} needs dtype={needed}, got dtype={self.dtype}")
-        if self.optimizer_state_dtype == "int8" and self.optimizer in WITHOUT_CODES:
-            raise ValueError(
-                f"{self.words.setting('optimizer_state_dtype', 'int8')} is for adamw and muon, got"
-                f" {self.words.setting('optimizer', self.optimizer)}; give bfloat16"
-            )
-
-    def _check_mode(self) -> None:
-        """Refuse options of one mode in the other."""
-        if self.mode == "full":
-            changed = [n for n in LORA_OPTIONS if getattr(self, n) != options_of(Job)[n].default]
-            if changed:
-                words = self.words.setting(changed[0], shown(getattr(self, changed[0])))
-                raise ValueError(f"{words} is for adapters; add {self.words.setting('mode', 'lora')}")
-        elif self.freeze:
-            raise ValueError(
-                f"{self.words.setting('freeze', ' '.join(self.freeze))}: in mode lora all but the adapters is frozen;"
-                f" choose modules with {self.words.spelled('lora_targets')} instead"
-            )
-        elif self.matmul_dtype != "compute" and self.use_dora:
-            raise ValueError(
-                f"{self.words.setting('matmul_dtype', self.matmul_dtype)} is not built beside DoRA, whose small factors"
-                f" it would round away; leave {self.words.spelled('use_dora')} or it out"
-            )
-        else:
-            _ = self.lora_setup  # raises for adapters that cannot be
+    def _check_tokens(self) -> None:
+        """Refuse new tokens that would be none, or the same one twice."""
+        for token, count in Counter(self.add_tokens).items():
+            if count > 1 or not token.strip():
+                what = "is given twice" if token.strip() else "is blank"
+                raise ValueError(f"{self.words.spelled('add_tokens')}: {shown(token)} {what}; give each token once")
 
     @property
     def lora_setup(self) -> LoRA | None:
         """The adapters that are trained, if any."""
         if self.mode == "full":
             return None
-        return LoRA(**{field: getattr(self, option) for option, field in LORA_OPTIONS.items()})
+        given = {field: getattr(self, option) for option, field in LORA_OPTIONS.items()}
+        return LoRA(**{field: value for field, value in given.items() if value is not None})
 
     @property
     def numerics(self) -> Numerics:

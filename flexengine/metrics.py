@@ -77,7 +77,8 @@ class StepMetrics:
     step: counted from 1. loss: mean over the target tokens of the step. grad_norm: before clipping. num_tokens: all
     tokens of the step, targets or not. effective_tflops counts forward and backward once, hardware_tflops also the
     recomputation, both in 10**12 FLOP/s. sol_pct: the least time that any schedule could take, as a percentage of
-    step_s. Peaks: most bytes of the process so far; None if nothing measures them (the GPU of a CPU run).
+    step_s; NaN where no bound is known. Peaks: most bytes of the process so far; None if nothing measures them (the GPU
+    of a CPU run).
     """
 
     step: int
@@ -123,7 +124,7 @@ class StepMetrics:
             tokens_per_s=num_tokens / step_s,
             effective_tflops=model_flops / step_s / TERA,
             hardware_tflops=hardware_flops / step_s / TERA,
-            sol_pct=100.0 * speed_of_light_s / step_s,
+            sol_pct=100.0 * speed_of_light_s / step_s if speed_of_light_s else math.nan,
             gpu_peak_bytes=gpu_peak_bytes,
             host_peak_bytes=host_peak_bytes,
         )
@@ -131,14 +132,14 @@ class StepMetrics:
     def describe(self, num_steps: int) -> str:
         """Describe the step in one line."""
         width = len(str(num_steps))
-        light = "above the predicted speed of light"  # a step smaller than planned for, or a profile too slow
-        if round(self.sol_pct) <= 100:
-            light = f"{self.sol_pct:.0f}% of speed of light"
+        light = "" if math.isnan(self.sol_pct) else "  above the predicted speed of light"
+        if self.sol_pct < 100.5:  # more: a step smaller than planned for, or a profile too slow
+            light = f"  {self.sol_pct:.0f}% of speed of light"
         return (
             f"step {self.step:>{width}}/{num_steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}"
             f"  lr {self.lr:.2e}  {format_seconds(self.step_s)} (predicted {format_seconds(self.predicted_step_s)})"
             f"  {format_tokens_per_s(self.tokens_per_s)}  {format_tflops(self.effective_tflops * TERA)}"
-            f"  {light}"
+            f"{light}"
         )
 
     def describe_shortly(self) -> str:

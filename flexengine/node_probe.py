@@ -57,12 +57,13 @@ def with_ranks_at_work(
         return profile
     ranks, control = team.ranks, team.control
     path = node_path(device, dtype, ranks.local_size, ranks.nodes)
-    known = control.broadcast(read_remembered(path, NodeRates.from_json) if ranks.rank == 0 else None)
+    known = read_remembered(path, NodeRates.from_json) if ranks.rank == 0 else None
+    known = control.broadcast(known, NodeRates)
     if known is not None:
         return with_node_rates(profile, known)
     if ranks.rank == 0:
         logger.info("measuring what %d ranks reach at once (a few seconds)", ranks.size)
-    told = control.gather(measure_rank(profile, team, device, dtype))
+    told = control.gather(measure_rank(profile, team, device, dtype), Measured, RankRates)
     slowest = slowest_of([each.rates for each in told])
     found = NodeRates(ranks.local_size, told[0].adamw_state, slowest, told[0].peer_way)
     if ranks.rank == 0:
@@ -97,7 +98,7 @@ def _measure_peers(team: Team, device: torch.device, at_once: AtOnce) -> tuple[P
         raise
     way = collectives.way
     collectives.close()
-    return ("nccl" if way == "gloo" else way), found
+    return ("nccl" if way == "host" else way), found
 
 
 class _PeerBuffers(NamedTuple):

@@ -9,7 +9,7 @@ the face that it answers: `FlagWords` for the command line and YAML, `KeywordWor
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from inspect import get_annotations
@@ -41,11 +41,52 @@ class Words(Protocol):
 
 
 @dataclass(frozen=True)
+class Need:
+    """What another option must be for an option to mean anything; without it, a value that was given is refused.
+
+    other: the option, or several of which one will do. values: those that it may have; without any it has to be given.
+    of: values of the option itself that need it; without any all that are given do. absent: it must not be given. why:
+    completes the sentence that begins with the option, or where `absent` with both.
+    """
+
+    other: str | tuple[str, ...]
+    values: tuple[str, ...] = ()
+    of: tuple[str, ...] = ()
+    absent: bool = False
+    why: str = ""
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The options of which one will do."""
+        return (self.other,) if isinstance(self.other, str) else self.other
+
+    def is_met(self, values: Mapping[str, Any], options: Mapping[str, Option]) -> bool:
+        """Whether it is met by the values of all options."""
+        given = [name for name in self.others if options[name].is_given(values[name])]
+        if self.values:
+            return any(values[name] in self.values for name in self.others)
+        return not given if self.absent else bool(given)
+
+    def describe(self, option: Option, values: Mapping[str, Any], words: Words) -> str:
+        """Word that it is not met: what was asked, what was found, what to do."""
+        asked, found = (_set(words, name, values[name]) for name in (option.name, self.others[0]))
+        if self.absent:
+            return f"{asked} and {found} {self.why}; give one"
+        wanted = _or(map(words.spelled, self.others))
+        if not self.values:
+            return f"{asked} {self.why or f'needs {wanted}'}; give {wanted} too, or leave it out"
+        wanted = words.setting(self.others[0], _or(self.values))
+        return f"{asked} {self.why or f'needs {wanted}'}, got {found}; give {wanted}, or leave it out"
+
+
+@dataclass(frozen=True)
 class Option:
     """What one option means and which values it takes. `options_of` fills in the last three fields.
 
     above, least, most: limits of a number, the first excluded. zero_means: what None means where it is a choice of its
-    own, which flags and YAML write as 0. decides_plan: False for what changes the run but not its plan.
+    own, which flags and YAML write as 0. decides_plan: False for what changes the run but not its plan. needs: what
+    others must be for it to mean anything. Where every value has a need, the default is None, False or an empty list,
+    so that a value that was given is known from one that was not; the help tells what is taken without one.
     """
 
     help: str
@@ -54,6 +95,7 @@ class Option:
     most: float | None = None
     zero_means: str = ""
     decides_plan: bool = True
+    needs: tuple[Need, ...] = ()
     name: str = ""
     kind: Any = str
     default: Any = None
@@ -84,12 +126,16 @@ class Option:
     @property
     def is_list(self) -> bool:
         """Whether this takes any number of texts: --freeze NAME [NAME ...]."""
-        return get_origin(self.kind) is Sequence
+        return Sequence in (get_origin(self.kind), *map(get_origin, get_args(self.kind)))
 
     @property
     def is_optional(self) -> bool:
         """Whether None is a value."""
         return type(None) in get_args(self.kind)
+
+    def is_given(self, value: Any) -> bool:
+        """Whether a value says more than the option's absence; a switch that is off says nothing."""
+        return not (value is None or value is False or value in ((), self.default))
 
     def normalised(self, value: Any) -> Any:
         """The value in the one form that it is kept in: lists become tuples."""
@@ -162,6 +208,33 @@ def options_of(declared: type) -> Mapping[str, Option]:
     return MappingProxyType(found)
 
 
+def check_needs(declared: Any, words: Words) -> None:
+    """Raise ValueError for an option of a dataclass that was given although it means nothing beside the others.
+
+    A need of what the dataclass does not have is left to those that do.
+    """
+    options = options_of(type(declared))
+    values = {name: getattr(declared, name) for name in options}
+    for option in options.values():
+        value = values[option.name]
+        for need in option.needs if option.is_given(value) else ():
+            applies = (not need.of or value in need.of) and options.keys() >= set(need.others)
+            if applies and not need.is_met(values, options):
+                raise ValueError(need.describe(option, values, words))
+
+
+def _set(words: Words, name: str, value: Any) -> str:
+    """An option with its value as a person would have written it."""
+    if value is True:
+        return words.spelled(name)
+    return words.setting(name, " ".join(map(str, value)) if isinstance(value, tuple) else value)
+
+
+def _or(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def _annotated(hint: Any) -> Option | None:
     if get_origin(hint) is not Annotated:
         return None
@@ -214,8 +287,7 @@ class KeywordWords:
         """Lists the choices; dtypes are supported or not, words are chosen from."""
         if option.name.endswith("dtype"):
             return f"{option.name}={value!r} is not supported; choose {', '.join(option.choices or ())}"
-        *others, last = option.choices or ("nothing",)
-        return f"{option.name}={value!r}; choose {', '.join(others)} or {last}"
+        return f"{option.name}={value!r}; choose {_or(option.choices or ('nothing',))}"
 
     def outside(self, option: Option, value: Any) -> str:
         """Names the limits."""

@@ -338,6 +338,11 @@ class Plan:
         return self.updates_on_cpu and not self.request.clipping and not self.shares_node
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether the speed of light is of plans like this: each rank moves all weights, and states, over its link."""
+        return not (self.split or self.stages or self.deals_states or self.touched_only)
+
+    @property
     def may_speculate(self) -> bool:
         """Whether the CPU may update before it knows that nothing is clipped: each rank finds all of some gradients."""
         finds_all = not self.shares_node or ((self.split or self.stages) and self.request.nodes == 1)

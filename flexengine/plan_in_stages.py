@@ -18,7 +18,6 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.registry import build_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, PlanError, PlanReason, Prediction, Request
-from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_categories, host_required_bytes
 from flexengine.planner.planner import Planner
 from flexengine.planner.sizes import filled
@@ -247,7 +246,6 @@ class _Search:
             host_bytes=sum(host_required_bytes(layout, self._of_rank) for layout in layouts),
             host_categories=host,
             shared_host_bytes=largest.node_bytes,
-            speed_of_light_s=speed_of_light_s(self._model, self._request.of_rank, self._of_one),
         )
         plan = replace(largest.plan, predicted=priced_together(largest, predicted, self._profile))
         if not plan.speculates:

@@ -73,9 +73,8 @@ def priced_together(
         limiter=limiter(estimate),
         exchange_s=network_s,
     )
-    plan = layout.plan
-    if plan.deals_states or plan.split or plan.stages:  # the bound is of plans that move all of it over each link
-        predicted = replace(predicted, speed_of_light_s=min(predicted.speed_of_light_s, predicted.step_s))
+    if not layout.plan.is_bounded:
+        predicted = replace(predicted, speed_of_light_s=0.0)
     if network_s > predicted.step_s / 2:
         exchange = f"the network, over which nodes add up gradients for {format_seconds(network_s)}"
         predicted = replace(predicted, limiter=exchange)

@@ -1,6 +1,6 @@
 """One of several ranks that take the steps of a run together: rank 0 prints, writes and tells of errors.
 
-The other ranks do the same in a folder of their own that is thrown away, and show nothing.
+The other ranks do the same, write no files and show nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flexengine.config import TrainConfig
+from flexengine.output import INTERRUPTED
 from flexengine.parallel.control import teller_of
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import Team, is_first, leave
@@ -25,7 +25,6 @@ from flexengine.wording import WRONG_USAGE
 T = TypeVar("T")
 
 FAILED = 1
-INTERRUPTED = 130
 _HEAD_START_S = 0.5  # of the rank that tells: a launcher ends all ranks when the first of them has ended
 
 
@@ -43,8 +42,7 @@ def as_rank(team: Team, config: TrainConfig) -> Iterator[TrainConfig]:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(redirect_stdout(nowhere))
             quiet.enter_context(redirect_stderr(nowhere))
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flexengine-rank")), "run")
-            own = {"output_dir": str(folder), "trace": bool(config.trace), "plan_json": None}
+            own = {"output_dir": os.devnull, "trace": bool(config.trace), "plan_json": None}
             config = replace(config, **own, logging="warning", report_to=())
             logging.getLogger().setLevel(logging.ERROR)
         try:
@@ -89,12 +87,15 @@ def first_rank_first(team: Team | None, body: Callable[[], T]) -> T:
     return done[0]
 
 
-def told_by_first(team: Team | None, body: Callable[[], T]) -> T:
-    """Do on rank 0 alone what looks into the run folder; returns on all ranks, or raises, what it found."""
+def told_by_first(team: Team | None, body: Callable[[], T], *records: type) -> T:
+    """Do on rank 0 alone what looks into the run folder; returns on all ranks, or raises, what it found.
+
+    records: the classes of named tuples and dataclasses in it.
+    """
     if team is None:
         return body()
     found: list[T] = []
     with team.control.all_or_none():
         if is_first(team):
             found.append(body())
-    return team.control.broadcast(found)[0]
+    return team.control.broadcast(found, *records)[0]

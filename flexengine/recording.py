@@ -150,7 +150,7 @@ class Recorder:
             "tokens": metrics.num_tokens,
             "predicted_step_s": metrics.predicted_step_s,
         }
-        runs, *others = self.engine.take_timed_runs_of_ranks()
+        runs, others = self.engine.take_timed_runs_of_ranks()
         if not is_first(self.planned.team):
             return False
         written = 0

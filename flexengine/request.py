@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
-from flexengine.checkpoint.adapter_config import read_lora, tokenizer_of
+from flexengine.checkpoint.adapter_config import embedding_rows, read_lora, tokenizer_of
+from flexengine.checkpoint.layout import CONFIG_FILE
+from flexengine.checkpoint.tokenizer_files import add_tokens, files_with_tokens, read_tokenizer, tokens_beyond
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.job import LORA_OPTIONS, Job
 from flexengine.lora import LoRA
@@ -22,7 +26,7 @@ from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
-from flexengine.options import options_of
+from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import shown
 
@@ -61,26 +65,74 @@ def with_read_adapter(job: Job) -> Job:
     """
     if job.adapter is None:
         return job
-    lora, options = read_lora(job.adapter), options_of(Job)
+    lora = read_lora(job.adapter)
     stored = {name: value for name, value in lora_options(lora).items() if name != "lora_dropout"}
     for name, value in stored.items():
-        if getattr(job, name) not in (options[name].default, value):
+        if getattr(job, name) not in (None, (), value):
             given = job.words.setting(name, getattr(job, name))
             raise ValueError(f"{given}, but {job.adapter} was made with {shown(value)}; leave it out")
     return replace(job, **stored)
 
 
-def with_tokenizer_of(source: ModelSource, adapter: str | None) -> ModelSource:
-    """Give a model the tokenizer and the chat template of the adapter that it starts from, where it brings some."""
-    return source if adapter is None else source._replace(adapter_tokenizer=tokenizer_of(adapter))
+def with_new_tokens(source: ModelSource, job: Job) -> ModelSource:
+    """Describe a model with the tokens that a job adds, and with rows for them in its embedding and its head.
+
+    An adapter that the job starts from may have added tokens, too, and may bring a tokenizer with its chat template.
+    Raises: ValueError where there is no tokenizer.
+    """
+    if job.adapter is not None:
+        source = source._replace(adapter_tokenizer=tokenizer_of(job.adapter))
+    rows = source.spec.vocab_size
+    of_adapter = 0 if job.adapter is None else embedding_rows(job.adapter, source.spec.embedding_source)
+    if not (job.add_tokens or job.resize_embeddings or of_adapter > rows):
+        return source
+    if source.tokenizer_folder is None:
+        given = "add_tokens" if job.add_tokens else "resize_embeddings"
+        raise ValueError(
+            f"{job.words.spelled(given)}: {source.spec.name} has no tokenizer of its own; give a model folder that has"
+        )
+    folder = source.tokenizer_folder
+    tokenizer, tokens = read_tokenizer(folder), tuple(job.add_tokens)
+    if job.adapter is not None and not tokens and of_adapter > rows:
+        tokens = tokens_beyond(Path(job.adapter), tokenizer)
+    add_tokens(tokenizer, tokens)
+    texts = files_with_tokens(folder, tokenizer, tokens) if tokens else {}
+    last = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    wanted = of_adapter if of_adapter > rows else rows if last < rows else -(-(last + 1) // ROW_MULTIPLE) * ROW_MULTIPLE
+    if wanted == rows:
+        return source._replace(new_tokens=tokens, texts=texts)
+    spec = with_rows(source.spec, wanted, in_checkpoint=source.weights_folder is not None)
+    texts = {**texts, CONFIG_FILE: json.dumps(spec.hf_config, indent=2) + "\n"}
+    return source._replace(spec=spec, new_tokens=tokens, texts=texts)
+
+
+def check_new_rows(source: ModelSource, job: Job) -> None:
+    """Warn of new tokens whose rows are not trained."""
+    groups = [group for group in source.spec.groups if group.frozen]
+    frozen = [s.name for g in groups for p in g.params for s in p.sources if s.rows_in_file is not None]
+    if frozen and source.new_tokens and job.trains and job.adapter is None:
+        modules = " ".join(name.removesuffix(".weight").rpartition(".")[2] for name in frozen)
+        remedy = f"--modules-to-save {modules} trains them" if job.mode == "lora" else "leave them out of --freeze"
+        logger.warning("rows of new tokens stay the mean of the others, since %s is frozen: %s", modules, remedy)
 
 
 def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
     longest = spec.longest_sequence
     if longest is not None and max_seq_len > longest:
+        has = "frequencies that change with the length of a longer sequence" if spec.tables else "none for later ones"
         raise ValueError(
-            f"max_seq_len={max_seq_len}, but {spec.name} has learned positions for {longest} tokens and none for later "
-            f"ones; give --max-seq-len {longest} or less"
+            f"max_seq_len={max_seq_len}, but {spec.name} has {'rotations' if spec.tables else 'learned positions'} for"
+            f" {longest} tokens and {has}; give --max-seq-len {longest} or less"
+        )
+    beyond = min((table.long_from for table in spec.tables if table.long_values), default=max_seq_len)
+    if max_seq_len > beyond:
+        logger.warning(
+            "max_seq_len=%d is longer than the %d tokens that %s was made for before longrope: all sequences take its"
+            " frequencies for long ones, where transformers has others for those of up to %d tokens",
+            max_seq_len,
+            beyond,
+            spec.name,
+            beyond,
         )
     if max_seq_len > spec.max_position_embeddings:
         logger.warning(
@@ -105,12 +157,15 @@ def probe_shape(spec: ModelSpec) -> ProbeShape:
 # ---- budgets ----------------------------------------------------------------------------------------------------
 
 
-def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Request:
-    """Make what a job asks of the planner on one machine; a budget that is not given is what is free there.
+def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1) -> Request:
+    """Make what a job asks of the planner for all ranks; a budget that is not given is what is free on the machine.
 
-    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. Raises ValueError where the machine
-    has no memory left or cannot multiply as the job wants.
+    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. ranks: of a node. Raises ValueError
+    where the machine has no memory left or cannot do what the job wants.
     """
+    if job.transport != "auto" and ranks * nodes == 1:
+        asked = job.words.setting("transport", job.transport)
+        raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
     if job.matmul_dtype == "fp8" and not profile.fp8_matmul_flops_per_s:
         raise ValueError(
             f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
@@ -138,6 +193,8 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Reques
         graphs=job.cuda_graphs,
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,
+        ranks=ranks,
+        nodes=nodes,
     )
 
 

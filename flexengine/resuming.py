@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.checkpoint.atomic import atomic_file
-from flexengine.checkpoint.run_checkpoints import RunCheckpoint, checkpoints_of, is_whole, whole_checkpoints
+from flexengine.checkpoint.run_checkpoints import RunCheckpoint, checkpoints_of, fault_of, whole_checkpoints
 from flexengine.checkpoint.safetensors_format import CheckpointError
-from flexengine.checkpoint.state_files import read_description
-from flexengine.config import EVAL_LOG_FILE, LOG_FILE, TrainConfig
+from flexengine.checkpoint.state_files import STATE_FILE, Fields, read_description
+from flexengine.config import TrainConfig
 from flexengine.options import flag_of, options_of
+from flexengine.run_state import LOGS, DataPlace, LogRecord, RunState
 from flexengine.runtime.engine import Engine
 from flexengine.training_data import TrainingData
 
@@ -35,7 +36,7 @@ class ResumePoint:
 
     checkpoint: RunCheckpoint
     engine: dict[str, Any]
-    run: dict[str, Any]
+    run: RunState
 
     @property
     def step(self) -> int:
@@ -54,6 +55,10 @@ class ResumePoint:
         return replace(pinned, chunk_tokens=self.engine["chunk_tokens"], round_tokens=self.engine["round_tokens"])
 
 
+POINT_RECORDS = (ResumePoint, RunCheckpoint, RunState, DataPlace, LogRecord)
+"""The classes of named tuples and dataclasses in a ResumePoint."""
+
+
 def resume_points(config: TrainConfig) -> list[ResumePoint]:
     """Find what --resume names, the best first: with auto all whole checkpoints of the run folder.
 
@@ -64,17 +69,31 @@ def resume_points(config: TrainConfig) -> list[ResumePoint]:
     if config.resume != AUTO:
         return [_point(_named(Path(config.resume)))]
     found: list[ResumePoint] = []
-    whole = whole_checkpoints(config.run_folder)
     for checkpoint in checkpoints_of(config.run_folder):
         try:
-            if checkpoint not in whole:
-                raise CheckpointError(f"{checkpoint.folder} is not whole")
+            if fault := fault_of(checkpoint.folder):
+                raise CheckpointError(f"{checkpoint.folder} is not whole: {fault}")
             found.append(_point(checkpoint))
         except CheckpointError as error:
             logger.warning("passed over: %s", error)
     if not found:
         print(f"--resume auto: {config.run_folder} has no checkpoint, so the run starts from the beginning")
     return found
+
+
+def saved_date(config: TrainConfig) -> str | None:
+    """Find the day that chat templates saw in the run which --resume names; None where there is none yet.
+
+    A run whose checkpoints cannot be read is told of later.
+    """
+    if config.resume is None:
+        return None
+    try:
+        folder = config.run_folder if config.resume == AUTO else Path(config.resume)
+        found = whole_checkpoints(folder)
+        return read_description(found[0].folder if found else folder)["run"].get("options", {}).get("template_date")
+    except (ValueError, OSError, AttributeError):
+        return None
 
 
 def _named(folder: Path) -> RunCheckpoint:
@@ -86,48 +105,65 @@ def _named(folder: Path) -> RunCheckpoint:
     whole = whole_checkpoints(folder)
     if whole:
         return whole[0]
-    if not is_whole(folder):
+    if fault := fault_of(folder):
         raise ValueError(
-            f"--resume {folder} holds no whole checkpoint; give a run folder, or a folder checkpoints/step-N in it"
+            f"--resume {folder} holds no whole checkpoint ({fault}); give a run folder, or a folder checkpoints/step-N"
+            " in it"
         )
-    step = read_description(folder)["run"].get("step")
-    if not isinstance(step, int):
+    found = read_description(folder)["run"]
+    if "step" not in found:
         raise ValueError(f"--resume {folder} was not saved by a run of train, so its place in the data is unknown")
-    return RunCheckpoint(step, folder)
+    return RunCheckpoint(Fields(found, f"{folder / STATE_FILE}, run").whole("step"), folder)
 
 
 def _point(checkpoint: RunCheckpoint) -> ResumePoint:
     found = read_description(checkpoint.folder)
-    if found["run"].get("step") != checkpoint.step:
-        raise CheckpointError(f"{checkpoint.folder} was saved at step {found['run'].get('step')}, not by this run")
-    return ResumePoint(checkpoint, found["engine"], found["run"])
+    where = f"{checkpoint.folder / STATE_FILE}, run"
+    if Fields(found["run"], where).whole("step") != checkpoint.step:
+        raise CheckpointError(f"{checkpoint.folder} was saved at step {found['run']['step']}, not by this run")
+    run = RunState.from_json(found["run"], where)
+    if found["engine"]["step_count"] > run.step:
+        updates = found["engine"]["step_count"]
+        raise CheckpointError(f"{where}: step is {run.step}, but its engine has made {updates} updates; resume another")
+    return ResumePoint(checkpoint, found["engine"], run)
 
 
 def check_same_data(point: ResumePoint, data: TrainingData, num_steps: int) -> None:
     """Raise ValueError unless the batches are those of the checkpoint's run and its steps are not beyond the end."""
-    saved, found = point.run["data"], data.batches.fingerprint()
-    if saved["fingerprint"] != found:
+    saved, found = point.run.data, data.batches.fingerprint()
+    if saved.fingerprint != found:
         raise ValueError(
             f"{point.checkpoint.folder} was saved on other data: give the same --dataset, --seed, --max-seq-len and"
-            f" --max-global-batch-tokens, whose batches it is to continue (was {saved['fingerprint']}, is {found})"
+            f" --max-global-batch-tokens, whose batches it is to continue (was {saved.fingerprint}, is {found})"
         )
     if point.step > num_steps:
         raise ValueError(
             f"{point.checkpoint.folder} was saved after {point.step} steps, the run has {num_steps}; raise --steps or"
             " --epochs"
         )
+    place = data.batches.cursor(point.step)
+    if (saved.epoch, saved.position) != place:
+        raise CheckpointError(
+            f"{point.checkpoint.folder} stands at epoch {saved.epoch}, batch {saved.position} of the data, where step"
+            f" {point.step} of this data stands at epoch {place[0]}, batch {place[1]}; resume another"
+        )
 
 
 def describe_resumption(point: ResumePoint, config: TrainConfig, num_steps: int) -> str:
     """Say where a run goes on, and which options differ from those of the run that saved the checkpoint."""
     text = f"resumed after step {point.step} of {num_steps} from {point.checkpoint.folder}"
-    saved = point.run.get("options", {})
-    differing = [
+    differing = differing_options(point, config)
+    return f"{text}\n  other options than before: {differing}" if differing else text
+
+
+def differing_options(point: ResumePoint, config: TrainConfig) -> str:
+    """Which options that may change results differ from those of the checkpoint's run; empty where none do."""
+    saved = point.run.options
+    return ", ".join(
         f"{flag_of(name)} {saved[name]} -> {value}"
         for name, value in options_as_flags(config).items()
         if name in saved and saved[name] != value and name not in SAME_RESULTS
-    ]
-    return f"{text}\n  other options than before: {', '.join(differing)}" if differing else text
+    )
 
 
 def options_as_flags(config: TrainConfig) -> dict[str, Any]:
@@ -150,17 +186,29 @@ def load_point(engine: Engine, points: list[ResumePoint]) -> ResumePoint:
     raise AssertionError("there is at least one")
 
 
-def cut_logs(run_folder: Path, step: int) -> None:
-    """Remove the lines after a step from the logs of a run: those steps are taken again."""
-    for path in (run_folder / LOG_FILE, run_folder / EVAL_LOG_FILE):
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            kept = [line for line in lines if 0 < _step_of(line) <= step]
-            with atomic_file(path, "w", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in kept)
+def cut_logs(run_folder: Path, point: ResumePoint) -> None:
+    """Remove what came after a checkpoint from the logs of a run: those steps are taken again.
+
+    A log that is not what the run had written when it saved is said, and keeps the lines whose steps can be read.
+    """
+    saved = point.run.logs if point.checkpoint.folder.resolve().is_relative_to(run_folder.resolve()) else {}
+    for path in (run_folder / name for name in LOGS if (run_folder / name).is_file()):
+        found = path.read_bytes()
+        kept = saved[path.name].kept_of(found) if path.name in saved else None
+        if kept is None:
+            lines = found.splitlines(keepends=True)
+            kept = b"".join(line for line in lines if line.endswith(b"\n") and 0 < _step_of(line) <= point.step)
+            if path.name in saved:
+                logger.warning(
+                    "%s is not what the run had written up to step %d: it was changed or damaged since. %d of its %d"
+                    " lines are kept; the run goes on, as nothing is computed from them",
+                    path, point.step, kept.count(b"\n"), len(lines),
+                )  # fmt: skip
+        with atomic_file(path) as file:
+            file.write(kept)
 
 
-def _step_of(line: str) -> int:
+def _step_of(line: bytes) -> int:
     """The step of a line of the log; 0 for a line that was cut off."""
     try:
         return int(json.loads(line)["step"])

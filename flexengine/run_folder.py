@@ -9,8 +9,9 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flexengine.api import PlannedRun
 from flexengine.checkpoint.atomic import write_text
@@ -23,6 +24,7 @@ from flexengine.checkpoint.run_checkpoints import (
 from flexengine.checkpoint.staged_folder import check_takes_files
 from flexengine.config import (
     CONFIG_FILE,
+    DATA_FILE,
     EVAL_LOG_FILE,
     FINAL_FOLDER,
     LOG_FILE,
@@ -35,7 +37,11 @@ from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource
 from flexengine.options import options_of
 from flexengine.resuming import SAME_RESULTS
+from flexengine.wording import without_folders
 
+NAMED_PLACES = ("model", "adapter", "dataset", "val_dataset")
+LOCAL_PLACES = ("output_dir", "resume", "overwrite", "dry_run", "plan_json", "data_cache")
+"""Options that say where something lies: which of them tell what made a model, and which mean nothing elsewhere."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
@@ -137,12 +143,18 @@ def _checkpoint_bytes(config: TrainConfig, source: ModelSource) -> int:
 
 
 @contextlib.contextmanager
-def started_run_folder(config: TrainConfig, planned: PlannedRun, replace: bool) -> Iterator[None]:
+def started_run_folder(
+    config: TrainConfig, planned: PlannedRun, records: Sequence[Mapping[str, Any]], replace: bool
+) -> Iterator[None]:
     """Create the folder, hold it for this process, and write what is known before anything is loaded.
 
+    records: what became of the records of each source, as JSON values.
     It is checked again, as another run may have used it since. With config.save it also tries whether the trained model
     can be written at the end. Raises: ValueError as `check_run_folder`.
     """
+    if not config.writes_files:
+        yield
+        return
     config.run_folder.mkdir(parents=True, exist_ok=True)
     with held(config.run_folder):
         _check_contents(config, replace)
@@ -156,6 +168,9 @@ def started_run_folder(config: TrainConfig, planned: PlannedRun, replace: bool) 
         clean_up(config.run_folder)
         (config.run_folder / TRACE_FILE).unlink(missing_ok=True)
         write_text(config.run_folder / CONFIG_FILE, dataclasses.replace(config, resume=None, overwrite=False).to_yaml())
+        (config.run_folder / DATA_FILE).unlink(missing_ok=True)
+        if records:
+            write_text(config.run_folder / DATA_FILE, json.dumps(list(records), indent=1, ensure_ascii=False) + "\n")
         write_plan(config, planned)
         yield
 
@@ -183,13 +198,38 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def run_record(config: TrainConfig, num_steps: int) -> str:
-    """Describe what made a model, as JSON: the steps that were taken and every option."""
-    options = {name: option.to_flag(getattr(config, name)) for name, option in options_of(TrainConfig).items()}
-    return json.dumps({"steps": num_steps, "config": options}, indent=1) + "\n"
+    """Describe what made a model, as JSON: the steps, every option but for local places, what became of the records.
+
+    It goes wherever the model goes, so models and data sets have their names, without the folders that they lie in.
+    """
+    kept = [option for name, option in options_of(TrainConfig).items() if name not in LOCAL_PLACES]
+    options = {option.name: option.to_flag(getattr(config, option.name)) for option in kept}
+    for name in NAMED_PLACES:
+        value = options[name]
+        is_list = isinstance(value, (list, tuple))
+        options[name] = [without_folders(item) for item in value] if is_list else value and without_folders(value)
+    options["trace"] = bool(options["trace"])  # or the file that it went to
+    records: list[Any] = []
+    with contextlib.suppress(OSError, ValueError):  # a run of an earlier version has no such file
+        records = json.loads((config.run_folder / DATA_FILE).read_text(encoding="utf-8"))
+    told = {"data": [_named(record) for record in records]} if records else {}
+    return json.dumps({"steps": num_steps, "config": options, **told}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _named(record: dict[str, Any]) -> dict[str, Any]:
+    """What became of the records of a source, without the folders that it lies in."""
+    place, name = str(Path(record["place"])), without_folders(record["place"])
+    begins = (f"{place},", f"{place}/")  # of the file itself, or of one in the folder
+    lines = [
+        f"{name}{line.removeprefix(place)}" if line.startswith(begins) else line for line in record["first_bad_records"]
+    ]
+    return {**record, "place": name, "first_bad_records": lines}
 
 
 def write_plan(config: TrainConfig, planned: PlannedRun) -> None:
     """Write the plan and the simulated step into the run folder, and the plan where --plan-json says."""
+    if not config.writes_files:
+        return
     write_text(config.run_folder / PLAN_FILE, planned.plan.to_json())
     write_text(config.run_folder / TIMELINE_FILE, planned.timeline())
     if config.plan_json:

@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run: every --save-steps steps, after the last one, and when the run is asked to stop."""
+"""Saves checkpoints of a run: every --save-steps steps, after the last one, and where a signal or an error ends it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from flexengine.data.batches import Batch
 from flexengine.metrics import StepMetrics
 from flexengine.parallel.team import Team, is_first
 from flexengine.resuming import ResumePoint, options_as_flags
+from flexengine.run_state import DataPlace, RunState, record_logs
 from flexengine.runtime.engine import Engine
 from flexengine.stop_signals import StopSignals
 from flexengine.wording import explain_os_error
@@ -27,7 +29,7 @@ from flexengine.wording import explain_os_error
 logger = logging.getLogger(__name__)
 
 STOPPED = 75
-"""Exit status of a run that SIGTERM or SIGUSR1 stopped with a checkpoint: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""Exit status of a run that a signal but Ctrl-C stopped with a checkpoint: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 
 class Resumable(Protocol):
@@ -60,17 +62,18 @@ class RunSaver:
         self.tell: Callable[[Path, int], None] = lambda folder, step: None
         self.saved_step: int | None = None
         self._save: StateSave | None = None
-        self._saving_step = self._last_started = 0
+        self._saving_step = self._last_started = self._last_step = 0
+        self._num_updates = engine.step_count
         self._loss_sum, self._num_tokens = 0.0, 0
         self._fingerprint = batches.fingerprint() if config.makes_checkpoints else ""
 
     def restore(self, point: ResumePoint) -> None:
         """Go on with the sums and findings of a checkpoint."""
         self.saved_step = self._last_started = point.step
-        self._loss_sum, self._num_tokens = point.run["loss_sum"], point.run["num_tokens"]
+        self._loss_sum, self._num_tokens = point.run.loss_sum, point.run.num_tokens
         for name, part in self.parts.items():
-            if name in point.run:
-                part.restore(point.run[name], lambda step: next(self.batches.batches(step, step - 1)))
+            if name in point.run.parts:
+                part.restore(point.run.parts[name], lambda step: next(self.batches.batches(step, step - 1)))
 
     @property
     def stop_signal(self) -> signal.Signals | None:
@@ -82,10 +85,14 @@ class RunSaver:
         """Whether the run was asked to stop."""
         return self.stop_signal is not None
 
-    def after_step(self, metrics: StepMetrics) -> None:
-        """Called when a step has ended and its health is known."""
+    def count(self, metrics: StepMetrics) -> None:
+        """Called when a step has ended, before anyone else is."""
+        self._last_step, self._num_updates = metrics.step, self.engine.step_count
         self._loss_sum += metrics.loss if math.isfinite(metrics.loss) else 0.0
         self._num_tokens += metrics.num_tokens
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        """Called when a step has ended and its health is known."""
         if self._save is not None and self._save.ended:
             self.wait()
         every = self.config.save_steps
@@ -103,6 +110,27 @@ class RunSaver:
         self.wait()
         if self.team is not None:
             self.saved_step = self.team.control.broadcast(self.saved_step)
+
+    @contextmanager
+    def saving_first(self) -> Iterator[None]:
+        """Save the last step where an error ends the run. Callbacks are not told, as one of them may have raised it.
+
+        Several ranks save nothing then: an error of one does not tell where the others are.
+        """
+        try:
+            yield
+        except (Exception, SystemExit):
+            sound = self.engine.step_count == self._num_updates  # else the error came after an update that none saw
+            if self.config.makes_checkpoints and self.team is None and sound and self._last_step > self._last_started:
+                self.tell = lambda folder, step: None
+                try:
+                    self._start(self._last_step)
+                    self.wait()
+                except Exception as error:  # an engine that is not sound says so; the first error is the one to raise
+                    self._warn(error)
+            if self.saved_step:
+                print(self.describe_stop(self._last_step), file=sys.stderr)
+            raise
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; says what is wrong where it cannot be."""
@@ -137,10 +165,12 @@ class RunSaver:
         self._saving_step = self._last_started = step
 
         def after() -> None:
-            keep_newest(folder, step, self.config.save_total_limit)
+            keep_newest(folder, step, self.config.most_checkpoints)
 
         try:
-            self._save = self.engine.start_checkpoint(checkpoint_folder(folder, step), self._run_state(step), after)
+            self._save = self.engine.start_checkpoint(
+                checkpoint_folder(folder, step), self._run_state(step).to_json(), after
+            )
         except (OSError, ValueError) as error:
             self._warn(error)
 
@@ -150,14 +180,15 @@ class RunSaver:
         with tqdm.external_write_mode(file=sys.stderr):
             logger.warning("the checkpoint of step %d was not saved (%s): %s", self._saving_step, last, text)
 
-    def _run_state(self, step: int) -> dict[str, Any]:
+    def _run_state(self, step: int) -> RunState:
         epoch, position = self.batches.cursor(step)
-        return {
-            "step": step,
-            "num_steps": self.num_steps,
-            "data": {"epoch": epoch, "position": position, "seed": self.config.seed, "fingerprint": self._fingerprint},
-            "loss_sum": self._loss_sum,
-            "num_tokens": self._num_tokens,
-            "options": options_as_flags(self.config),
-            **{name: part.state() for name, part in self.parts.items()},
-        }
+        return RunState(
+            step=step,
+            num_steps=self.num_steps,
+            data=DataPlace(epoch, position, self.config.seed, self._fingerprint),
+            loss_sum=self._loss_sum,
+            num_tokens=self._num_tokens,
+            options=options_as_flags(self.config),
+            logs=record_logs(self.config.run_folder),
+            parts={name: part.state() for name, part in self.parts.items()},
+        )

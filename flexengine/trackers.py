@@ -65,7 +65,7 @@ class Tracker(Callback, ABC):
             return
         try:
             call()
-        except Exception as error:  # whatever a tracker raises must not end a run
+        except (Exception, SystemExit) as error:  # whatever a tracker raises must not end a run
             self._works = False
             logger.warning("--report-to %s failed, and the run goes on without it: %s", self.name, error)
 

@@ -5,29 +5,30 @@ weights are read.
 """
 
 import contextlib
+import dataclasses
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from flexengine.api import PlannedRun, build, prepare_job
+from flexengine.api import PlannedRun, build, open_source, prepare_job
 from flexengine.callbacks import Callback, Callbacks
 from flexengine.checkpoint.atomic import write_text
 from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FOLDER, LOG_FILE, TrainConfig
 from flexengine.data import (
-    ChatTokenizer,
     GlobalBatches,
     SyntheticBatches,
+    TokenizerProcess,
     parse_source,
 )
 from flexengine.data.batches import Batch
+from flexengine.data.templates import today
 from flexengine.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.feedback import ExpectedStep, Reviewer
 from flexengine.health import RunHealth, explain_divergence, where_not_finite
@@ -40,20 +41,22 @@ from flexengine.metrics import (
     format_tflops,
     format_tokens_per_s,
 )
-from flexengine.models.registry import ModelSource, open_initial
+from flexengine.models.registry import ModelSource
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
+from flexengine.output import INTERRUPTED, run_output
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.ranks_of_run import as_rank, first_rank_first, told_by_first
 from flexengine.recording import Recorder, check_recording
-from flexengine.request import with_tokenizer_of
 from flexengine.resuming import (
+    POINT_RECORDS,
     ResumePoint,
     check_same_data,
     cut_logs,
     describe_resumption,
     load_point,
     resume_points,
+    saved_date,
 )
 from flexengine.run_folder import check_disk, check_run_folder, run_record, started_run_folder
 from flexengine.run_saver import STOPPED, RunSaver
@@ -65,8 +68,6 @@ from flexengine.trackers import open_trackers
 from flexengine.training_data import TrainingData, open_data
 from flexengine.watchers import Watchers
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
 DIVERGED = 1
 """Exit status of a run whose model is not worth keeping."""
 DATA_NOT_COUNTED = (
@@ -89,27 +90,41 @@ def train(
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
     team = join()
-    if team is None:
-        return _train(config, prompts, replace, callbacks, None)
-    with as_rank(team, config) as own:
-        return _train(own, prompts, replace, callbacks, team)
+    check_gpus(config, 1 if team is None else team.ranks.local_size)
+    with contextlib.nullcontext() if config.dry_run else run_output():
+        if team is None:
+            return _train(config, prompts, replace, callbacks, None)
+        with as_rank(team, config) as own:
+            return _train(own, prompts, replace, callbacks, team)
 
 
 def _train(
     config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
 ) -> int:
-    source = first_rank_first(team, lambda: with_tokenizer_of(open_initial(config.model, config.init), config.adapter))
+    source = first_rank_first(team, lambda: open_source(config.model, config))
     if config.dry_run:
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
     told = Callbacks([*open_trackers(config.report_to), *callbacks] if is_first(team) else ())
-    checked = first_rank_first(team, lambda: check_run(config, source))
-    points = told_by_first(team, lambda: check_folder(config, source, checked, replace))
+    dated = config
+    if config.data_source == "json_sft":
+        dated = dataclasses.replace(config, template_date=told_by_first(team, lambda: date_of_run(config)))
+    checked = first_rank_first(team, lambda: check_run(dated, source))
+    if checked.data.writes_date:
+        config = dated  # the run keeps its day, for those that resume it
+    elif config.template_date is not None:
+        print(f"--template-date {config.template_date}: the chat template writes no date", file=sys.stderr)
+    points = told_by_first(team, lambda: check_folder(config, source, checked, replace), *POINT_RECORDS)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
     print(planned.describe())
-    with started_run_folder(config, planned, replace), told:
+    with started_run_folder(config, planned, checked.data.records, replace), told:
         return told.ending_with(run(config, planned, checked.data, checked.schedule, prompts, told, points))
+
+
+def date_of_run(config: TrainConfig) -> str:
+    """Find the day that chat templates see: the given one, that of the run which goes on, or today."""
+    return config.template_date or saved_date(config) or today().isoformat()
 
 
 class CheckedRun(NamedTuple):
@@ -152,13 +167,17 @@ def run(
     points: list[ResumePoint],
 ) -> int:
     """Load the model, take all steps that are left, judge and export the model; returns the exit status."""
+    if data.tokenizer is not None and not (prompts or config.sample_prompts):
+        data.tokenizer.close()  # it has read the data, and nobody asks for answers
     engine, num_steps = build_engine(config, planned), schedule.num_steps
     point = load_point(engine, points) if points else None
+    if config.makes_checkpoints:
+        engine.made_from["data"] = data.digests()
     with contextlib.ExitStack() as logs:
         watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs, point)
-        log = logs.enter_context(JsonlWriter(config.run_folder / LOG_FILE, append=point is not None))
-        callbacks.on_start(asdict(config), num_steps, config.run_folder)
-        with watchers.saver.signals:
+        log = logs.enter_context(JsonlWriter(config.log_path(LOG_FILE), append=point is not None))
+        callbacks.on_start(dataclasses.asdict(config), num_steps, config.run_folder)
+        with watchers.saver.signals, watchers.saver.saving_first():
             status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
     if status == 0:
         show_samples(engine, data.tokenizer, (*prompts, *(() if config.validates else config.sample_prompts)))
@@ -215,9 +234,15 @@ def optimizer_of(config: TrainConfig) -> Optimizer:
     """Make the optimizer that the options ask for."""
     lr, decay = config.base_lr, config.weight_decay
     if config.optimizer in ("adamw", "muon"):
-        kind, betas = AdamW if config.optimizer == "adamw" else Muon, (config.adam_beta1, config.adam_beta2)
-        return kind(lr=lr, betas=betas, eps=config.adam_eps, weight_decay=decay)
+        kind = AdamW if config.optimizer == "adamw" else Muon
+        given = (config.adam_beta1, config.adam_beta2, config.adam_eps)
+        beta1, beta2, eps = map(_given, given, (*kind.betas, kind.eps))
+        return kind(lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
     return OPTIMIZERS[config.optimizer](lr=lr, weight_decay=decay)
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
@@ -225,8 +250,8 @@ def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
     return LrSchedule(
         config.base_lr,
         num_steps,
-        config.lr_warmup_pct,
-        config.lr_cooldown_start_pct,
+        config.warmup_pct,
+        config.cooldown_start_pct,
         config.lr_final_pct,
         config.lr_schedule,
         config.lr_warmup_steps,
@@ -236,6 +261,15 @@ def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
 def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:
     """Load the weights of a planned run."""
     return build(planned, optimizer_of(config))
+
+
+def check_gpus(config: TrainConfig, ranks: int) -> None:
+    """Raise ValueError unless as many processes of this machine take part as --gpus names, if it names several."""
+    if config.gpus not in (1, ranks):
+        raise ValueError(
+            f"--gpus {config.gpus}, but {ranks} of this machine's processes train: `flexengine train` and `demo` start"
+            " one for each GPU; under torchrun give --nproc-per-node, and leave --gpus out"
+        )
 
 
 def check_sources(config: TrainConfig) -> None:
@@ -276,7 +310,7 @@ def watchers_of(
     watchers = Watchers(recorder, reviewer, health, callbacks, saver, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:
-        cut_logs(config.run_folder, point.step)
+        cut_logs(config.run_folder, point)
     if data.validation is not None:
         evaluator = watchers.evaluator = evaluator_of(config, data, engine, num_steps, callbacks, logs, point)
         saver.parts["evaluation"] = evaluator
@@ -307,7 +341,7 @@ def evaluator_of(
         show_samples(engine, data.tokenizer, config.sample_prompts)
         callbacks.on_eval(metrics)
 
-    log = logs.enter_context(JsonlWriter(config.run_folder / EVAL_LOG_FILE, append=point is not None))
+    log = logs.enter_context(JsonlWriter(config.log_path(EVAL_LOG_FILE), append=point is not None))
     actions = EvaluatorActions(log, tell, keep_best)
     every = config.eval_steps or max(1, num_steps // EVALUATIONS)
     return Evaluator(engine, data.validation, every, config.early_stopping_patience, actions)
@@ -428,20 +462,21 @@ def is_worth_keeping(config: TrainConfig, health: RunHealth, last: StepMetrics) 
     return True
 
 
-def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None, num_steps: int, folder: Path) -> bool:
+def export(
+    config: TrainConfig, engine: Engine, tokenizer: TokenizerProcess | None, num_steps: int, folder: Path
+) -> bool:
     """Write the model to a folder with a record of its run; returns False, with a message, unless it is finite."""
     try:
-        engine.save_pretrained(folder, beside={RUN_FILE: run_record(config, num_steps)})
+        beside = {} if tokenizer is None else tokenizer.own_files()
+        engine.save_pretrained(folder, beside={**beside, RUN_FILE: run_record(config, num_steps)})
     except NotFiniteError as error:
         print(error, file=sys.stderr)
         return False
-    if tokenizer is not None and folder.is_dir():  # of several ranks, one has written it
-        tokenizer.export_template(folder)
     tqdm.write(f"model: {folder}")
     return True
 
 
-def show_samples(engine: Engine, tokenizer: ChatTokenizer | None, prompts: Sequence[str]) -> None:
+def show_samples(engine: Engine, tokenizer: TokenizerProcess | None, prompts: Sequence[str]) -> None:
     """Print the model's answers to prompts. Where the plan leaves no memory for them, the run goes on without."""
     if tokenizer is None or not prompts:
         return
@@ -454,7 +489,7 @@ def show_samples(engine: Engine, tokenizer: ChatTokenizer | None, prompts: Seque
         tqdm.write(f"sample: {prompt!r} -> {text!r}")
 
 
-def answer(engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[str], max_new_tokens: int = 32) -> list[str]:
+def answer(engine: Engine, tokenizer: TokenizerProcess, prompts: Sequence[str], max_new_tokens: int = 32) -> list[str]:
     """Answer user messages greedily, each up to a stop token, max_new_tokens or max_seq_len.
 
     A message that leaves no room for an answer has an empty one.

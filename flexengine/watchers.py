@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from signal import Signals
 
 from flexengine.callbacks import Callbacks
 from flexengine.data.batches import Batch
@@ -38,6 +39,7 @@ class Watchers:
 
     def after_step(self, batch: Batch, metrics: StepMetrics, update: StepOutput) -> EvalMetrics | None:
         """Called when a step has ended; returns the evaluation, if there was one."""
+        self.saver.count(metrics)
         self.recorder.after_step(metrics)
         self.reviewer.after_step(batch, metrics)
         self.health.after_step(batch, metrics, update)
@@ -53,7 +55,7 @@ class Watchers:
     def _agree(self, team: Team) -> None:
         """Take up on all ranks what one has been told: a signal to stop, or by a callback that the run is to end."""
         told = team.control.gather((self.saver.signals.received, self.callbacks.must_end))
-        self.saver.agreed_signal = next((signal for signal, _ in told if signal is not None), None)
+        self.saver.agreed_signal = next((Signals(number) for number, _ in told if number is not None), None)
         self.callbacks.must_end = any(must_end for _, must_end in told)
 
     @property

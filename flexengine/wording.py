@@ -52,6 +52,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_text[close[0]]}?" if close else ""
 
 
+_ELSEWHERE = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:[\w.-]+)*(=[\d.]+)?|preset:.*")
+"""An id on the hub, perhaps with configuration, split and weight, or a preset: names that mean the same to others."""
+
+
+def without_folders(place: str) -> str:
+    """Name a model or data set that a person gave without the local folders that it lies in."""
+    elsewhere = _ELSEWHERE.fullmatch(place)
+    if elsewhere and not (elsewhere["id"] and Path(elsewhere["id"]).exists()):
+        return place
+    return Path(place).name or Path(place).resolve().name
+
+
 def parse_json(text: bytes | str, where: object, unique: bool = False) -> Any:
     """Parse a JSON text; `where` names it in messages. unique: no object may have a key twice.
 

@@ -13,10 +13,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ARROWS = {
     "plan": set(),
     "wording": set(),
+    "version": set(),
     "lora": set(),
     "random_bits": set(),
     "collector": set(),
     "options": {"wording"},
+    "output": {"wording"},
     "keywords": {"options", "wording"},
     "flags": {"options"},
     "yaml_options": {"options", "wording"},
@@ -31,12 +33,12 @@ ARROWS = {
     "kernels": set(),
     "ops": {"kernels", "native", "random_bits"},
     "optim": {"kernels", "native", "random_bits"},
-    "models": {"lora", "ops", "wording"},
+    "models": {"checkpoint", "lora", "native", "ops", "wording"},
     "schedule": {"plan", "models", "ops", "optim"},
     "hardware": {"wording", "native", "ops", "optim"},
     "planner": {"collector", "plan", "models", "ops", "schedule", "hardware", "metrics"},
     "reports": {"plan", "models", "ops", "schedule", "hardware", "planner", "metrics"},
-    "checkpoint": {"lora", "native", "wording"},
+    "checkpoint": {"lora", "native", "version", "wording"},
     "data": {"checkpoint", "wording"},
     "runtime": {
         "plan",
@@ -68,8 +70,8 @@ ARROWS = {
     "price_of_ranks": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "transport": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "node_probe": {"hardware", "parallel"},
-    "launch": set(),
-    "ranks_of_run": {"config", "parallel", "wording"},
+    "launch": {"parallel"},
+    "ranks_of_run": {"config", "output", "parallel", "wording"},
     "api": {
         "lora",
         "job",
@@ -101,7 +103,8 @@ ARROWS = {
         "wording",
     },
     "stop_signals": set(),
-    "resuming": {"checkpoint", "config", "options", "runtime", "training_data"},
+    "run_state": {"checkpoint", "config"},
+    "resuming": {"checkpoint", "config", "options", "run_state", "runtime", "training_data"},
     "run_saver": {
         "checkpoint",
         "config",
@@ -109,13 +112,14 @@ ARROWS = {
         "metrics",
         "parallel",
         "resuming",
+        "run_state",
         "runtime",
         "stop_signals",
         "wording",
     },
-    "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options", "resuming"},
-    "health": {"data", "metrics", "runtime"},
-    "training_data": {"config", "data", "models"},
+    "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options", "resuming", "wording"},
+    "health": {"checkpoint", "data", "metrics", "runtime"},
+    "training_data": {"config", "data", "models", "wording"},
     "step_prediction": {"hardware", "models", "plan", "planner", "schedule"},
     "feedback": {
         "api",
@@ -137,7 +141,7 @@ ARROWS = {
     },
     "callbacks": {"metrics"},
     "trackers": {"callbacks", "metrics"},
-    "evaluation": {"data", "metrics", "runtime"},
+    "evaluation": {"checkpoint", "data", "metrics", "runtime"},
     "watchers": {
         "callbacks",
         "data",
@@ -162,10 +166,10 @@ ARROWS = {
         "metrics",
         "models",
         "optim",
+        "output",
         "parallel",
         "ranks_of_run",
         "recording",
-        "request",
         "resuming",
         "run_folder",
         "run_saver",
@@ -197,9 +201,21 @@ ARROWS = {
         "resuming",
         "run_folder",
     },
-    "cli": {"launch", "wording", "options", "job", "config", "flags", "hf_names", "commands", "trainer", "checkpoint"},
-    "__init__": {"api", "lora"},
-    "__main__": {"cli"},
+    "cli": {
+        "launch",
+        "wording",
+        "options",
+        "output",
+        "job",
+        "config",
+        "flags",
+        "hf_names",
+        "commands",
+        "trainer",
+        "checkpoint",
+    },
+    "__init__": {"api", "lora", "version"},
+    "__main__": {"cli", "output", "parallel"},
 }
 # Rooms that only describe and decide: torch reaches them by way of ops and models alone.
 WITHOUT_TORCH = ("plan", "options", "job", "config", "flags", "request", "planner", "reports", "schedule")
@@ -291,6 +307,48 @@ def test_planner_and_runtime_never_meet():
 def test_planning_needs_no_torch_of_its_own(path):
     for line, module in imports_of(path, top_level_only=True):
         assert module.split(".")[0] not in ("torch", "triton"), f"{path}:{line} imports {module}"
+
+
+# Modules that run code which they read, and their like in torch, which do so inside.
+RUNS_WHAT_IT_READS = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+OBJECT_CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+                "send_object_list", "recv_object_list", "_recv_bytes_object")  # fmt: skip
+
+
+def runs_what_it_reads(source: str) -> list[str]:
+    """What a module has that turns bytes from outside into code: imports and calls."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found += [name for name in names if name.split(".")[0] in RUNS_WHAT_IT_READS]
+        elif isinstance(node, (ast.Attribute, ast.Name)):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            found += [name] if name in OBJECT_CALLS else []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if ast.unparse(node.func) == "torch.load" and words.get("weights_only") != "True":
+                found.append("torch.load")
+            if node.func.attr == "load" and words.get("allow_pickle", "False") != "False":
+                found.append("allow_pickle")
+            if node.func.attr == "recv" and not node.args:  # of a connection of multiprocessing, which unpickles
+                found.append("recv")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_that_is_read_is_run(path):
+    assert runs_what_it_reads(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "from torch import distributed as d; d.all_gather_object(a, b)", "torch.load(f)",
+     "from dill import loads", "torch.load(f, weights_only=False)", "connection.recv()",
+     "np.load(f, allow_pickle=True)"],
+)  # fmt: skip
+def test_what_runs_what_it_reads_is_found(source):
+    assert runs_what_it_reads(source)
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if room_of(p) == "kernels"], ids=name_of)

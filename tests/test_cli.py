@@ -29,7 +29,7 @@ def test_dashes_and_underscores():
 
 def test_flags_override_the_file(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("model: preset:demo\ndata_source: synthetic\nmax-seq-len: 64\nsteps: 3\nsave: true\nlr: 3e-4\n")
+    path.write_text("model: preset:demo\ndataset: x.jsonl\nmax-seq-len: 64\nsteps: 3\nsave: true\nlr: 3e-4\n")
     config = parse("--config", str(path), "--max-seq-len", "32", "--no-save", "--epochs", "2")
     assert (config.max_seq_len, config.save, config.lr) == (32, False, 3e-4)
     assert (config.steps, config.epochs) == (None, 2.0)
@@ -105,7 +105,7 @@ def test_demo_of_adapters_begins_with_the_model_of_the_demo(tmp_path, monkeypatc
     final.mkdir(parents=True)
     (final / "config.json").write_text("{}")
     assert cli.run_demo(["--lora"]) == 0
-    assert [(c.model, c.mode, c.lora_rank) for c in configs] == [
+    assert [(c.model, c.mode, c.lora_setup.rank) for c in configs] == [
         ("preset:demo", "lora", 4),
         ("runs/demo/final", "lora", 16),
     ]

@@ -31,7 +31,7 @@ def test_names_of_transformers():
     text = "learning_rate: 1.0e-4\nnum-train-epochs: 2\nwarmup_steps: 5\nlr_scheduler_type: cosine\n"
     assert options_from_yaml(text, "f") == {"lr": 1e-4, "epochs": 2, "lr_warmup_steps": 5, "lr_schedule": "cosine"}
     flags = ["--learning-rate=1e-4", "--num_train_epochs", "2", "--adam-epsilon", "1e-6"]
-    config = parse_config("train", flags, {"model": "preset:demo", "data_source": "synthetic"})
+    config = parse_config("train", flags, {"model": "preset:demo", "dataset": "x.jsonl"})
     assert (config.lr, config.epochs, config.adam_eps) == (1e-4, 2.0, 1e-6)
 
 
@@ -93,11 +93,14 @@ def test_bad_yaml(text, message):
         ({"weight_decay": -0.1}, "--weight-decay must not be negative"),
         ({"lr_final_pct": 10.0}, "--lr-final-pct is a fraction from 0 to 1, got 10.0"),
         ({"lr_warmup_pct": 0.9}, "--lr-cooldown-start-pct 0.8 is before the end of the warm-up"),
-        ({"lr_final_pct": 0.1, "lr_schedule": "constant"}, "--lr-schedule constant ends nowhere"),
+        (
+            {"lr_final_pct": 0.1, "lr_schedule": "constant"},
+            "got --lr-schedule constant; give --lr-schedule warmup_cooldown, linear,",
+        ),
         ({"lr_schedule": "polynomial"}, "--lr-schedule must be one of warmup_cooldown, linear"),
         ({"adam_beta2": 1.0}, "--adam-beta2 must be below 1, got 1.0"),
         ({"steps": 3, "epochs": 1.0}, "give one"),
-        ({"dataset": "x.json"}, "reads no data"),
+        ({"dataset": "x.json"}, "--dataset x.json names records, but random tokens need no data"),
         ({"data_source": "json_sft"}, "needs --dataset"),
         ({"max_seq_len": 2048, "max_global_batch_tokens": 1024}, "2048 tokens exceeds --max-global-batch-tokens 1024"),
         ({"dtype": "float16"}, "--dtype must be one of bfloat16, float32, float64"),
@@ -108,6 +111,56 @@ def test_bad_yaml(text, message):
 def test_refused_options_name_flag_and_value(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**{**SYNTHETIC, **changes})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lora-rank 16 --lora-alpha 16", "--lora-rank 16 is for adapters, got --mode full; give --mode lora, or"),
+        ("--lora-targets all-linear", "--lora-targets all-linear is for adapters"),
+        ("--lora-dropout 0", "--lora-dropout 0.0 is for adapters"),
+        ("--mode full --adapter some/folder", "--adapter some/folder is for adapters, got --mode full"),
+        ("--optimizer lion --adam-beta1 0.9", "--adam-beta1 0.9 is a constant of AdamW, .* got --optimizer lion"),
+        ("--lr-schedule cosine --lr-cooldown-start-pct 0.8", "--lr-cooldown-start-pct 0.8 .* got --lr-schedule cosine"),
+        ("--lr-schedule constant --lr-warmup-pct 0.1", "--lr-warmup-pct 0.1 is about the warm-up, got --lr-schedule"),
+        ("--lr-warmup-steps 3 --lr-warmup-pct 0.1", "--lr-warmup-pct 0.1 and --lr-warmup-steps 3 both .*; give one"),
+        ("--train-on assistant", "--train-on assistant is about records, got --data-source synthetic"),
+        ("--truncate-long", "--truncate-long is about records"),
+        ("--save-total-limit 2", "--save-total-limit 2 is about checkpoints; give --save-steps or --save too"),
+        ("--eval-steps 5", "--eval-steps 5 needs data to evaluate on; give --val-dataset or --val-fraction too"),
+        ("--weight-decay-groups embed=0", "--weight-decay-groups embed=0 is a factor .*; give --weight-decay too"),
+        ("--dtype float64 --optimizer-state-dtype bfloat16", "--optimizer-state-dtype bfloat16 .* got --dtype float64"),
+        ("--overwrite --resume auto", "--overwrite and --resume auto contradict each other"),
+        ("--trace --dry-run", "--trace and --dry-run contradict each other"),
+    ],
+)
+def test_an_option_without_what_it_hangs_on_is_refused_also_at_its_usual_value(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config("train", flags.split(), SYNTHETIC)
+
+
+def test_options_whose_needs_are_met_and_those_that_are_absent():
+    flags = "--mode lora --lora-rank 16 --save --save-total-limit 0 --lr-schedule wsd --lr-warmup-steps 0"
+    config = parse_config("train", flags.split(), SYNTHETIC)
+    assert (config.lora_setup.rank, config.lora_setup.alpha, config.most_checkpoints) == (16, 16.0, None)
+    assert TrainConfig.from_yaml(config.to_yaml()) == config
+    assert TrainConfig(**SYNTHETIC, use_dora=False, lora_rank=None, truncate_long=False).mode == "full"
+    assert TrainConfig(**SYNTHETIC).most_checkpoints == 2
+
+
+def test_what_was_given_is_known_of_every_option_that_always_hangs_on_another():
+    hanging = [option for option in options_of(TrainConfig).values() if any(not need.of for need in option.needs)]
+    assert len(hanging) > 20
+    assert all(option.default is None or option.default is False or option.default == () for option in hanging)
+    others = {name for option in options_of(TrainConfig).values() for need in option.needs for name in need.others}
+    assert others <= set(options_of(TrainConfig))
+
+
+def test_options_of_adapters_in_a_file_mean_adapters():
+    text = "model: preset:demo\ndata_source: synthetic\nlora_rank: 16\n"
+    assert TrainConfig.from_yaml(text).mode == "lora"
+    with pytest.raises(ValueError, match="--lora-rank 16 is for adapters, got --mode full"):
+        TrainConfig.from_yaml(f"{text}mode: full\n")
 
 
 def test_dry_run_needs_no_data():

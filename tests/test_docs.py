@@ -16,7 +16,7 @@ LONGEST_LINE = 120
 FOLDERS = ("", "flexengine", "bench/results")
 """Where a path in a page may begin, beside the page's own folder."""
 OF_TORCHRUN = {
-    *("--nproc-per-node", "--max-restarts", "--shutdown-timeout", "--signals-to-handle"),
+    *("--nproc-per-node", "--max-restarts", "--shutdown-timeout", "--signals-to-handle", "--standalone"),
     *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend"),
     *("--rdzv-id", "--rdzv-endpoint"),
 }

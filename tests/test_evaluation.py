@@ -51,12 +51,12 @@ def test_loss_and_perplexity_equal_transformers(tmp_path):
 class ScriptedEngine:
     """Trains nothing; its validation losses are given."""
 
-    profile = None
+    profile, step_count = None, 0
 
     def __init__(self, losses):
         self.losses, self.evaluated, self.saved, self.max_grad_norm = list(losses), [], [], 1.0
         self.plan = SimpleNamespace(predicted=Prediction(step_s=0.1), updates_on_cpu=False, to_json=lambda: "{}")
-        self.matmul_flops_per_s, self.team = 1e12, None
+        self.matmul_flops_per_s, self.team, self.made_from = 1e12, None, {}
 
     def describe(self):
         return "plan"
@@ -261,7 +261,10 @@ def test_a_single_text_is_held_out_at_its_end():
         ({"early_stopping_patience": 5}, "--early-stopping-patience 5 needs data to evaluate on"),
         ({"val_fraction": 1.0}, "--val-fraction is at most 0.9, got 1.0"),
         ({"report_to": "mlflow"}, "--report-to mlflow is not known; choose wandb, tensorboard, trackio"),
-        ({"val_fraction": 0.1, "data_source": "synthetic", "dataset": ()}, "has nothing to evaluate on"),
+        (
+            {"val_fraction": 0.1, "data_source": "synthetic", "dataset": ()},
+            "--val-fraction 0.1 is about records",
+        ),
     ],
 )
 def test_options_that_contradict_each_other(options, message):

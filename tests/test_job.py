@@ -15,6 +15,7 @@ from flexengine.config import TrainConfig
 from flexengine.flags import add_flag, from_flags
 from flexengine.job import Job, OptimizerName
 from flexengine.keywords import takes
+from flexengine.lora import LoRA
 from flexengine.models.group_factors import group_factors
 from flexengine.optim import SGD, Lion, Optimizer
 from flexengine.options import Option, options_of
@@ -36,7 +37,8 @@ class JobWithRank(Job):
 def test_every_field_of_a_job_is_an_option():
     assert set(options_of(Job)) == {field.name for field in fields(Job)}
     for name, option in options_of(Job).items():
-        assert (option.name, option.default) == (name, getattr(Job(), name))
+        settled = {"mode": "full"}.get(name, option.default)
+        assert (option.name, settled) == (name, getattr(Job(), name))
         assert option.help
 
 
@@ -73,6 +75,31 @@ def test_python_takes_an_optimizers_settings_or_its_name(optimizer):
     assert job.numerics.optimizer == "lion"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"lora_rank": 16}, {"lora_targets": "all-linear"}, {"lora_init": "default"}, {"lora": LoRA(rank=16)}],
+    ids=str,
+)
+def test_in_python_options_of_adapters_mean_adapters(options):
+    planned = prepare("preset:demo", **options, **SMALL)
+    assert planned.job.lora_setup == LoRA()
+    assert any(group.name.startswith("adapter") for group in planned.source.spec.groups)
+    assert PrepareArguments("preset:demo", use_dora=False).mode == "full"
+    with pytest.raises(ValueError, match=r"mode='full' contradicts lora=|is for adapters, got mode=full"):
+        prepare("preset:demo", mode="full", **options, **SMALL)
+
+
+def test_adapters_as_a_value_and_as_an_option_must_agree():
+    with pytest.raises(ValueError, match="lora_rank=8 contradicts lora=, which says 16; give one of them"):
+        prepare("preset:demo", lora=LoRA(rank=16), lora_rank=8, **SMALL)
+
+
+@pytest.mark.parametrize("transport", ["relay", "split", "stages"])
+def test_a_transport_needs_several_gpus(transport):
+    with pytest.raises(ValueError, match=f"transport={transport} is about several GPUs, and there is one"):
+        prepare("preset:demo", transport=transport, **SMALL)
+
+
 def test_an_engine_gets_the_optimizer_that_it_was_planned_for():
     planned = prepare("preset:demo", optimizer="lion", **SMALL)
     with pytest.raises(ValueError, match=r"plan was made for optimizer='lion'.*give prepare optimizer='sgd'"):
@@ -82,7 +109,7 @@ def test_an_engine_gets_the_optimizer_that_it_was_planned_for():
 def test_states_in_8_bits_are_for_adamw():
     assert Job(optimizer_state_dtype="int8").numerics.state == "int8"
     with pytest.raises(
-        ValueError, match="optimizer_state_dtype=int8 is for adamw and muon, got optimizer=sgd; give bfloat16"
+        ValueError, match="optimizer_state_dtype=int8 is for adamw and muon, got optimizer=sgd; give optimizer=adamw"
     ):
         Job(optimizer="sgd", optimizer_state_dtype="int8")
 

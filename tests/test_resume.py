@@ -4,14 +4,20 @@ import json
 import os
 import signal
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from flexengine import cli, run_saver, trainer
 from flexengine.checkpoint import state_writer
-from flexengine.checkpoint.manifest import verify_manifest
+from flexengine.checkpoint.atomic import sha256_of
+from flexengine.checkpoint.manifest import FileRecord, read_manifest, verify_manifest, write_manifest
 from flexengine.checkpoint.run_checkpoints import checkpoint_folder, checkpoints_of, whole_checkpoints
+from flexengine.checkpoint.safetensors_format import CheckpointError
+from flexengine.checkpoint.state_files import STATE_FILE, read_description
 from flexengine.hardware.presets import preset
+from flexengine.run_state import RunState
+from flexengine.runtime.engine import Engine
 from tests.failures.provoke import arguments, fingerprint, half_written, write_model
 
 STEPS = 7
@@ -40,7 +46,7 @@ def run(model, tmp_path, monkeypatch):
 def stopped(monkeypatch, run):
     """Runs `train`, which receives signals in a step; returns the exit status."""
 
-    def stopped(step, *numbers, **options):
+    def stopped(step, *numbers, folder="run", **options):
         take_step = trainer.take_step
 
         def taken(engine, batch, number, *more):
@@ -51,7 +57,7 @@ def stopped(monkeypatch, run):
 
         with monkeypatch.context() as patched:
             patched.setattr(trainer, "take_step", taken)
-            return run(**options)
+            return run(folder, **options)
 
     return stopped
 
@@ -128,6 +134,78 @@ def test_a_second_ctrl_c_stops_at_once(stopped):
     assert not half_written(Path("run"))
 
 
+def test_a_second_signal_stops_at_once_but_its_echo_does_not(run, stopped, monkeypatch, request):
+    """A shell and a terminal send a SIGHUP each; what comes later means that the run is to end now."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started this process
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
+    assert stopped(4, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, save_steps=3) == run_saver.STOPPED
+    assert [found.step for found in whole_checkpoints(Path("run"))] == [4, 3]
+    assert run(resume="auto", save_steps=3) == 0
+    monkeypatch.setattr("flexengine.stop_signals.ONE_REQUEST_S", -1.0)
+    assert stopped(4, signal.SIGTERM, signal.SIGTERM, folder="other", save_steps=3) == 128 + signal.SIGTERM
+    assert [line["step"] for line in logged("other")] == [1, 2, 3]
+
+
+def test_sigterm_after_its_announcement_is_the_first_signal(stopped, monkeypatch):
+    monkeypatch.setattr("flexengine.stop_signals.ONE_REQUEST_S", -1.0)
+    assert stopped(4, signal.SIGUSR1, signal.SIGTERM) == run_saver.STOPPED
+    assert [found.step for found in whole_checkpoints(Path("run"))] == [4]
+
+
+def test_a_run_under_nohup_outlives_its_terminal(stopped, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stopped(4, signal.SIGHUP) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "last"),
+    [
+        ("flexengine.trainer.take_step", {}, 3),
+        ("flexengine.health.RunHealth.after_step", {}, 4),
+        ("flexengine.run_saver.RunSaver.after_step", {"save": False, "save_steps": 3}, 4),
+        ("flexengine.trainer.export", {}, 7),
+    ],
+)
+def test_an_error_saves_the_last_step_first(run, whole, monkeypatch, capsys, place, options, last):
+    """Raised in step 4, before its update or after it, or at the end; the run goes on with the bits that it had."""
+    with monkeypatch.context() as patched:
+        calls, wrapped = [], resolve_name(place)
+
+        def fails(*args, **keywords):
+            calls.append(1)
+            if len(calls) == (4 if last < 7 else 1):
+                raise RuntimeError("a bug")
+            return wrapped(*args, **keywords)
+
+        patched.setattr(place, fails)
+        with pytest.raises(RuntimeError, match="a bug"):
+            run(**options)
+    assert whole_checkpoints(Path("run"))[0].step == last
+    assert f"checkpoints/step-{last}; run the same command with --resume auto" in capsys.readouterr().err
+    assert run(resume="auto") == 0
+    assert (logged("run"), weights_of("run/final")) == whole
+
+
+def test_an_engine_that_broke_in_an_update_saves_nothing(run, monkeypatch):
+    """The weights are those of no step, so the checkpoint before stays the last one."""
+
+    def breaks(engine, *args, **keywords):
+        if engine.step_count == 3:
+            engine.state.unusable = "broken"
+            raise RuntimeError("in an update")
+        return train_step(engine, *args, **keywords)
+
+    train_step = Engine.train_step
+    monkeypatch.setattr(Engine, "train_step", breaks)
+    with pytest.raises(RuntimeError, match="in an update"):
+        run(save_steps=2)
+    assert [found.step for found in whole_checkpoints(Path("run"))] == [2]
+    assert not half_written(Path("run"))
+
+
 def test_checkpoints_are_not_overwritten_silently(run, stopped, capsys):
     stopped(2, signal.SIGTERM)
     assert run() == 2
@@ -156,6 +234,111 @@ def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+
+
+def rewritten(folder, change, sealed):
+    """Change checkpoint.json; sealed: the manifest is made to fit, as by somebody who writes checkpoints himself."""
+    path = folder / STATE_FILE
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found, indent=1))
+    if sealed:
+        files = {name: FileRecord(*one.values()) for name, one in read_manifest(folder)["files"].items()}
+        files[STATE_FILE] = FileRecord(path.stat().st_size, sha256_of(path))
+        write_manifest(folder, files, {"source": "checkpoint"})
+
+
+def put(value, *keys):
+    """A change of one value deep in a description."""
+
+    def change(found):
+        for key in keys[:-1]:
+            found = found[key]
+        found[keys[-1]] = value
+
+    return change
+
+
+CHANGES = {
+    "updates of the engine": put(3, "engine", "step_count"),
+    "sum of the losses": put(1.5, "run", "loss_sum"),
+    "bad steps": put([9], "run", "health", "bad_steps"),
+    "options": put({}, "run", "options"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_description_that_changed_is_not_used(run, stopped, whole, capsys, change):
+    """Valid values, of the same size or another: without a checksum the run would go on as another one."""
+    stopped(4, signal.SIGTERM, save_steps=2)
+    folder = checkpoint_folder(Path("run"), 4)
+    rewritten(folder, change, sealed=False)
+    assert run("other", resume=str(folder)) == 2
+    assert "checkpoint.json" in capsys.readouterr().err
+    assert not Path("other").exists()
+    assert run(resume="auto", save_steps=2) == 0
+    assert "passed over" in capsys.readouterr().err
+    assert (logged("run"), weights_of("run/final")) == whole
+
+
+CANNOT_BE = {
+    "another step than the data": (put(5, "run", "step"), "batch 4 of the data, where step 5 of this data"),
+    "more updates than steps": (put(9, "engine", "step_count"), "step is 4, but its engine has made 9 updates"),
+    "a place elsewhere in the data": (put(1, "run", "data", "position"), "stands at epoch 0, batch 1 of the data"),
+    "beyond the end": (put(3, "run", "num_steps"), "step is 4 of 3"),
+    "losses that are no number": (put(float("nan"), "run", "loss_sum"), "loss_sum is nan, expected a finite number"),
+    "a count that is a text": (put("4", "run", "health", "in_a_row"), "in_a_row is '4', expected a whole number"),
+    "a chunk of nothing": (put(0, "engine", "chunk_tokens"), "chunk_tokens is 0, expected a whole number from 1"),
+    "an optimizer without a name": (put({}, "engine", "optimizer"), "name is missing, expected a text"),
+    "another format": (put(7, "format_version"), "has format 7"),
+}
+
+
+def test_a_description_that_cannot_be_is_refused(run, stopped, capsys):
+    """Also where checksums fit: each field is of its type, and those that tell the same agree."""
+    stopped(4, signal.SIGTERM)
+    folder = checkpoint_folder(Path("run"), 4)
+    saved = {path: path.read_bytes() for path in folder.glob("*.json")}
+    for name, (change, says) in CANNOT_BE.items():
+        rewritten(folder, change, sealed=True)
+        assert run("other", resume=str(folder)) == 2, name
+        assert says in capsys.readouterr().err
+        for path, data in saved.items():
+            path.write_bytes(data)
+
+
+def test_every_field_of_a_state_is_asked_for(run, stopped):
+    """None may be missing or of another type, and none ends in another error than CheckpointError."""
+    stopped(2, signal.SIGTERM)
+    found = json.loads((checkpoint_folder(Path("run"), 2) / STATE_FILE).read_text())["run"]
+    assert RunState.from_json(found, "x").to_json() == found
+    for name in found.keys() - {"logs", "health"}:
+        for value in (None, [], "", -1, True, {"a": 1}):
+            if (name, value) not in (("options", {"a": 1}), ("loss_sum", -1)):
+                with pytest.raises(CheckpointError, match=name):
+                    RunState.from_json({**found, name: value}, "x")
+
+
+def test_a_log_that_changed_is_said(run, stopped, whole, capsys):
+    """Nothing is computed from it; a digit, a line and a byte that is no text are noticed all the same."""
+    stopped(5, signal.SIGTERM)
+    log = Path("run/train_log.jsonl")
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([lines[0], b"\xff" + lines[1], *lines[2:]]))
+    assert run(resume="auto") == 0
+    assert "train_log.jsonl is not what the run had written up to step 5" in capsys.readouterr().err
+    assert [line["step"] for line in logged("run")] == [1, 3, 4, 5, 6, 7]
+    assert weights_of("run/final") == whole[1]
+
+
+def test_a_checkpoint_without_a_manifest_is_refused(run, stopped, capsys):
+    stopped(3, signal.SIGTERM)
+    folder = checkpoint_folder(Path("run"), 3)
+    (folder / "flexengine_manifest.json").unlink()
+    assert run("other", resume=str(folder)) == 2
+    assert "holds no whole checkpoint (no flexengine_manifest.json" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="so its files cannot be checked"):
+        read_description(folder)
 
 
 def test_gone_back_on_in_another_folder(run, stopped, whole):

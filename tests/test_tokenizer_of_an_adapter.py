@@ -8,6 +8,7 @@ import pytest
 
 from flexengine import cli
 from flexengine.checkpoint.adapter_config import tokenizer_of
+from flexengine.checkpoint.manifest import FOLDER_MANIFEST
 from flexengine.checkpoint.writer import support_files
 from flexengine.data.model_folder import find_templates, read_config
 from flexengine.hardware.presets import preset
@@ -56,7 +57,8 @@ def run(**options):
 def test_all_that_follows_an_adapter_uses_its_template(folders, where, capsys):
     adapter = folders
     assert template_of(adapter) == template_of(Path("model"))  # what the model beneath has
-    (adapter / "chat_template.jinja").unlink()
+    for name in ("chat_template.jinja", FOLDER_MANIFEST):
+        (adapter / name).unlink()
     add_tokenizer(adapter, **where)
     capsys.readouterr()
     final = run(output_dir="second", adapter=adapter)

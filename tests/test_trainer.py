@@ -19,7 +19,8 @@ from flexengine.config import TrainConfig
 from flexengine.data.batches import num_targets
 from flexengine.health import NotFinite
 from flexengine.metrics import StepMetrics
-from flexengine.models.registry import ASSETS
+from flexengine.models.registry import ASSETS, open_model
+from flexengine.options import options_of
 from flexengine.plan import Plan, PlanError, PlanReason, Prediction
 from flexengine.runtime.not_finite import NotFiniteError
 
@@ -52,6 +53,7 @@ class FakeEngine:
     loss: float = 4.0
     max_grad_norm: float = 1.0
     interrupt_at: int = 0
+    step_count: int = 0
     skip_at: int = 0
     nan_at: tuple[int, ...] = ()
     measured_step: int = 0
@@ -64,6 +66,7 @@ class FakeEngine:
     matmul_flops_per_s: float = 1e12
     max_grad_norm: float | None = 1.0
     bad_weight: str = ""
+    made_from: dict = field(default_factory=dict)
 
     def describe(self):
         return "plan: everything streams"
@@ -201,6 +204,39 @@ def test_data_sets_are_mixed_by_weight_and_shown(engine, tmp_path, capsys):
     assert "weight 3" in out
     assert "<|assistant|>a<|end|><|user|>Sure?<|end|><|assistant|>[[Yes.<|end|>]]" in out
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_bad_records_that_are_skipped_are_told_and_recorded(engine, tmp_path, capsys):
+    good = json.dumps({"question": "a", "answer": "b"})
+    for name, lines in (("a", [good, "{}", good, "{", good]), ("b", ["3", good])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    options = {"data_source": "json_sft", "dataset": str(tmp_path / "a.jsonl"), "max_seq_len": 32, "save": True}
+    options |= {"data_cache": str(tmp_path / "cache")}
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the record is empty\n.*--bad-records skip counts them"):
+        trainer.train(config_in(tmp_path, **options))
+    assert not (tmp_path / "run").exists()
+    config = config_in(tmp_path, **options, bad_records="skip")
+    assert trainer.train(config) == 0
+    out = capsys.readouterr().out
+    assert "a.jsonl: 3 of 5 records" in out
+    assert "; 2 bad records left out (--bad-records skip)" in out
+    for said in ("line 2: the record is empty", "line 4: not valid JSON"):
+        assert f"\n    {tmp_path}/a.jsonl, {said}" in out
+    (told,) = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert (told["kept"], told["records"], told["bad_records"]) == (3, 5, 2)
+    assert told["first_bad_records"][0] == f"{tmp_path}/a.jsonl, line 2: the record is empty"
+    lines = [line.replace(f"{tmp_path}/", "") for line in told["first_bad_records"]]
+    named = {**told, "place": "a.jsonl", "first_bad_records": lines}
+    assert json.loads((tmp_path / "run" / "final" / RUN_FILE).read_text())["data"] == [named]
+    config = replace(config, val_dataset=str(tmp_path / "b.jsonl"))
+    cached, anew = (
+        training_data.open_data(replace(config, data_cache=str(tmp_path / cache)), open_model("preset:demo"))
+        for cache in ("cache", "another")
+    )
+    assert cached.batches.fingerprint() == anew.batches.fingerprint()  # so that it can be resumed
+    assert cached.description == anew.description
+    assert f"1 bad records left out (--bad-records skip)\n    {tmp_path}/b.jsonl, line 1: a record" in anew.description
+    assert [part["bad_records"] for part in anew.records] == [2, 1]
 
 
 def test_a_template_that_was_made_up_is_exported(engine, tmp_path, monkeypatch):
@@ -354,7 +390,28 @@ def test_final_tells_which_run_made_it(engine, tmp_path):
     assert trainer.train(config) == 0
     record = json.loads((tmp_path / "run" / "final" / RUN_FILE).read_text())
     assert record["steps"] == 4
-    assert TrainConfig(**record["config"]) == config
+    same = {name: getattr(config, name) for name in (*run_folder.NAMED_PLACES, *run_folder.LOCAL_PLACES)}
+    assert TrainConfig(**{**record["config"], **same}) == config
+
+
+def test_final_tells_no_local_place(tmp_path):
+    """Every option that takes text, given a path: none of its folders is in the record."""
+    texts = {name: o for name, o in options_of(TrainConfig).items() if o.value_type is str and not o.choices}
+    lists = {name for name, option in options_of(TrainConfig).items() if option.is_list}
+    free = {"device", "lora_init"} | {"sample_prompts", "report_to", "lr_groups", "weight_decay_groups"}
+    free |= {"freeze", "lora_targets", "modules_to_save"}  # names of parts of a model, questions, trackers
+    free |= {"add_tokens", "template_date"}
+    places = (texts.keys() | lists | {"trace"}) - free
+    assert {"model", "dataset", "val_dataset", "adapter", "plan_json", "data_cache", "output_dir"} <= places
+    values = {name: f"/home/ann/secret/{name}" for name in places - {"resume"}}
+    lists_of = {name: (f"/home/ann/secret/{name}.jsonl:train=2", "org/name:main") for name in places & lists}
+    config = TrainConfig(**{**values, **lists_of}, eval_steps=2, mode="lora", resume="/home/ann/secret/run")
+    text = run_folder.run_record(config, 3)
+    assert "secret" not in text
+    assert "ann" not in text
+    record = json.loads(text)["config"]
+    assert (record["model"], record["adapter"]) == ("model", "adapter")
+    assert record["dataset"] == ["dataset.jsonl:train=2", "org/name:main"]
 
 
 def test_a_folder_that_another_run_uses_is_refused(engine, tmp_path):
@@ -447,7 +504,7 @@ def test_options_of_a_job_are_those_of_the_contract(tmp_path):
         " optimizer optimizer_state_dtype matmul_dtype keep_dtype freeze max_grad_norm seed chunk_tokens round_tokens"
         " recompute deterministic init mode lora_rank lora_alpha lora_targets lora_dropout use_rslora use_dora"
         " lora_init modules_to_save adapter base_dtype lr_groups weight_decay_groups round_multiple transport"
-        " cuda_graphs"
+        " cuda_graphs add_tokens resize_embeddings"
     )
     assert sorted(asdict(config.as_job())) == sorted(contract.split())
     assert config.as_job().max_gpu_mem_gib == 2.0

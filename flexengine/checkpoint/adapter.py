@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,24 +15,37 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flexengine.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGE_FIRST
+from flexengine.checkpoint.adapter_config import ADAPTER_WEIGHTS, MERGE_FIRST
+from flexengine.checkpoint.atomic import sha256_of
+from flexengine.checkpoint.layout import ADAPTER_CONFIG, RUN_FILE
+from flexengine.checkpoint.manifest import FOLDER_MANIFEST, FileRecord, check_files, manifest_text
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.staged_folder import staged_folder
 
 
 def save_adapter(
-    folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], beside: Mapping[str, Path | str]
+    folder: Path | str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    beside: Mapping[str, Path | str],
+    made_by: Mapping[str, Any],
 ) -> None:
-    """Write an adapter folder, all files of it at once or none. beside: further files by name: one to copy, or a text.
+    """Write an adapter folder with its manifest, all files of it at once or none.
 
+    beside: further files by name: one to copy, or a text. made_by: what the manifest says beside the files.
     Raises: OSError; nothing is left behind then.
     """
     with staged_folder(Path(folder)) as staged:
-        save_file(dict(tensors), staged.stage(ADAPTER_WEIGHTS), metadata={"format": "pt"})
+        staged.drop({RUN_FILE})  # that of an earlier run
+        weights = staged.stage(ADAPTER_WEIGHTS)
+        save_file(dict(tensors), weights, metadata={"format": "pt"})
+        records = {ADAPTER_WEIGHTS: FileRecord(weights.stat().st_size, sha256_of(weights))}
         texts: dict[str, Path | str] = {ADAPTER_CONFIG: json.dumps(dict(config), indent=2) + "\n", **beside}
         for name, contents in texts.items():
             data = contents.read_bytes() if isinstance(contents, Path) else contents.encode()
             staged.stage(name).write_bytes(data)
+            records[name] = FileRecord(len(data), hashlib.sha256(data).hexdigest())
+        staged.stage(FOLDER_MANIFEST).write_text(manifest_text(records, made_by), encoding="utf-8")
 
 
 _MODULES = (
@@ -52,11 +67,13 @@ def adapter_tensors(
     """Read the tensors of an adapter folder one by one.
 
     shapes: the tensors that it must hold, by name. beside: others that it may hold, of the embedding and the head.
-    Raises: CheckpointError where it lacks one, has others, or one in another shape.
+    Raises: CheckpointError where it lacks one, has others, or one in another shape; ManifestError where the file is not
+    what the manifest of the folder says.
     """
     path = Path(folder) / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{folder}: there is no {ADAPTER_WEIGHTS}{_found_instead(path)}")
+    check_files(Path(folder), [ADAPTER_WEIGHTS], threading.Event())
     try:
         with safe_open(path, framework="pt") as file:
             held = _held(file.keys(), {**beside, **shapes})

@@ -11,11 +11,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from flexengine.checkpoint.layout import TOKENIZERS
+from safetensors import SafetensorError, safe_open
+
+from flexengine.checkpoint.layout import ADAPTER_CONFIG, TOKENIZERS
+from flexengine.checkpoint.manifest import check_acted_on
 from flexengine.lora import ALL_LINEAR, PISSA, LoRA, Targets
 from flexengine.wording import parse_json, shown
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MERGE_FIRST = "merge this adapter into its model with PEFT (merge_and_unload), and start from the merged model"
 GATE_UP = "experts.gate_up_proj"
@@ -37,11 +39,13 @@ alone. Any other field that is set may change what an adapter computes, also one
 def read_lora(folder: Path | str) -> LoRA:
     """Read which adapters a folder holds.
 
-    Raises: ValueError where there is no adapter_config.json, or one that asks for what is not built here.
+    Raises: ValueError where there is no adapter_config.json, one that asks for what is not built here, or one that is
+    not what the manifest of the folder says.
     """
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file():
         raise ValueError(f"{folder}: there is no {ADAPTER_CONFIG}; give the folder of an adapter as PEFT writes it")
+    check_acted_on(Path(folder))
     config = parse_json(path.read_bytes(), path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         config = config if isinstance(config, dict) else {}
@@ -64,6 +68,23 @@ def read_lora(folder: Path | str) -> LoRA:
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def embedding_rows(folder: Path | str, embedding: str) -> int:
+    """Count the rows of the embedding that stands beside the adapters of a folder; 0 where none does.
+
+    embedding: the name of the model's own. PEFT saves it where tokens were added, or where it is trained as well.
+    """
+    path = Path(folder) / ADAPTER_WEIGHTS
+    if not path.is_file():
+        return 0
+    try:
+        with safe_open(path, framework="np") as file:
+            ends = ".".join(embedding.split(".")[-2:])
+            found = next((name for name in file.keys() if name.endswith(f".{ends}")), None)  # noqa: SIM118 - no mapping
+            return 0 if found is None else file.get_slice(found).get_shape()[0]
+    except (SafetensorError, OSError):  # told when the adapter is read
+        return 0
 
 
 def tokenizer_of(folder: Path | str) -> Path | None:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from flexengine.checkpoint.bounded_process import report_alive
+
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 HASH_BLOCK_BYTES = 1 << 20  # large enough that SHA-256, not the system call, sets the rate
 STALE_AFTER_S = 24 * 3600.0  # a temporary file that nobody wrote to for so long has lost its writer
@@ -29,6 +31,11 @@ def temporary_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.{secrets.token_hex(8)}.flexengine.tmp")
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a file is one that is being written, or was when its writer was killed."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
 def remove_stale(folder: Path) -> None:
     """Remove the temporary files in `folder` whose writers were killed: those of `temporary_name` older than a day.
 
@@ -38,7 +45,7 @@ def remove_stale(folder: Path) -> None:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):  # removed by somebody else meanwhile, or not ours to remove
-                if _TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                if is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
                     age_s = time.time() - entry.stat(follow_symlinks=False).st_mtime
                     if age_s > STALE_AFTER_S:
                         os.unlink(entry.path)
@@ -125,6 +132,7 @@ def sha256_unless(path: Path, stop: threading.Event) -> str | None:
             if stop.is_set():
                 return None
             digest.update(block)
+            report_alive(str(path))
     return digest.hexdigest()
 
 

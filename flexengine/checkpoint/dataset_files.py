@@ -8,6 +8,7 @@ words in folder names, then in file names, else everything is the train split.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import yaml
 
 from flexengine.checkpoint.manifest import DownloadError
 
+README = "README.md"
 FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -55,8 +57,7 @@ def select_data_files(paths: list[str], readme: str | None, split: str, config: 
     """
     configs = _configs(readme)
     if configs:
-        chosen = _choose_config(configs, config)
-        by_split = _splits_of_config(chosen, paths, split)
+        by_split = _splits_of_config(_choose_config(configs, config), paths, split)
     else:
         by_split = _splits_by_name(_under_config(paths, config), split)
     canonical = next((name for name, words in SPLIT_WORDS.items() if split in words), split)
@@ -72,6 +73,39 @@ def select_data_files(paths: list[str], readme: str | None, split: str, config: 
         )
     kind = kinds.most_common(1)[0][0]
     return sorted(path for path in files if format_of(path) == kind)
+
+
+def left_aside(paths: list[str], readme: str | None, split: str, config: str | None, chosen: list[str]) -> list[str]:
+    """Data files that no request reads: those in no split of any configuration, or beside `chosen` in another format.
+
+    chosen: what `select_data_files` gave for the same repository.
+    """
+    configs = _configs(readme)
+    within = paths if configs else _under_config(paths, config)
+    splits: list[list[str]] = [] if configs else list(_splits_by_name(within, split).values())
+    for item in configs:
+        with contextlib.suppress(DownloadError):  # of a configuration that was not asked for
+            splits += _splits_of_config(item, paths, split).values()
+    taken = {path for files in splits for path in (chosen if chosen[0] in files else files)}
+    return [path for path in within if _holds_data(path) and path not in taken]
+
+
+def _holds_data(path: str) -> bool:
+    """Whether a file has data, also in a form that is not read (train.jsonl.zst, train.jsonl.bak)."""
+    return format_of(path) is not None or format_of(str(PurePosixPath(path).with_suffix(""))) is not None
+
+
+def check_card(readme: str) -> None:
+    """Raise DownloadError where README.md has `configs` that cannot be parsed: all of them would be read as one."""
+    match = FRONT_MATTER.match(readme)
+    try:
+        yaml.safe_load(match.group(1)) if match else None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if match and re.search(r"^configs\s*:", match.group(1), re.MULTILINE):
+            found = " ".join(str(error).split())[:200]
+            raise DownloadError(
+                f"README.md names configurations in a header that is no YAML ({found}); correct it, or remove it."
+            ) from None
 
 
 def _configs(readme: str | None) -> list[dict[str, Any]]:

@@ -17,11 +17,13 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from flexengine.checkpoint.atomic import atomic_file
+from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.dataset_files import format_of
 from flexengine.checkpoint.manifest import DownloadError, FileRecord
 from flexengine.wording import parse_json, shown
@@ -30,6 +32,8 @@ PARQUET_BATCH_ROWS = 1024  # bounds memory to a batch of rows instead of a row g
 MAX_ROW_BYTES = 2**26  # one row in memory is several times its bytes; the longest sequence is a quarter of this
 READ_BYTES = 2**20
 LONGEST_WORD = 16  # of JSON's names and escapes, which the end of a buffer may cut
+ARCHIVES = frozenset({".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".tgz", ".7z"})
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 TURN_KEYS = ({"role", "content"}, {"from", "value"})  # of a turn in the formats of chats that are in use
 
 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a text field may be as long as a book; the default is 128 KiB
@@ -47,6 +51,7 @@ def write_json_lines(files: list[Path], target: Path) -> tuple[FileRecord, int]:
     with atomic_file(target) as out:
         for path in files:
             for row_number, row in enumerate(_rows_to_write(path), start=1):
+                report_alive(path.name)
                 line = _encode(row, f"{path.name}, row {row_number}")
                 out.write(line)
                 digest.update(line)
@@ -81,6 +86,8 @@ def _express(value: Any) -> str:
 def _rows_to_write(path: Path) -> Iterator[Any]:
     try:
         for row, _ in read_rows(path):
+            if isinstance(row, ValueError):
+                raise row
             yield row
     except ValueError as error:
         raise DownloadError(str(error)) from error
@@ -90,9 +97,12 @@ def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
     """Rows of a file with the place of each ("FILE, line 3"), for messages.
 
     The ending of the name tells CSV, TSV, Parquet and Arrow; all else is JSON, as lines or as one array by its content.
-    Raises: ValueError naming file and place for what cannot be read, or for a row of more than MAX_ROW_BYTES.
+    A row that cannot be read, behind which others can, is given as the ValueError that says so.
+    Raises: ValueError naming file and place for a file that cannot be read (on), or for a row of more than
+    MAX_ROW_BYTES.
     """
     kind = format_of(path.name)
+    _refuse_other_files(path)
     try:
         if kind in ("parquet", "arrow"):
             rows = _parquet_rows(path) if kind == "parquet" else _arrow_rows(path)
@@ -107,6 +117,15 @@ def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
         raise ValueError(f"{path}: damaged gzip data ({error}), and so at its source; tell its authors.") from error
     except UnicodeDecodeError as error:
         raise ValueError(_not_text(str(path), error)) from error
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raises ValueError for a file that only stands for the data, or holds them in a form that is not read."""
+    if path.suffix.lower() in ARCHIVES:
+        raise ValueError(f"{path}: {path.suffix} files are not read; unpack it, or compress the data as .gz")
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path}: is a pointer of Git LFS in place of the data; fetch them with `git lfs pull`")
 
 
 def _open(path: Path) -> BinaryIO:
@@ -128,17 +147,27 @@ def _json_rows(file: BinaryIO, path: Path, lone_object: bool) -> Iterator[tuple[
         if len(text) > 4 * MAX_ROW_BYTES:
             raise ValueError(f"{path}: one JSON object of more than {4 * MAX_ROW_BYTES >> 20} MiB; write JSON lines")
         try:
-            value = parse_json(text, path)
+            value = parse_json(text, path, unique=True)
         except ValueError as error:
-            raise ValueError(f"{error}. It is neither one JSON value nor JSON lines.") from error
+            neither = ". It is neither one JSON value nor JSON lines." if "not valid JSON" in str(error) else ""
+            raise ValueError(f"{error}{neither}") from error
         yield from ((row, f"{path}, record {i}") for i, row in enumerate(_rows_around(value), start=1))
     else:
         for number, line in _lines(file, path):
             where = f"{path}, line {number}"
-            try:
-                yield parse_json(line, where), where
-            except ValueError as error:
-                raise ValueError(f"{error}. The line begins with {line[:80].strip()!r}.") from error
+            yield _row_of_line(line, where), where
+
+
+def _row_of_line(line: bytes, where: str) -> Any:
+    """The row of a line, or the ValueError that says why it has none."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return ValueError(_not_text(where, error))
+    try:
+        return parse_json(text, where, unique=True)
+    except ValueError as error:
+        return ValueError(f"{error}\n  The line begins with {text[:80].strip()!r}.")
 
 
 def _is_lines(file: BinaryIO, path: Path) -> bool:
@@ -151,26 +180,25 @@ def _is_lines(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of lines that are not blank; a byte order mark is dropped. Only "\\n" ends a line."""
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of lines that are not blank; a byte order mark is dropped. Only "\\n" ends a line."""
     for number in itertools.count(1):
         raw = file.readline(MAX_ROW_BYTES + 1)
         if not raw:
             return
-        where = f"{path}, line {number}"
         if len(raw) > MAX_ROW_BYTES:
+            where = f"{path}, line {number}"
             raise ValueError(f"{where}: longer than {MAX_ROW_BYTES >> 20} MiB; split it into several records")
-        try:
-            text = raw.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode("utf-8").strip(" \t\r\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(_not_text(where, error)) from error
-        if text:
-            yield number, text
+        line = raw.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip(b" \t\r\n")
+        if line:
+            yield number, line
 
 
 def _array_rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
     """Values of one JSON array, decoded one at a time from a buffer that holds few of them."""
-    decode, skip_space = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*").match
+    repeated: list[str] = []
+    decode = json.JSONDecoder(object_pairs_hook=lambda pairs: _noting_repeated(pairs, repeated)).raw_decode
+    skip_space = re.compile(r"[ \t\r\n]*").match
     buffer, number = file.read(READ_BYTES), 0
     at = buffer.index("[") + 1
     while True:
@@ -179,11 +207,13 @@ def _array_rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
         try:
             if buffer[at : at + 1] == "]" and not (buffer[at + 1 :] + file.read(READ_BYTES)).strip():
                 return
+            repeated.clear()
             value, end = decode(buffer, at)
             following = skip_space(buffer, end).end()  # pyright: ignore[reportOptionalMemberAccess]
             if buffer[following : following + 1] in (",", "]"):
                 number += 1
-                yield value, f"{path}, record {number}"
+                where = f"{path}, record {number}"
+                yield ValueError(f"{where}: {shown(repeated[0])} is listed twice") if repeated else value, where
                 at = following + (buffer[following] == ",")
                 continue
             more_may_help = following == len(buffer)
@@ -202,6 +232,24 @@ def _array_rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
             raise ValueError(f"{path}, record {number + 1}: longer than {MAX_ROW_BYTES >> 20} MiB; split it")
 
 
+def _noting_repeated(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
+    """The object of a JSON text; a key that it has twice is added to `repeated`."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        repeated.extend(_twice([key for key, _ in pairs]))
+    return value
+
+
+def _twice(names: Sequence[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _check_columns(names: Sequence[str], where: str = "") -> None:
+    """Raises ValueError where two columns have one name: a row would keep the last of them."""
+    if twice := _twice(names):
+        raise ValueError(f"{where}the column {shown(twice[0])} is there twice; rename or remove one")
+
+
 def _rows_around(value: Any) -> list[Any]:
     """The one list of objects in `value`, else `value` as the only row: the turns of a conversation are no rows."""
     if not isinstance(value, dict):
@@ -211,14 +259,21 @@ def _rows_around(value: Any) -> list[Any]:
     return lists[0] if is_rows else [value]
 
 
-def _csv_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[tuple[dict[str, str | None], str]]:
+def _csv_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[tuple[Any, str]]:
     """Rows by the header's names; values stay text, absent trailing fields are null."""
     reader = csv.DictReader(file, delimiter=delimiter, strict=True)
     try:
+        header = reader.fieldnames or []
+        _check_columns(header, f"{path}, line 1: ")
+        other = next((mark for mark in ";\t|," if len(header) == 1 and mark != delimiter and mark in header[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"{path}, line 1: the header is one column, {shown(header[0])}; save the file with {delimiter!r}"
+                f" between its fields instead of {other!r}"
+            )
         for row in reader:
-            if None in row:
-                raise ValueError(f"{path}, line {reader.line_num}: more fields than the header names.")
-            yield row, f"{path}, line {reader.line_num}"
+            where = f"{path}, line {reader.line_num}"
+            yield ValueError(f"{where}: more fields than the header names.") if None in row else row, where
     except csv.Error as error:
         raise ValueError(f"{path}, after line {reader.line_num}: not CSV ({error}).") from error
 
@@ -227,6 +282,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     parquet = import_parquet()
     try:
         with parquet.ParquetFile(path) as file:
+            _check_columns(file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 yield from batch.to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors for damaged files derive from OSError and ValueError
@@ -243,6 +299,7 @@ def _arrow_rows(path: Path) -> Iterator[dict[str, Any]]:
             is_file = file.read(6) == b"ARROW1"
             file.seek(0)
             reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+            _check_columns(reader.schema.names)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             for batch in batches:
                 for start in range(0, batch.num_rows, PARQUET_BATCH_ROWS):

@@ -9,17 +9,28 @@ import argparse
 import fnmatch
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.utils import logging as hub_logging
 
 from flexengine.checkpoint.atomic import format_gib, sha256_of
+from flexengine.checkpoint.bounded_process import BoundedProcess
 from flexengine.checkpoint.dataset_files import format_of, select_data_files
 from flexengine.checkpoint.dataset_rows import import_parquet, write_json_lines
 from flexengine.checkpoint.hub import fetch_files, partial_folder, unverified
 from flexengine.checkpoint.hub_listing import RepoListing, Transfer, list_repo
 from flexengine.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, is_support_file
-from flexengine.checkpoint.manifest import DownloadError, manifest_path, read_manifest, verify_manifest, write_manifest
+from flexengine.checkpoint.manifest import (
+    DownloadError,
+    FileRecord,
+    ManifestError,
+    manifest_path,
+    read_manifest,
+    verify_manifest,
+    write_manifest,
+)
 from flexengine.wording import FlagParser, explain_os_error, parse_json, shown
 
 __all__ = ["DownloadError", "download_dataset", "download_model", "main", "verify_manifest"]
@@ -150,12 +161,13 @@ def download_dataset(
         if README in listing.files:
             fetch_files(listing, [README], folder, partial, transfer)
             readme = (folder / README).read_text(encoding="utf-8", errors="replace")
-        names = select_data_files(sorted(listing.files), readme, split, config)
+        names = _bounded(repo, lambda: select_data_files(sorted(listing.files), readme, split, config))
         if format_of(names[0]) == "parquet":
             import_parquet()  # say what is missing before gigabytes are fetched
         transfer.log(f"data set {repo} at {listing.commit}: split {split}, {len(names)} files")
         records = fetch_files(listing, names, folder, partial, transfer)
-        record, num_rows = write_json_lines([folder / name for name in names], target)
+        written = _bounded(repo, lambda: write_json_lines([folder / name for name in names], target))
+    record, num_rows = FileRecord(*written[0]), written[1]
     sources = {name: {"size": part.num_bytes, "sha256": part.sha256} for name, part in records.items()}
     path = write_manifest(target, {target.name: record}, {**source, "num_rows": num_rows, "source_files": sources})
     shutil.rmtree(folder, ignore_errors=True)
@@ -164,13 +176,29 @@ def download_dataset(
     return path
 
 
+def _bounded(repo: str, call: Callable[[], Any]) -> Any:
+    """Do in a bounded process what reads files that strangers wrote. Raises: DownloadError."""
+
+    def telling() -> Any:
+        try:
+            return call()
+        except DownloadError as error:
+            raise ValueError(error) from None
+
+    try:
+        with BoundedProcess(f"data set {repo}", lambda: {"call": telling}) as process:
+            return process.call("call")
+    except ValueError as error:
+        raise DownloadError(str(error)) from None
+
+
 def _is_complete(target: Path, source: dict[str, str | None]) -> bool:
     """Whether target and its manifest are what this request would write."""
     if not target.is_file() or not manifest_path(target).is_file():
         return False
     try:
         manifest = read_manifest(target)
-    except DownloadError:
+    except ManifestError:
         return False
     same_source = {key: manifest.get(key) for key in source} == source
     return same_source and manifest["files"].get(target.name, {}).get("sha256") == sha256_of(target)
@@ -193,6 +221,11 @@ def _parser() -> argparse.ArgumentParser:
     for command in (model, dataset):
         command.add_argument("repo", metavar="ORG/NAME", help="repository on the hub")
         command.add_argument("--revision", default="main", help="branch, tag or commit hash (default: main)")
+        command.add_argument(
+            "--require-hashes",
+            action="store_true",
+            help="refuse a --revision that is no commit, and files for which the hub states no hash",
+        )
         command.add_argument("--endpoint", help="address of the hub (default: HF_ENDPOINT, else the public hub)")
         command.add_argument("--workers", type=_positive, default=4, help="files fetched at once (default: 4)")
         command.add_argument("--retries", type=int, default=5, help="attempts in a row without progress (default: 5)")
@@ -224,7 +257,7 @@ def _run(arguments: argparse.Namespace) -> None:
         manifest = verify_manifest(arguments.path)
         _log(f"{arguments.path}: {len(manifest['files'])} files as the manifest says")
         return
-    transfer = Transfer(arguments.endpoint, arguments.workers, arguments.retries, _log)
+    transfer = Transfer(arguments.endpoint, arguments.workers, arguments.retries, _log, arguments.require_hashes)
     common = (arguments.repo, arguments.target, arguments.revision)
     if arguments.command == "model":
         download_model(*common, arguments.allow_patterns, transfer)

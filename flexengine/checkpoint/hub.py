@@ -18,11 +18,10 @@ from pathlib import Path, PurePosixPath
 from flexengine.checkpoint.atomic import format_gib
 from flexengine.checkpoint.hub_file import FileFetch, partial_name
 from flexengine.checkpoint.hub_listing import RemoteFile, RepoListing, Transfer
-from flexengine.checkpoint.layout import is_file_name
+from flexengine.checkpoint.layout import PARTIAL_FOLDER, is_file_name
 from flexengine.checkpoint.manifest import DownloadError, FileRecord
 from flexengine.wording import shown
 
-PARTIAL_FOLDER = ".flexengine_partial"
 STALL_S = 300.0  # a download that moves fewer than STALL_BYTES in such a time is given up
 STALL_BYTES = 300_000
 STOP_WAIT_S = 1.0  # for threads to notice that they shall stop; one that waits for a silent server is left behind
@@ -57,11 +56,14 @@ def fetch_files(
 
     Files that are already there and match are kept; unfinished ones in `partial` continue where they stopped.
     Order: each file is renamed into place after its contents were verified and synced.
-    Raises: DownloadError for the first file that fails (others stop and keep what they have); OSError of the disk.
+    Raises: DownloadError for the first file that fails (others stop and keep what they have), and before any is fetched
+    where hashes are required that the hub does not state; OSError of the disk.
     """
     files = [listing.files[path] for path in paths]
     for file in files:
         _check_name(listing.repo, file.path)
+    if transfer.require_hashes:
+        _refuse_unhashed(listing, files)
     _check_disk(files, target, partial)
     fetches = [FileFetch(listing, file, (target, partial), transfer) for file in files]
     records = _run_together(fetches, transfer.num_workers)
@@ -76,6 +78,16 @@ def unverified(listing: RepoListing, paths: Iterable[str]) -> str:
         return ", verified"
     sizes = sum(file.num_bytes is not None for file in unknown)
     return f"; NOT verified: the hub lists no hash of {len(unknown)} of them, and of {sizes} only the size was compared"
+
+
+def _refuse_unhashed(listing: RepoListing, files: list[RemoteFile]) -> None:
+    unknown = [file.path for file in files if not file.has_hash]
+    if unknown:
+        raise DownloadError(
+            f"--require-hashes: the hub lists no hash of {len(unknown)} of {len(files)} files of {listing.repo}, such"
+            f" as {shown(unknown[0])}, so what arrives could not be compared. Check that HF_ENDPOINT is a hub that"
+            " lists them, or leave the flag out."
+        )
 
 
 def _check_name(repo: str, path: str) -> None:

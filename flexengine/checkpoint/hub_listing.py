@@ -52,12 +52,16 @@ class RepoListing(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """How to fetch: endpoint (None: HF_ENDPOINT or the public hub), files at once, attempts without progress, log."""
+    """How to fetch: endpoint (None: HF_ENDPOINT or the public hub), files at once, attempts without progress, log.
+
+    require_hashes: refuse a revision that is no commit, and files for which the hub states no hash.
+    """
 
     endpoint: str | None = None
     num_workers: int = 4
     num_retries: int = 5
     log: Callable[[str], None] = print
+    require_hashes: bool = False
 
     @property
     def endpoint_url(self) -> str:
@@ -75,6 +79,11 @@ def list_repo(repo: str, repo_type: str, revision: str, transfer: Transfer) -> R
     Raises: DownloadError when the hub cannot be reached, refuses, does not know the repository or revision, or answers
     with something else than a listing.
     """
+    if transfer.require_hashes and not _GIT_SHA1.fullmatch(revision):
+        raise DownloadError(
+            f"--require-hashes: revision {revision!r} of {repo} is a name that may come to mean other files; give"
+            " --revision the 40 hex digits of a commit."
+        )
     asked = f"{repo_type} {repo!r} at revision {revision!r} from {transfer.shown_endpoint}"
 
     def ask() -> RepoListing:
@@ -82,7 +91,10 @@ def list_repo(repo: str, repo_type: str, revision: str, transfer: Transfer) -> R
         url = f"{transfer.endpoint_url}/api/{repo_type}s/{repo}/revision/{quote(revision, safe='')}"
         return _parsed(_answer(url, asked), asked, repo, repo_type)
 
-    return with_retries(ask, asked, transfer.num_retries, transfer.log)
+    listing = with_retries(ask, asked, transfer.num_retries, transfer.log)
+    if transfer.require_hashes and listing.commit != revision:
+        raise DownloadError(f"--require-hashes: {asked}: the answer is of commit {listing.commit}. {_ANSWERED_BY}")
+    return listing
 
 
 def _answer(url: str, asked: str) -> bytes:

@@ -8,6 +8,9 @@ from pathlib import PurePath
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+PARTIAL_FOLDER = ".flexengine_partial"
+"""Where a download keeps unfinished files, inside the folder that it fills."""
 RUN_FILE = "flexengine_run.json"
 """Which run made the weights, and of how many steps; a save that does not bring one of its own removes it."""
 

@@ -43,10 +43,11 @@ _SLAB_ELEMENTS = 1 << 22
 
 
 class Stored(NamedTuple):
-    """A tensor as it must be in the checkpoint: its shape, None for any, and the dtypes that it may have."""
+    """A tensor as it must be in the checkpoint: its shape and bytes, None for any, and the dtypes that it may have."""
 
     shape: tuple[int, ...] | None
     dtypes: frozenset[torch.dtype]
+    num_bytes: int | None = None
 
 
 class Decoder(ABC):
@@ -163,15 +164,16 @@ _NF4_BLOCK, _NF4_NESTED = 64, 256
 
 
 class Nf4(Decoder):
-    """A matrix [F, D] as pairs of codes [F * D / 2, 1], with its magnitudes in tensors beside it. Values have the dtype
-    that the checkpoint's state names: they are what it multiplies."""
+    """A matrix [F, D] as F * D / 2 bytes with a pair of codes each, with its magnitudes in tensors beside it. The bytes
+    may be stored as elements of another dtype (bnb_4bit_quant_storage). Values have the dtype that the checkpoint's
+    state names: they are what it multiplies."""
 
     same_as = "nf4"
 
     def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, Stored]:
         numel, byte, wide = math.prod(shape), frozenset({torch.uint8}), frozenset({torch.float32})
         return {
-            name: Stored((-(-numel // 2), 1), byte),
+            name: Stored(None, _CODE_DTYPES, -(-numel // 2)),
             **self._magnitude_tensors(name, -(-numel // _NF4_BLOCK)),
             f"{name}.quant_map": Stored((16,), wide),
             f"{name}{_NF4_STATE}": Stored(None, byte),
@@ -194,7 +196,7 @@ class Nf4(Decoder):
     ) -> Tensor:
         state = self._state(reader, name, shape)
         first, count = first_row * shape[1], num_rows * shape[1]
-        pairs = _rows(reader, name, first // 2, -(-count // 2)).flatten().int()
+        pairs = _bytes(reader, name, first // 2, -(-count // 2)).int()
         codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[:count]
         scales = self._magnitudes(reader, name, first // _NF4_BLOCK, -(-count // _NF4_BLOCK), state)
         values = _whole(reader, f"{name}.quant_map")[codes] * scales.repeat_interleave(_NF4_BLOCK)[:count]
@@ -210,7 +212,7 @@ class Nf4(Decoder):
     def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...], matrix: int) -> dict[str, Tensor]:
         state = self._state(reader, name, shape)
         return {
-            "codes": _whole(reader, name).flatten(),
+            "codes": _whole(reader, name).flatten().view(torch.uint8),
             "absmax": _whole(reader, f"{name}.absmax"),
             "nested_absmax": _whole(reader, f"{name}.nested_absmax"),
             "offset": torch.tensor([state["nested_offset"]]),
@@ -255,8 +257,9 @@ class PlainNf4(Nf4):
 
     def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...], matrix: int) -> dict[str, Tensor]:
         self._state(reader, name, shape)
-        held = {"codes": name, "absmax": f"{name}.absmax", "codebook": f"{name}.quant_map"}
-        return {field: _whole(reader, tensor).flatten() for field, tensor in held.items()}
+        held = {"absmax": f"{name}.absmax", "codebook": f"{name}.quant_map"}
+        codes = {"codes": _whole(reader, name).flatten().view(torch.uint8)}
+        return codes | {field: _whole(reader, tensor) for field, tensor in held.items()}
 
     def _wanted(self, shape: tuple[int, ...]) -> dict[str, Any]:
         return _plain_nf4(shape)
@@ -270,6 +273,7 @@ def _plain_nf4(shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 _NF4_DTYPES = ("bfloat16", "float16", "float32")
+_CODE_DTYPES = frozenset({torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32})
 
 
 def _rows(reader: CheckpointReader, name: str, first: int, count: int) -> Tensor:
@@ -278,6 +282,12 @@ def _rows(reader: CheckpointReader, name: str, first: int, count: int) -> Tensor
     values = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
     reader.read_into(name, values, first, count)
     return values
+
+
+def _bytes(reader: CheckpointReader, name: str, first: int, count: int) -> Tensor:
+    """Bytes of a tensor [N, 1] of any dtype, uint8 [count]; both numbers are multiples of its element's bytes."""
+    size = reader.tensors[name].dtype.itemsize
+    return _rows(reader, name, first // size, count // size).flatten().view(torch.uint8)
 
 
 def _whole(reader: CheckpointReader, name: str) -> Tensor:

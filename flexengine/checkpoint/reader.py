@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE, is_file_name
-from flexengine.checkpoint.manifest import DAMAGED_MODEL, DownloadError, check_files
+from flexengine.checkpoint.manifest import DAMAGED_MODEL, ManifestError, check_files
 from flexengine.checkpoint.safetensors_format import CheckpointError, TensorEntry, parse_json_object, read_header
 from flexengine.native.reader import NUMBERS, ReadFailureError, ReadJob, read_jobs
 from flexengine.wording import shown
@@ -98,6 +98,22 @@ class CheckpointReader:
             undo.pop_all()
         return reader
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call tensors as their reader does: `tensors` has these names, and its entries those of the files.
+
+        names: name in the files -> name to call it. Raises: ValueError where two tensors would have one name.
+        """
+        renamed: dict[str, TensorEntry] = {}
+        for entry in self.tensors.values():
+            name = names.get(entry.name, entry.name)
+            if name in renamed:
+                raise ValueError(
+                    f"{self.folder}: {shown(renamed[name].name)} and {shown(entry.name)} are both {name}; which one"
+                    " counts is undefined. Remove the wrong one from the checkpoint"
+                )
+            renamed[name] = entry
+        self.tensors = renamed
+
     @property
     def shard_of(self) -> dict[str, str]:
         """File name of each tensor, as `write_checkpoint` takes it."""
@@ -119,10 +135,11 @@ class CheckpointReader:
             self.close()
 
     @contextlib.contextmanager
-    def verifying(self) -> Iterator[None]:
+    def verifying(self, tell: Callable[[CheckpointError], None] | None = None) -> Iterator[None]:
         """Compare the weights' files with the manifest of sizes and SHA-256 in the folder while the block reads them.
 
-        A folder without a manifest, as other programs write it, is taken as it is.
+        A folder without a manifest, as other programs write it, is taken as it is. tell: is given the error in place of
+        its being raised.
         Raises: CheckpointError when the block has ended well and a file is not what the manifest says.
         """
         stop = threading.Event()
@@ -133,14 +150,19 @@ class CheckpointReader:
             except BaseException:
                 stop.set()
                 raise
-            check.result()
+            try:
+                check.result()
+            except CheckpointError as error:
+                if tell is None:
+                    raise
+                tell(error)
 
     def _check_manifest(self, stop: threading.Event) -> None:
         names = [*self._descriptors, *([self._index_file] if list(self._descriptors) != [SINGLE_FILE] else [])]
         try:
             remedy = DAMAGED_MODEL if self._index_file == INDEX_FILE else "The checkpoint is damaged; resume another."
             check_files(self.folder, names, stop, remedy)
-        except DownloadError as error:
+        except ManifestError as error:
             raise CheckpointError(str(error)) from None
 
     def read_into(self, name: str, dest: torch.Tensor, row_start: int = 0, num_rows: int | None = None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flexengine.checkpoint.atomic import temporary_name
-from flexengine.checkpoint.manifest import FOLDER_MANIFEST, DownloadError, read_manifest
+from flexengine.checkpoint.manifest import FOLDER_MANIFEST, ManifestError, read_manifest
 from flexengine.checkpoint.staged_folder import remove_leftovers
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -44,16 +44,21 @@ def whole_checkpoints(run_folder: Path) -> list[RunCheckpoint]:
 
     Checksums are compared when one is loaded.
     """
-    return [found for found in checkpoints_of(run_folder) if is_whole(found.folder)]
+    return [found for found in checkpoints_of(run_folder) if not fault_of(found.folder)]
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether the files of a checkpoint have the sizes of its manifest."""
+def fault_of(folder: Path) -> str:
+    """Why a folder is no whole checkpoint, as far as sizes tell; empty where its files have those of its manifest."""
     try:
         files = read_manifest(folder)["files"] if (folder / FOLDER_MANIFEST).is_file() else {}
-        return bool(files) and all((folder / name).stat().st_size == files[name]["size"] for name in files)
-    except (OSError, DownloadError):
-        return False
+        differing = [name for name in files if (folder / name).stat().st_size != files[name]["size"]]
+    except ManifestError:
+        return f"{FOLDER_MANIFEST} is damaged"
+    except OSError as error:
+        return f"{Path(error.filename or FOLDER_MANIFEST).name}: {error.strerror}"
+    if differing:
+        return f"{differing[0]} has not the size that {FOLDER_MANIFEST} tells"
+    return "" if files else f"no {FOLDER_MANIFEST} that lists files"
 
 
 def keep_newest(run_folder: Path, step: int, limit: int | None) -> None:

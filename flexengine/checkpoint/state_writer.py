@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flexengine.checkpoint.manifest import FOLDER_MANIFEST, FileRecord, manifest_text
 from flexengine.checkpoint.safetensors_format import build_header
@@ -39,7 +39,8 @@ class _Shard(NamedTuple):
 class StateSave:
     """A checkpoint that is being written by threads of its own, from tensors that must stay until `release` returns.
 
-    after: called on the writer's thread when the folder is whole and durable.
+    after: called on the writer's thread when the folder is whole and durable. made_by: what the manifest says beside
+    the files, as `provenance.made_by` makes it.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class StateSave:
         tensors: Sequence[StoredTensor],
         texts: Mapping[str, str],
         after: Callable[[], None] | None = None,
+        made_by: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.num_bytes = Path(folder), sum(tensor.num_bytes for tensor in tensors)
-        self._texts, self._after = dict(texts), after
+        self._texts, self._after, self._made_by = dict(texts), after, made_by or {"source": "checkpoint"}
         self._shards = _plan_shards(tensors, self.num_bytes)
         self._snapshot = Snapshot([piece for shard in self._shards for piece in shard.pieces])
         self._failure: BaseException | None = None
@@ -104,7 +106,7 @@ class StateSave:
                 data = text.encode()
                 staged.stage(name).write_bytes(data)
                 records[name] = FileRecord(len(data), hashlib.sha256(data).hexdigest())
-            text = manifest_text(records, {"source": "checkpoint"})
+            text = manifest_text(records, self._made_by)
             staged.stage(FOLDER_MANIFEST).write_text(text, encoding="utf-8")
 
     def _write_shard(self, path: Path, shard: _Shard) -> FileRecord:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +64,7 @@ def write_checkpoint(
     metadata: dict[str, str] | None = None,
     beside: Mapping[str, Path | str] | None = None,
     with_manifest: bool = False,
+    made_by: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Write `tensors` as safetensors files into `folder` (created if absent); returns the paths, index last.
 
@@ -72,6 +74,7 @@ def write_checkpoint(
     metadata: strings for each file's header, {"format": "pt"} by default, which transformers requires.
     beside: files that appear with the tensors, such as the configuration: name -> a file to copy, or a text.
     with_manifest: also write the sizes and SHA-256 of all files, which `CheckpointReader` checks when it reads.
+    made_by: what the manifest says beside them, as `provenance.made_by` makes it.
     A checkpoint that was in `folder` is replaced: shards that its index names and what tells of its run go, other
     files stay.
     Order: tensors are read shard by shard, within a shard by falling element size (keeps them aligned), then as given.
@@ -96,22 +99,49 @@ def write_checkpoint(
             text = json.dumps(_index(plan), indent=2) + "\n"
             records[INDEX_FILE] = _write_beside(staged.stage(INDEX_FILE), text)
         if with_manifest:
-            _write_beside(staged.stage(FOLDER_MANIFEST), manifest_text(records, {"source": "export"}))
+            _write_beside(staged.stage(FOLDER_MANIFEST), manifest_text(records, made_by or {"source": "export"}))
     return [folder / file for file in files]
 
 
 def support_files(folder: Path | str, tokenizer: Path | None = None) -> dict[str, Path]:
     """Return what `layout.is_support_file` keeps of a model folder, as `write_checkpoint` takes it.
 
-    tokenizer: the folder whose tokenizer and chat templates take the place of the model's.
+    With it goes the code that tokenizer and processors name as theirs (`auto_map`): it is copied, never run. tokenizer:
+    the folder whose tokenizer and chat templates take the place of the model's.
     """
     folder = Path(folder)
     found = {path.relative_to(folder).as_posix(): path for pattern in ("*", "*/*") for path in folder.glob(pattern)}
-    found = {name: found[name] for name in sorted(found) if is_support_file(name) and found[name].is_file()}
+    kept = {name: found[name] for name in sorted(found) if is_support_file(name) and found[name].is_file()}
+    # Of the model itself exports name no code, as transformers has a class for every family.
+    configs = [path for name, path in kept.items() if name.endswith(("tokenizer_config.json", "processor_config.json"))]
+    kept |= {name: found[name] for name in sorted(_code_of(configs, found))}
     if tokenizer is None or tokenizer == folder:
-        return found
-    others = {name: path for name, path in found.items() if not is_tokenizer_file(name)}
-    return others | {name: path for name, path in support_files(tokenizer).items() if is_tokenizer_file(name)}
+        return kept
+    others = {name: path for name, path in kept.items() if not is_tokenizer_file(name)}
+    return others | {n: p for n, p in support_files(tokenizer).items() if is_tokenizer_file(n) or n.endswith(".py")}
+
+
+def _code_of(configs: Iterable[Path], found: Mapping[str, Path]) -> set[str]:
+    """Find the Python files that configs name, and those that these import from beside them."""
+    named = [name for path in configs for name in _auto_map(path)]
+    code: set[str] = set()
+    while named:
+        name = f"{named.pop()}.py"
+        if name in found and name not in code:
+            code.add(name)
+            text = found[name].read_text(encoding="utf-8", errors="replace")
+            named += re.findall(r"^\s*from\s+\.(\w+)\s+import", text, re.MULTILINE)
+    return code
+
+
+def _auto_map(config: Path) -> list[str]:
+    """The modules beside a config that its auto_map names; none where it is no such config."""
+    try:
+        classes = parse_json(config.read_bytes(), config)["auto_map"].values()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
+    flat = [name for entry in classes for name in (entry if isinstance(entry, list) else [entry])]
+    return [name.partition(".")[0] for name in flat if isinstance(name, str) and "--" not in name]
 
 
 def _plan_shards(

@@ -8,12 +8,17 @@ from pathlib import Path
 
 from flexengine.config import TrainConfig
 from flexengine.flags import add_flag, from_flags, positive_count
+from flexengine.job import Job
 from flexengine.metrics import format_bytes
 from flexengine.options import options_of
 from flexengine.wording import FlagParser
 
 PREVIEWED = [
-    options_of(TrainConfig)[name] for name in ("max_seq_len", "truncate_long", "train_on", "adapter", "data_cache")
+    options_of(TrainConfig)[name]
+    for name in (
+        *("max_seq_len", "truncate_long", "train_on", "template_date", "data_cache"),
+        *("bad_records", "adapter", "add_tokens", "resize_embeddings"),
+    )
 ]
 """Options that mean what they mean to `train`, beside --model and --dataset."""
 
@@ -32,18 +37,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
-    from flexengine.data import ChatTokenizer, parse_source, prepare_sources  # noqa: PLC0415
+    from flexengine.data import TokenizerOptions, TokenizerProcess, parse_source, prepare_sources  # noqa: PLC0415
     from flexengine.data.preview import MARKS, preview  # noqa: PLC0415
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
-    from flexengine.request import with_tokenizer_of  # noqa: PLC0415
+    from flexengine.request import with_new_tokens  # noqa: PLC0415
 
-    source = with_tokenizer_of(open_model(arguments.model, needs_weights=False), arguments.adapter)
-    folder = source.tokenizer_folder or ASSETS / "demo"
     options = from_flags(PREVIEWED, vars(arguments))
-    tokenizer = ChatTokenizer.from_folder(folder)
-    tokenizer.train_on = options["train_on"]
+    job = Job(**{name: options[name] for name in ("adapter", "add_tokens", "resize_embeddings")})
+    source = with_new_tokens(open_model(arguments.model, needs_weights=False), job)
+    folder = source.tokenizer_folder or ASSETS / "demo"
+    about = TokenizerOptions(
+        folder, source.spec.vocab_size, source.new_tokens, options["template_date"], options["train_on"] or "assistant"
+    )
+    tokenizer = TokenizerProcess(about)
     sources = [parse_source(text) for text in arguments.dataset]
-    prepared = prepare_sources(sources, tokenizer, options["max_seq_len"], options["truncate_long"], cache)
+    lengths = options["max_seq_len"], options["truncate_long"]
+    prepared = prepare_sources(sources, tokenizer, *lengths, cache, options["bad_records"])
     print(f"tokenizer: {folder}; trained tokens stand between {MARKS[0]} and {MARKS[1]}")
     for line in preview(prepared, tokenizer, arguments.records):
         print(line)

@@ -7,12 +7,15 @@ added to its weights; gguf-ready = the same for llama.cpp's converter. Without o
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from flexengine.checkpoint.layout import TOKENIZERS
+from flexengine.checkpoint.layout import ADAPTER_CONFIG, TOKENIZERS
+from flexengine.checkpoint.layout import CONFIG_FILE as MODEL_CONFIG
 from flexengine.config import CONFIG_FILE, FINAL_FOLDER, TrainConfig
 from flexengine.flags import add_flag, from_flags
 from flexengine.job import LORA_OPTIONS, Job
@@ -20,7 +23,7 @@ from flexengine.options import options_of
 from flexengine.wording import FlagParser
 
 if TYPE_CHECKING:
-    from flexengine.api import PlannedRun
+    from flexengine.models.registry import ModelSource
     from flexengine.optim import Optimizer
 
 FORMATS = ("hf", "adapter", "merged", "gguf-ready")
@@ -39,8 +42,11 @@ def main(argv: Sequence[str]) -> int:
     if output.exists():
         raise ValueError(f"{output} exists; choose another --output or remove it")
     merged = _merged(config, arguments.format)
-    if arguments.checkpoint is None and _has_adapters_alone(config):
+    saved = None if arguments.checkpoint is not None else _saved_alone(config)
+    if saved == ADAPTER_CONFIG:
         _export_final(config, arguments.format, merged, output)
+    elif saved == MODEL_CONFIG:
+        _copy_final(config, arguments.format, output)
     else:
         _export_checkpoint(config, arguments, merged, output)
     return 0
@@ -49,36 +55,57 @@ def main(argv: Sequence[str]) -> int:
 def _export_checkpoint(config: TrainConfig, arguments: argparse.Namespace, merged: bool | None, output: Path) -> None:
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
     from flexengine.checkpoint.layout import RUN_FILE  # noqa: PLC0415
-    from flexengine.resuming import load_point, resume_points  # noqa: PLC0415
+    from flexengine.checkpoint.manifest import read_manifest  # noqa: PLC0415
+    from flexengine.resuming import differing_options, load_point, resume_points  # noqa: PLC0415
     from flexengine.run_folder import run_record  # noqa: PLC0415
 
     points = resume_points(replace(config, resume=str(arguments.checkpoint or config.run_folder)))
     planned = prepare_job(config.model, points[0].pinned(config).as_job())
-    _check_convertible(planned, arguments.format)
+    _check_convertible(planned.source, arguments.format)
     with build(planned, _optimizer_of(points[0].engine["optimizer"])) as engine:
         point = load_point(engine, points)
+        made_from = read_manifest(point.checkpoint.folder).get("made_from", {})
+        engine.made_from |= {key: made_from[key] for key in ("data",) if key in made_from}
+        if differing := differing_options(point, config):
+            print(f"{config.run_folder / CONFIG_FILE} has other options than the checkpoint's run: {differing}")
         engine.save_pretrained(output, beside={RUN_FILE: run_record(config, point.step)}, merged=merged)
     print(f"model after step {point.step}: {output}")
 
 
-def _has_adapters_alone(config: TrainConfig) -> bool:
-    """Whether the run has no checkpoint, but the adapters that `train --save` wrote at its end."""
-    from flexengine.checkpoint.adapter_config import ADAPTER_CONFIG  # noqa: PLC0415
+def _saved_alone(config: TrainConfig) -> str | None:
+    """Name the config of what `train --save` wrote at the end of a run without checkpoints: adapters or a model."""
     from flexengine.checkpoint.run_checkpoints import whole_checkpoints  # noqa: PLC0415
 
-    adapters = config.run_folder / FINAL_FOLDER / ADAPTER_CONFIG
-    return adapters.is_file() and not whole_checkpoints(config.run_folder)
+    if whole_checkpoints(config.run_folder):
+        return None
+    final = config.run_folder / FINAL_FOLDER
+    return next((name for name in (ADAPTER_CONFIG, MODEL_CONFIG) if (final / name).is_file()), None)
+
+
+def _copy_final(config: TrainConfig, wanted: str | None, output: Path) -> None:
+    """Copy the model in final/, which is as `--format hf` writes it. Raises: ManifestError where it was changed."""
+    from flexengine.checkpoint.manifest import check_files  # noqa: PLC0415
+    from flexengine.checkpoint.staged_folder import staged_folder  # noqa: PLC0415
+    from flexengine.models.registry import open_model  # noqa: PLC0415, loads torch
+
+    final = config.run_folder / FINAL_FOLDER
+    _check_convertible(open_model(final), wanted)
+    files = {path.relative_to(final).as_posix(): path for path in sorted(final.rglob("*")) if path.is_file()}
+    check_files(final, files, Event())
+    with staged_folder(output) as staged:
+        for name, path in files.items():
+            shutil.copyfile(path, staged.stage(name))
+    print(f"model of {final}: {output}")
 
 
 def _export_final(config: TrainConfig, wanted: str | None, merged: bool | None, output: Path) -> None:
     """Export from the adapters in final/, which say themselves what they are."""
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
 
-    job, own = config.as_job(), options_of(Job)
-    plain = {name: own[name].default for name in LORA_OPTIONS}
+    job, plain = config.as_job(), {name: options_of(Job)[name].default for name in LORA_OPTIONS}
     final = config.run_folder / FINAL_FOLDER
     planned = prepare_job(config.model, replace(job, **plain, adapter=str(final)))
-    _check_convertible(planned, wanted)
+    _check_convertible(planned.source, wanted)
     with build(planned) as engine:
         engine.save_pretrained(output, merged=merged)
     print(f"model of {final}: {output}")
@@ -86,7 +113,7 @@ def _export_final(config: TrainConfig, wanted: str | None, merged: bool | None, 
 
 def _merged(config: TrainConfig, wanted: str | None) -> bool | None:
     """Whether adapters are added to the weights; None where there are none, or as `train --save` does."""
-    if config.mode == "full" and config.adapter is None:
+    if config.mode == "full":
         if wanted in ("adapter", "merged"):
             raise ValueError(
                 f"--format {wanted} is for runs that train adapters, but {config.run_folder} trains the model itself;"
@@ -96,20 +123,20 @@ def _merged(config: TrainConfig, wanted: str | None) -> bool | None:
     return None if wanted is None else wanted != "adapter"
 
 
-def _check_convertible(planned: PlannedRun, wanted: str | None) -> None:
+def _check_convertible(source: ModelSource, wanted: str | None) -> None:
     """Raise ValueError unless the model has all that the converter to GGUF reads, if that is wanted."""
     if wanted != "gguf-ready":
         return
-    folder, config = planned.source.tokenizer_folder, planned.source.spec.hf_config
+    folder, config = source.tokenizer_folder, source.spec.hf_config
     if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(
-            f"--format gguf-ready needs a tokenizer ({' or '.join(TOKENIZERS)}), and {planned.source.spec.name} has"
+            f"--format gguf-ready needs a tokenizer ({' or '.join(TOKENIZERS)}), and {source.spec.name} has"
             " none; put the one that it was trained with into its folder"
         )
     if not config.get("architectures"):
         raise ValueError(
             f"--format gguf-ready needs architectures in config.json, by which the converter knows the model; add those"
-            f" of the published config to {planned.source.support_folder}/config.json"
+            f" of the published config to {source.support_folder}/config.json"
         )
 
 

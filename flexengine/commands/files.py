@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from flexengine.wording import OUTPUT, explain_os_error
+from flexengine.wording import explain_os_error
 
 
 def check_target(flag: str, path: Path | None) -> None:
@@ -47,18 +45,6 @@ def _followed(path: Path) -> Path:
 def _is_special(path: Path) -> bool:
     """Tell whether a path is something that no file may replace, such as a device or a FIFO; links are followed."""
     return path.exists() and not path.is_file()
-
-
-def print_output(text: str) -> None:
-    """Print the output of a command to its last byte. Raises ValueError when the file system refuses."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader went away, which is no mistake
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError):  # what is left in the buffer would fail again when the process ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise ValueError(explain_os_error(error, OUTPUT)) from error
 
 
 def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:

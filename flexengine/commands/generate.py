@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.config import TrainConfig
 from flexengine.flags import add_flag, from_flags, positive_count
+from flexengine.job import ForwardJob, Job
 from flexengine.metrics import format_bytes
 from flexengine.options import options_of
 from flexengine.wording import FlagParser, parse_json
 
 if TYPE_CHECKING:
     from flexengine.api import PlannedRun
-    from flexengine.data import ChatTokenizer
 
 TAKEN = [
     options_of(TrainConfig)[name]
@@ -40,13 +40,14 @@ def main(argv: Sequence[str]) -> int:
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT, or --prompts FILE")
     from flexengine.api import build  # noqa: PLC0415, loads torch
-    from flexengine.data import ChatTokenizer  # noqa: PLC0415
+    from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
-    from flexengine.request import with_tokenizer_of  # noqa: PLC0415
+    from flexengine.request import with_new_tokens  # noqa: PLC0415
 
-    source = with_tokenizer_of(open_model(arguments.model), arguments.adapter)
-    tokenizer = ChatTokenizer.from_folder(source.tokenizer_folder or ASSETS / "demo")
-    ids = [_encoded(tokenizer, prompt, arguments.raw) for prompt in prompts]
+    source = with_new_tokens(open_model(arguments.model), _job(arguments))
+    folder = source.tokenizer_folder or ASSETS / "demo"
+    tokenizer = TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens))
+    ids = [tokenizer.encode_prompt(prompt, arguments.raw) for prompt in prompts]
     planned = _plan(arguments, ids)
     sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": arguments.seed}
     with build(planned) as engine:
@@ -62,19 +63,14 @@ def main(argv: Sequence[str]) -> int:
 def _plan(arguments: argparse.Namespace, ids: list[list[int]]) -> PlannedRun:
     """Plan for as many prompts at a time as fit: all, half, a quarter ... Raises PlanError when one is too many."""
     from flexengine.api import prepare_job  # noqa: PLC0415
-    from flexengine.job import ForwardJob, Job  # noqa: PLC0415
     from flexengine.models.registry import open_model  # noqa: PLC0415
     from flexengine.plan import PlanError  # noqa: PLC0415
     from flexengine.schedule.decoding_cache import sequence_cache_bytes  # noqa: PLC0415
     from flexengine.schedule.group_storage import DTYPE_BYTES  # noqa: PLC0415
 
-    options: dict[str, Any] = from_flags(TAKEN, vars(arguments))
     longest = max(map(len, ids)) + arguments.max_new_tokens
     tokens = max(longest, min(PREFILL_TOKENS, sum(map(len, ids))))
-    kind = ForwardJob
-    if options["adapter"] is not None:  # what is trained on it is not merged here, and has little beside it
-        kind, options["mode"] = Job, "lora"
-    job = kind(max_seq_len=longest, max_global_batch_tokens=tokens, **options)
+    job = _job(arguments, max_seq_len=longest, max_global_batch_tokens=tokens)
     sequence_bytes = sequence_cache_bytes(open_model(arguments.model).spec, longest, DTYPE_BYTES[job.dtype])
     count = min(len(ids), arguments.batch_size or len(ids))
     while True:
@@ -88,9 +84,11 @@ def _plan(arguments: argparse.Namespace, ids: list[list[int]]) -> PlannedRun:
             count //= 2
 
 
-def _encoded(tokenizer: ChatTokenizer, prompt: str, raw: bool) -> list[int]:
-    """Turn a prompt into tokens: a user's message in the model's template, or as it is."""
-    return list(tokenizer.tokenizer.encode(prompt).ids) if raw else tokenizer.encode_prompt(prompt)
+def _job(arguments: argparse.Namespace, **sizes: int) -> Job:
+    options: dict[str, Any] = {**from_flags(TAKEN, vars(arguments)), **sizes}
+    if options["adapter"] is None:
+        return ForwardJob(**options)
+    return Job(**options, mode="lora")  # what is trained on it is not merged here, and has little beside it
 
 
 def _read_prompts(path: Path) -> list[str]:

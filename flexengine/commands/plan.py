@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
-from flexengine.commands.files import print_output, write_whole
+from flexengine.commands.files import write_whole
 from flexengine.commands.plan_flags import FILES, budget_of_case, parse
-from flexengine.hardware.nodes import with_gpus
+from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, with_gpus
 from flexengine.hardware.presets import PRESETS, named_profile, with_memory
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.job import Job
@@ -30,7 +30,7 @@ from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
 from flexengine.reports.plan_text import report, shortage_report
-from flexengine.request import described, make_request, probe_shape, with_read_adapter
+from flexengine.request import described, make_request, probe_shape, with_new_tokens, with_read_adapter
 
 DOES_NOT_FIT = 2
 """Exit status when nothing fits, as for any request that cannot be carried out."""
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     flags, job = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     job = with_read_adapter(job)
-    model = described(open_model(flags.model, needs_weights=False).spec, job)
+    model = described(with_new_tokens(open_model(flags.model, needs_weights=False), job).spec, job)
     asked = Asked(model, job, flags, shlex.join(["python", "-m", "flexengine", "plan", *argv]))
     if flags.compare:
         return _compare(asked)
@@ -67,16 +67,16 @@ def main(argv: Sequence[str]) -> int:
 
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:
     """What is asked of the planner for all GPUs together."""
-    flags, request = asked.flags, make_request(job, profile, profile.device_type)
-    return replace(request, ranks=flags.gpus, nodes=flags.nodes)
+    return make_request(job, profile, profile.device_type, asked.flags.gpus, asked.flags.nodes)
 
 
 def _network_bytes_per_s(flags: argparse.Namespace) -> float:
-    return flags.network_gbit_per_s * 1e9 / 8
+    given = flags.network_gbit_per_s
+    return NETWORK_BYTES_PER_S if given is None else given * 1e9 / 8
 
 
 def _fits(asked: Asked, picture: Picture) -> int:
-    print_output(json.dumps(as_json(picture), indent=1) if asked.flags.json else report(picture))
+    print(json.dumps(as_json(picture), indent=1) if asked.flags.json else report(picture))
     if asked.flags.timeline is not None:
         _write(asked, "timeline", step_timeline(picture))
     if asked.flags.html is not None:
@@ -90,7 +90,7 @@ def _does_not_fit(asked: Asked, profile: HardwareProfile, error: ShortageError) 
     """Tell what is missing and what would fit; the first remedy is planned in full, so that its speed is known."""
     planned = _first_planned(asked, profile, error)
     if asked.flags.json:
-        print_output(json.dumps(shortage_json(error), indent=1))
+        print(json.dumps(shortage_json(error), indent=1))
     print(f"flexengine plan: {shortage_report(error, planned)}", file=sys.stderr)
     if asked.flags.html is not None:
         _write(asked, "html", shortage_page(error, profile, asked.command))
@@ -156,7 +156,7 @@ def _this_machine(asked: Asked) -> HardwareProfile:
 def _compare(asked: Asked) -> int:
     cases = [_case(asked, text) for text in asked.flags.compare]
     rows = compare(asked.model, cases, _network_bytes_per_s(asked.flags))
-    print_output(json.dumps(comparison_json(rows), indent=1) if asked.flags.json else comparison_table(rows))
+    print(json.dumps(comparison_json(rows), indent=1) if asked.flags.json else comparison_table(rows))
     return 0 if any(row.plan is not None for row in rows) else DOES_NOT_FIT
 
 

@@ -31,6 +31,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
     """The flags, and the job that they describe. Raises: ValueError for what is wrong whatever the model is."""
     arguments = plan_parser().parse_args(argv)
     _check_files(arguments)
+    if arguments.network_gbit_per_s is not None and arguments.nodes == 1:
+        raise ValueError("--network-gbit-per-s is about several nodes, and there is one; give --nodes, or leave it out")
     job = from_flags(JOB, vars(arguments))
     host = options_of(Job)["max_host_mem_gib"]
     _check_largest("--host-mem-gib", arguments.host_mem_gib, host.most)
@@ -125,9 +127,8 @@ def _add_several(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--network-gbit-per-s",
         type=positive_number,
-        default=NETWORK_BYTES_PER_S * 8 / 1e9,
         metavar="X",
-        help="rate of a node's network, each way, in Gbit/s (default: %(default)g, assumed)",
+        help=f"rate of a node's network, each way, in Gbit/s (default: {NETWORK_BYTES_PER_S * 8 / 1e9:g}, assumed)",
     )
 
 

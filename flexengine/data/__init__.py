@@ -7,6 +7,7 @@ from flexengine.data.sources import Source, parse_source, read_json_sft
 from flexengine.data.store import StoredSequences, default_cache
 from flexengine.data.synthetic import SyntheticBatches
 from flexengine.data.tokenizer import ChatTokenizer
+from flexengine.data.tokenizer_process import TokenizerOptions, TokenizerProcess
 from flexengine.data.validation import ValidationBatches, hold_out
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "StoredSequences",
     "SyntheticBatches",
     "TokenizedRecord",
+    "TokenizerOptions",
+    "TokenizerProcess",
     "ValidationBatches",
     "default_cache",
     "hold_out",

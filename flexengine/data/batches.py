@@ -18,7 +18,7 @@ import numpy as np
 
 from flexengine.data.prepare import Prepared
 from flexengine.data.records import IGNORE, TokenizedRecord
-from flexengine.data.store import StoredSequences
+from flexengine.data.store import StoredSequences, TokenTable
 
 SEQUENCES_AT_ONCE = 1 << 18
 """Sequences whose lengths are added up at once: more would take memory beside the budget, fewer are slower."""
@@ -78,8 +78,11 @@ class GlobalBatches:
         max_global_batch_tokens: int,
         seed: int,
         weights: Sequence[tuple[int, float]] = (),
+        tables: Sequence[TokenTable] = (),
     ) -> None:
         """weights: (number of sequences, times that an epoch sees each) of consecutive parts; default: all once.
+
+        tables: where the sequences come from, as far as their contents count in the fingerprint.
 
         Raises ValueError when a sequence is longer than a whole batch (max_global_batch_tokens).
         """
@@ -91,6 +94,7 @@ class GlobalBatches:
                 f"a sequence of {longest} tokens exceeds --max-global-batch-tokens {max_global_batch_tokens}"
             )
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
+        self._tables = tables
         self._weights = weights or [(len(sequences), 1.0)]
         self._batches_of: dict[int, int] = {}  # number by epoch; shuffling millions of sequences again takes seconds
         self._begun: tuple[int, array[int], array[int]] | None = None  # an epoch, its order, where its batches end
@@ -100,7 +104,7 @@ class GlobalBatches:
         """Batches of several sources, mixed by their weights."""
         sequences = StoredSequences([(part.table.file, part.cut) for part in parts])
         weights = [(len(part.cut.lengths), part.weight) for part in parts]
-        return cls(sequences, max_global_batch_tokens, seed, weights)
+        return cls(sequences, max_global_batch_tokens, seed, weights, [part.table for part in parts])
 
     def num_steps(self, steps: int | None, epochs: float | None) -> int:
         """steps if given (epochs follow one another as needed), else the batches of that many epochs (default 1).
@@ -139,13 +143,14 @@ class GlobalBatches:
         return epoch, step
 
     def fingerprint(self) -> str:
-        """What decides the batches, in 16 hex digits: lengths of sequences, some of their tokens, sizes and seed."""
+        """What decides the batches, in 16 hex digits: tokens and labels, lengths of sequences, sizes and seed."""
         digest = hashlib.sha256()
         for start in range(0, len(self._lengths), SEQUENCES_AT_ONCE):
             digest.update(np.ascontiguousarray(self._lengths[start : start + SEQUENCES_AT_ONCE], np.int64).data)
         last = len(self._lengths) - 1
         shown = [self.sequences[i] for i in (0, last // 2, last) if last >= 0]
         digest.update(repr([(list(row.input_ids), list(row.labels)) for row in shown]).encode())
+        digest.update(repr([table.sha256 for table in self._tables]).encode())
         digest.update(repr((self.max_global_batch_tokens, self.seed, list(self._weights))).encode())
         return digest.hexdigest()[:16]
 

@@ -71,6 +71,8 @@ def mark(record: Record, render: Render, marks: bool, tokens: AddedTokens, train
     if train_on == "last":
         wanted = [i for i in wanted if i == answers[-1]]
     if train_on == "all":
+        if any(message.train is False and not message.in_prompt for message in messages):
+            raise LeftOutError("it masks a turn, and --train-on all trains every token")
         spans, looked_in = [Span(0, len(whole.text))], dict.fromkeys(answers, whole.text)
     elif marks:
         spans = _by_marks(messages, whole, wanted, answers, render)

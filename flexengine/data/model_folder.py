@@ -1,57 +1,122 @@
-"""What a model folder holds for its tokenizer: tokenizer.json or tokenizer.model, its options, its chat templates."""
+"""What a model folder says of its tokenizer: special tokens and chat templates."""
 
+from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from flexengine.wording import parse_json, shown
+from flexengine.checkpoint.tokenizer_files import read_config
+from flexengine.wording import shown
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
+class SpecialTokens(NamedTuple):
+    """The special tokens of a tokenizer, as transformers finds them in its files.
+
+    named: texts by role, as bos_token. before, after: ids that it puts around a text. ends: ids that end what the model
+    writes, as generation_config.json (else config.json) names them; empty where neither does.
+    """
+
+    named: dict[str, str]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    ends: tuple[int, ...] = ()
+
+
+# ---- special tokens ---------------------------------------------------------------------------------------------
+
+
+def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
+    """Read which special tokens a folder names, and which of them stand around a text.
+
+    tokenizer: that of the folder; tokens that it lacks are left out. Raises: ValueError where a file is damaged.
+    """
+    config = read_config(folder / "tokenizer_config.json")
+    # transformers takes an object for a token only where it is marked as one.
+    marked = {role: value for role, value in config.items() if isinstance(value, dict) and "content" in value}
+    given = {role: token_text(value) for role, value in marked.items()}
+    found = _as_transformers_reads(folder, given)
+    before, after = ends_of_text(found.backend_tokenizer)
+    if found.eos_token is None:
+        found = _by_class_of_model(folder, given) or found
+    named = {role: text for role, text in found.special_tokens_map.items() if isinstance(text, str)}
+    if found.eos_token is None:  # transformers reads this file only where tokenizer_config.json lists no added tokens
+        listed = read_config(folder / "special_tokens_map.json").get("eos_token")
+        named |= {"eos_token": token_text(listed)}
+    known = {role: text for role, text in named.items() if tokenizer.token_to_id(text) is not None}
+    return SpecialTokens(known, before, after, _ends_of_answers(folder))
+
+
+def _as_transformers_reads(folder: Path, given: Mapping[str, str]) -> Any:
+    """Read a tokenizer by the class that the files name, else by that of all tokenizers. No code of the folder runs.
+
+    given: special tokens by role, whatever the files say.
+    """
+    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast  # noqa: PLC0415
+
+    config = read_config(folder / "config.json")
+    # The model's own config is not read here: it would import the model, which takes seconds.
+    own = PreTrainedConfig.from_dict({name: config.get(name, "") for name in ("tokenizer_class", "model_type")})
+    by_name = {"config": own, "trust_remote_code": False}
+    for kind, options in ((AutoTokenizer, by_name), (PreTrainedTokenizerFast, {})):
+        try:
+            found: Any = kind.from_pretrained(folder, **{"local_files_only": True, **options, **given})
+            if hasattr(found, "backend_tokenizer"):
+                return found
+        except MemoryError:
+            raise
+        except Exception as error:  # files of a downloaded folder: they may fail in any way
+            if kind is PreTrainedTokenizerFast:
+                raise ValueError(
+                    f"{folder}: transformers cannot read the tokenizer: {str(error)[:300]}; fetch tokenizer_config.json"
+                    " of the model again"
+                ) from None
+    raise AssertionError("tokenizers of the second class have a backend")
+
+
+def _by_class_of_model(folder: Path, given: Mapping[str, str]) -> Any | None:
+    """Read a tokenizer by the class that belongs to its model, which may name tokens that no file names."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
     try:
-        if path.is_file():
-            tokenizer = Tokenizer.from_file(str(path))
-        elif (folder / "tokenizer.model").is_file():
-            path = folder / "tokenizer.model"
-            tokenizer = _converted(folder)
-        else:
-            raise FileNotFoundError
-    except FileNotFoundError:
-        raise ValueError(
-            f"no tokenizer.json in {folder}; the data cannot be tokenized without it: fetch it with the model, or "
-            "train on --data-source synthetic"
-        ) from None
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **given)
+    except MemoryError:
         raise
-    except BaseException as error:  # the Rust side raises a bare Exception, and panics as a BaseException
-        raise ValueError(
-            f"{path} cannot be read as a tokenizer: {str(error)[:300]}; fetch {path.name} of the model again"
-        ) from None
-    if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
-        raise ValueError(f"{path} holds no token; fetch {path.name} of the model again")
-    return tokenizer
+    except Exception:  # there is no such class, or none for these files
+        return None
 
 
-def _converted(folder: Path) -> Tokenizer:
-    """What transformers makes of a folder that has tokenizer.model only."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes a second
+def ends_of_text(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Find the ids that a tokenizer puts before and after a text. It cuts and pads no text any more."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    encoded = tokenizer.encode("a", add_special_tokens=True)
+    marked = list(zip(encoded.ids, encoded.special_tokens_mask, strict=True))
+    before = tuple(token for token, _ in takewhile(lambda pair: pair[1], marked))
+    after = tuple(token for token, _ in takewhile(lambda pair: pair[1], reversed(marked[len(before) :])))
+    return before, after[::-1]
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+
+def _ends_of_answers(folder: Path) -> tuple[int, ...]:
+    """Find the ids at which generate of transformers stops."""
+    for name in ("generation_config.json", "config.json"):
+        config = read_config(folder / name)
+        found, text = config.get("eos_token_id"), config.get("text_config")
+        if found is None and isinstance(text, dict):
+            found = text.get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(token) is int and token >= 0 for token in ids):
+                raise ValueError(f"{folder / name}: eos_token_id is {shown(found)}, expected ids; fetch the file again")
+            return tuple(ids)
+    return ()
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json, {} where there is none. Raises ValueError when it is no JSON object."""
-    if not path.is_file():
-        return {}
-    config = parse_json(path.read_bytes(), path)
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(config).__name__}; fetch the file again")
-    return config
+# ---- options and templates --------------------------------------------------------------------------------------
 
 
 def find_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

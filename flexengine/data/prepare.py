@@ -5,11 +5,15 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+from flexengine.checkpoint.bounded_process import report_alive
+from flexengine.data.bad_records import BadRecords, Policy
 from flexengine.data.records import TokenizedRecord
 from flexengine.data.sources import NotFromHubError, Reader, Source
 from flexengine.data.store import (
@@ -27,8 +31,13 @@ from flexengine.data.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
-TOKEN_CODE = ("records.py", "masks.py", "templates.py", "tokenizer.py")
-"""What makes tokens of rows."""
+TOKEN_CODE = (
+    *("records.py", "token_columns.py", "turn_masks.py", "masks.py", "templates.py", "tokenizer.py"),
+    *("model_folder.py", "../checkpoint/tokenizer_files.py", "../checkpoint/dataset_rows.py"),
+)
+"""What makes tokens of files, from this folder."""
+HUB_CPU_S = 60.0
+"""CPU seconds in which the `datasets` library is imported and finds a data set."""
 SHOWN_NOTES = 8
 """Most remarks about one source: a file may have thousands of columns."""
 
@@ -49,29 +58,87 @@ class Prepared:
     def describe(self) -> str:
         """In one line: how many records and tokens are left, and what was cut or left out and why."""
         cut, left_out = self.cut, self.table.left_out
-        kept = cut.num_records - cut.num_too_long - cut.num_without_targets
-        parts = [f"{kept} of {cut.num_records + sum(left_out.values())} records, {cut.lengths.sum()} tokens"]
+        parts = [f"{self.num_kept} of {_num_records(self.table, cut)} records, {cut.lengths.sum()} tokens"]
         parts += [f"{cut.num_split} split into sequences of --max-seq-len"] if cut.num_split else []
         parts += [f"{cut.num_too_long} dropped as longer than --max-seq-len"] if cut.num_too_long else []
         parts += [f"{cut.num_truncated} truncated to --max-seq-len"] if cut.num_truncated else []
         parts += [f"{cut.num_without_targets} dropped without target tokens"] if cut.num_without_targets else []
         parts += [f"{count} left out, since {reason}" for reason, count in left_out.items()]
+        parts += [f"{self.table.num_bad} bad records left out (--bad-records skip)"] if self.table.num_bad else []
         parts += [f"{count} {remark}" for remark, count in self.table.notes.items()]
         parts += [f"weight {self.weight:g}"] if self.weight != 1.0 else []
         return (f"{self.place}: " if self.place else "") + "; ".join(parts)
 
+    @property
+    def num_kept(self) -> int:
+        """Records that are trained."""
+        return self.cut.num_records - self.cut.num_too_long - self.cut.num_without_targets
+
+    @property
+    def bad_lines(self) -> list[str]:
+        """The first bad records that were left out, a line each with file and line, and how many others there are."""
+        return _bad_lines(self.table, self.place)
+
+    def as_json(self) -> dict[str, Any]:
+        """What became of the records, as JSON values: counts are in records, `tokens` in tokens."""
+        cut = self.cut
+        return {
+            "place": self.place,
+            "weight": self.weight,
+            "records": _num_records(self.table, cut),
+            "kept": self.num_kept,
+            "tokens": int(cut.lengths.sum()),
+            "longer_than_max_seq_len": cut.num_too_long,
+            "truncated": cut.num_truncated,
+            "without_targets": cut.num_without_targets,
+            "left_out": self.table.left_out,
+            "bad_records": self.table.num_bad,
+            "first_bad_records": self.bad_lines,
+            "notes": self.table.notes,
+        }
+
+
+def _num_records(table: TokenTable, cut: Cut) -> int:
+    """All records of a source, whatever became of them."""
+    return cut.num_records + sum(table.left_out.values()) + table.num_bad
+
+
+def _bad_lines(table: TokenTable, place: str) -> list[str]:
+    more = table.num_bad - len(table.bad)
+    return [f"{_path(place)}{said}" for said in table.bad] + ([f"and {more} more"] if more else [])
+
+
+def _path(place: str) -> str:
+    """A place as messages about its records begin: without "./" and the like."""
+    return str(Path(place)) if place else ""
+
+
+class TableMaker(Protocol):
+    """Makes tokens of sources elsewhere, as `make_table` does with a tokenizer of this process.
+
+    num_ids: ids that the model has rows for.
+    """
+
+    num_ids: int
+
+    def make_table(self, source: Source, cache: Path | None, scratch: Path, bad_records: Policy) -> Path: ...
+
 
 def prepare_sources(
-    sources: Sequence[Source], tokenizer: ChatTokenizer, max_seq_len: int, truncate_long: bool, cache: Path | None
+    sources: Sequence[Source],
+    tokenizer: ChatTokenizer | TableMaker,
+    max_seq_len: int,
+    truncate_long: bool,
+    cache: Path | None,
+    bad_records: Policy = "stop",
 ) -> list[Prepared]:
     """The sequences of each source, from the cache where it has them; without a cache from a nameless file.
 
-    Raises ValueError for records that cannot be read, or when a source leaves nothing to train on, saying why.
+    Raises ValueError for records that cannot be read, unless bad_records says to skip them, or when a source leaves
+    nothing to train on, saying why.
     """
-    return [
-        prepare_table(_open(source, tokenizer, cache), max_seq_len, truncate_long, source.place, source.weight)
-        for source in sources
-    ]
+    tables = ((source, _open(source, tokenizer, cache, bad_records)) for source in sources)
+    return [prepare_table(table, max_seq_len, truncate_long, source.place, source.weight) for source, table in tables]
 
 
 def prepare_sequences(records: Iterable[TokenizedRecord], max_seq_len: int, truncate_long: bool) -> Prepared:
@@ -87,41 +154,60 @@ def prepare_table(
     if not len(cut.lengths):
         remedy = f"\n  works with: --max-seq-len {cut.longest}, or --truncate-long" if cut.num_too_long else ""
         reasons = "".join(f"\n  {count} left out, since {reason}" for reason, count in table.left_out.items())
+        if table.num_bad:
+            reasons += "\n    ".join([f"\n  {table.num_bad} cannot be read:", *_bad_lines(table, place)])
         raise ValueError(
-            f"no record is left to train on: of {cut.num_records + sum(table.left_out.values())}, {cut.num_too_long}"
+            f"no record is left to train on: of {_num_records(table, cut)}, {cut.num_too_long}"
             f" are longer than --max-seq-len {max_seq_len} tokens (longest: {cut.longest}) and"
             f" {cut.num_without_targets} have no target token{reasons}{remedy}"
         )
     return Prepared(table, cut, place, weight)
 
 
-def _open(source: Source, tokenizer: ChatTokenizer, cache: Path | None) -> TokenTable:
+def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | None, bad_records: Policy) -> TokenTable:
+    """The tokens of a source. Raises ValueError as `prepare_sources`, also where an earlier run skipped bad records."""
     if source.is_shard:
-        return open_shard(Path(source.place), tokenizer.max_id + 1)
+        return open_shard(Path(source.place), tokenizer.num_ids)
+    with tempfile.TemporaryDirectory(prefix="flexengine-tokens") as folder:
+        scratch = Path(folder, "table")
+        if isinstance(tokenizer, ChatTokenizer):
+            made = make_table(source, tokenizer, cache, scratch, bad_records)
+        else:
+            made = tokenizer.make_table(source, cache, scratch, bad_records)
+        table = open_table(made)  # it holds the file open, so that the folder may go
+    if table is None:
+        raise ValueError(f"{made}: the tokens of {source.place} are gone as soon as they were written; start again")
+    if table.num_bad and bad_records == "stop":
+        BadRecords().leave_out(ValueError(_bad_lines(table, source.place)[0]))
+    return table
+
+
+def make_table(
+    source: Source, tokenizer: ChatTokenizer, cache: Path | None, scratch: Path, bad_records: Policy
+) -> Path:
+    """Tokenize a source unless the cache has its tokens; returns the folder of the table, of the cache or `scratch`."""
+    report_alive(source.place, 0.0 if Path(source.place).exists() else HUB_CPU_S)
     try:
         reader = Reader(source)
     except NotFromHubError as error:
-        table = open_table(_last_of_hub(source, tokenizer, cache).resolve()) if cache is not None else None
-        if table is None:
+        known = _last_of_hub(source, tokenizer, cache).resolve() if cache is not None else None
+        if known is None or open_table(known) is None:
             raise
         logger.warning("%s\n  the tokens that an earlier run left in %s are used", error, cache)
-        return table
-    counts: dict[str, dict[str, int]] = {}
+        return known
+    counts: dict[str, Any] = {}
     if cache is not None:
         folder = cache / _key(reader, tokenizer)
         try:
-            table = open_table(folder)
-            if table is None:
-                write_table(folder, _encoded(reader, tokenizer, counts), counts)
-                table = open_table(folder)
-            if table is not None:
-                if not reader.is_on_disk:
-                    point_to(_last_of_hub(source, tokenizer, cache), folder)
-                return table
+            if open_table(folder) is None:
+                write_table(folder, _encoded(reader, tokenizer, counts, bad_records), counts)
+            if not reader.is_on_disk:
+                point_to(_last_of_hub(source, tokenizer, cache), folder)
+            return folder
         except OSError as error:
             logger.warning("the data cache %s cannot be used (%s); tokens go to a scratch file", cache, error)
-    table = table_in_scratch(_encoded(reader, tokenizer, counts))
-    return replace(table, **counts)
+    write_table(scratch, _encoded(reader, tokenizer, counts, bad_records), counts)
+    return scratch
 
 
 def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
@@ -130,12 +216,17 @@ def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
     return cache / f"hub-{_digest(*place, tokenizer.key(), _code_key())}"
 
 
-def _encoded(reader: Reader, tokenizer: ChatTokenizer, counts: dict[str, dict[str, int]]) -> Iterator[TokenizedRecord]:
-    """The records of a source, tokenized. When they end, counts holds `left_out` and `notes` of all of them."""
+def _encoded(
+    reader: Reader, tokenizer: ChatTokenizer, counts: dict[str, Any], bad_records: Policy
+) -> Iterator[TokenizedRecord]:
+    """The records of a source, tokenized. When they end, counts holds what `TokenTable` tells of all of them."""
     tokenizer.left_out, tokenizer.notes = Counter(), Counter()
-    yield from tokenizer.encode_records(reader.records())
+    bad = BadRecords(bad_records)
+    yield from tokenizer.encode_records(reader.records(bad), bad)
     unread = {f"values of {key} not read": count for key, count in reader.unread.most_common(SHOWN_NOTES)}
-    counts |= {"left_out": dict(tokenizer.left_out), "notes": dict(tokenizer.notes) | unread}
+    remarks = dict(reader.remarks.most_common(SHOWN_NOTES))
+    counts |= {"left_out": dict(tokenizer.left_out), "notes": dict(tokenizer.notes) | remarks | unread}
+    counts |= {"num_bad": bad.count, "bad": [said.removeprefix(_path(reader.source.place)) for said in bad.first]}
 
 
 def _key(reader: Reader, tokenizer: ChatTokenizer) -> str:
@@ -150,6 +241,6 @@ def _digest(*parts: str | None) -> str:
 @functools.cache
 def _code_key() -> str:
     """A digest of the code that makes tokens of rows, here and in the libraries: another version tokenizes again."""
-    sources = [Path(__file__).with_name(name).read_bytes() for name in TOKEN_CODE]
+    sources = [(Path(__file__).parent / name).read_bytes() for name in TOKEN_CODE]
     versions = [importlib.metadata.version(name) for name in ("tokenizers", "transformers", "jinja2")]
     return hashlib.sha256(b"".join([*sources, repr(versions).encode()])).hexdigest()

@@ -9,6 +9,7 @@ from flexengine.data.batches import num_targets
 from flexengine.data.prepare import Prepared
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.tokenizer import ChatTokenizer
+from flexengine.data.tokenizer_process import TokenizerProcess
 
 MARKS = ("[[", "]]")
 """Around trained tokens."""
@@ -18,12 +19,12 @@ BAR_CHARACTERS = 40
 LONGEST_LINE = 600
 
 
-def marked_text(tokenizer: ChatTokenizer, sequence: TokenizedRecord) -> str:
+def marked_text(tokenizer: ChatTokenizer | TokenizerProcess, sequence: TokenizedRecord) -> str:
     """A sequence as text, special tokens written out, with MARKS around what has a loss."""
     pieces = []
     tokens = zip(sequence.input_ids, [IGNORE, *sequence.labels[1:]], strict=True)  # nothing predicts the first
     for trained, run in groupby(tokens, key=lambda token: token[1] != IGNORE):
-        text = tokenizer.tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+        text = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
         pieces.append(f"{MARKS[0]}{text}{MARKS[1]}" if trained else text)
     return "".join(pieces)
 
@@ -34,10 +35,17 @@ def shortened(text: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
-def preview(prepared: Sequence[Prepared], tokenizer: ChatTokenizer, num_shown: int) -> Iterator[str]:
+def date_line(tokenizer: ChatTokenizer | TokenizerProcess) -> str:
+    """Tell which day the chat template writes."""
+    return f"the chat template writes the date {tokenizer.date}; --template-date gives another"
+
+
+def preview(prepared: Sequence[Prepared], tokenizer: ChatTokenizer | TokenizerProcess, num_shown: int) -> Iterator[str]:
     """Lines about each source: its first sequences, how much of them is trained, and how long all are."""
+    if tokenizer.date is not None:
+        yield date_line(tokenizer)
     for part in prepared:
-        yield from ("", part.describe())
+        yield from ("", part.describe(), *(f"  {line}" for line in part.bad_lines))
         for i, sequence in enumerate(islice(part.sequences, num_shown), start=1):
             tokens = f"{len(sequence.input_ids)} tokens, {num_targets(sequence.labels)} trained"
             yield from ("", f"---- sequence {i}: {tokens}", marked_text(tokenizer, sequence))

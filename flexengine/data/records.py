@@ -10,29 +10,23 @@
 | {"input_ids", "labels" or a mask} | tokens as they are |
 
 Beside a conversation: "system", "tools" (or "functions"), and "chat_template_kwargs" for the template. A turn may carry
-"tool_calls", "reasoning_content", "name", and "weight" (0 or 1) or "train", which say whether it is trained.
+"tool_calls", "reasoning_content", "name", and a key of turn_masks.py that says whether it is trained.
 """
 
 import contextlib
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from flexengine.wording import shown
+from flexengine.data.token_columns import IGNORE, TOKEN_KEYS, TokenizedRecord, tokens_of
+from flexengine.data.turn_masks import TURN_MASKS, is_trained, masks_of_record, refuse_masks
+from flexengine.wording import parse_json, shown
 
-IGNORE = -100
-"""Label of a token without loss, as in Hugging Face."""
+__all__ = ["IGNORE", "Message", "Record", "TokenizedRecord", "parse_record", "remarks"]
+
 SHOWN_KEYS = 12
 """Keys of a record that a message names."""
-
-
-class TokenizedRecord(NamedTuple):
-    """One training sequence: one entry per token in both lists; labels unshifted, IGNORE where there is no loss."""
-
-    input_ids: list[int]
-    labels: list[int]
 
 
 @dataclass(frozen=True)
@@ -40,13 +34,15 @@ class Message:
     """One turn; role is "system", "user", "assistant", "tool" or another word that the chat template knows.
 
     extra holds further keys that templates read (tool_calls, reasoning_content, name, tool_call_id). train says whether
-    an assistant's turn is trained; None leaves that to --train-on.
+    an assistant's turn is trained; None leaves that to --train-on. in_prompt: train is False because the turn is of a
+    prompt, not because the record masks it.
     """
 
     role: str
     content: str | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     train: bool | None = None
+    in_prompt: bool = field(default=False, compare=False)
 
     def for_template(self) -> dict[str, Any]:
         """The turn as chat templates read it; content that is null stays away, since they test for it so."""
@@ -72,8 +68,13 @@ class Record:
 
 
 ROLE_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-ROLE_NAMES |= {"observation": "tool", "function": "tool", "function_response": "tool", "function_call": "assistant"}
+ROLE_NAMES |= {"ai": "assistant", "chatbot": "assistant", "function_call": "assistant", "tool_call": "assistant"}
+ROLE_NAMES |= {"observation": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool"}
 """Other words for a speaker -> roles of chat templates; words that are not listed stay as they are."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
+"""What templates call a speaker; of other words a run says that they are context."""
+CALL_ROLES = ("function_call", "tool_call")
+"""Speakers whose text is the call itself."""
 
 PAIRS = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
 """(question key, answer key) of the single-turn formats, first match wins."""
@@ -88,32 +89,58 @@ KNOWN_FORMATS = (
     '{"input_ids", "labels"?}',
 )
 PREFERENCES = (("chosen", "rejected"), ("completion_a", "completion_b"))
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 TURN_OPTIONS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a turn that reach the template as they are; transformers gives reasoning all three of its names."""
-TURN_KEYS = {*TURN_OPTIONS, "role", "content", "from", "value", "tool_calls", "function_call", "weight", "train"}
-TOKEN_MASKS = ("assistant_masks", "completion_mask", "loss_mask")
-TOKEN_KEYS = {"input_ids", "labels", "attention_mask", "token_type_ids", "length", *TOKEN_MASKS}
+TURN_KEYS = {*TURN_OPTIONS, "role", "content", "from", "value", "tool_calls", "function_call", *TURN_MASKS}
+PART_KEYS = {"type", "text"}
+CALL_KEYS = {"id", "type", "function", "name", "arguments", "parameters"}
 CHAT_KEYS = {"system", "system_prompt", "tools", "functions", "chat_template_kwargs"}
 
 
 def parse_record(raw: Any, where: str, unread: Counter[str] | None = None) -> Record:
     """A Record from one decoded row. `where` ("file.jsonl, line 3") opens the message of the ValueError.
 
-    unread counts the keys that were not read, for one report of all of them: they may have been meant to matter.
+    unread counts the keys that were not read, for one report of all of them: they may have been meant to matter. A key
+    that may say what is trained is refused instead.
     """
     if not isinstance(raw, dict):
         raise ValueError(f"{where}: a record must be a JSON object, found {type(raw).__name__}")
-    raw = {key: value for key, value in raw.items() if value is not None}
-    unread = Counter() if unread is None else unread
-    _refuse_other_tasks(raw, where)
-    record, read = _parse(raw, where, unread)
-    unread.update(str(key) for key in raw.keys() - read)
+    given = {key: value for key, value in raw.items() if value is not None}
+    if not given:
+        raise ValueError(f"{where}: the record is empty" + (f" (null: {_keys(raw)})" if raw else ""))
+    _refuse_other_tasks(given, where)
+    inside = Counter[str]()
+    record, read = _parse(given, where, inside, raw.keys() - given.keys())
+    read |= masks_of_record(given, read, where)
+    if unread is not None:
+        unread.update(inside)
+        unread.update(str(key) for key in given.keys() - read if _says_something(given[key]))
     return replace(record, where=where)
 
 
-def _parse(raw: dict[str, Any], where: str, unread: Counter[str]) -> tuple[Record, set[str]]:
-    """The record, and the keys that it was made of."""
+def remarks(record: Record) -> Iterator[str]:
+    """What a person may not know of a record that is read, in words behind a count: "3 answers are empty"."""
+    if record.text is not None and not record.text.strip():
+        yield "texts are empty"
+    for message in record.messages:
+        says = any(message.extra.get(key) for key in ("tool_calls", "reasoning_content", "reasoning", "thinking"))
+        says = says or (message.content or "").strip()
+        if message.role == "assistant" and message.train is not False and not says:
+            yield "answers are empty, so that the model learns to say nothing"
+        if message.role not in ROLES:
+            yield f"turns have the unknown role {shown(message.role)} and are context"
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a value holds more than nulls and empty texts, as columns do that other rows have."""
+    if isinstance(value, (dict, list)):
+        return any(map(_says_something, value.values() if isinstance(value, dict) else value))
+    return value is not None and value != ""
+
+
+def _parse(raw: dict[str, Any], where: str, unread: Counter[str], nulls: set[str]) -> tuple[Record, set[str]]:
+    """The record, and the keys that it was made of. nulls: further keys, without a value."""
     for key in ("messages", "conversations", "conversation"):
         if key in raw:
             return _chat(raw, _turns(raw[key], where, unread), where), {key, *CHAT_KEYS}
@@ -124,9 +151,10 @@ def _parse(raw: dict[str, Any], where: str, unread: Counter[str]) -> tuple[Recor
     if "text" in raw:
         return Record(text=_string(raw, "text", where)), {"text"}
     if "input_ids" in raw:
-        return Record(tokens=_tokens(raw, where)), TOKEN_KEYS
+        return Record(tokens=tokens_of(raw, where)), {*TOKEN_KEYS}
+    without = f" (null: {_keys(nulls)})" if nulls else ""
     raise ValueError(
-        f"{where}: unknown record format with keys {_keys(raw)}\n  known formats: {', '.join(KNOWN_FORMATS)}"
+        f"{where}: unknown record format with keys {_keys(raw)}{without}\n  known formats: {', '.join(KNOWN_FORMATS)}"
     )
 
 
@@ -144,7 +172,11 @@ def _refuse_other_tasks(raw: dict[str, Any], where: str) -> None:
             f"{where}: label says whether the answer is a good one; train learns every answer: keep the good records"
             " only and leave label out"
         )
-    media = [key for key in MEDIA if raw.get(key)]
+    _refuse_media(raw, where)
+
+
+def _refuse_media(given: Mapping[str, Any], where: str) -> None:
+    media = [key for key in MEDIA if _says_something(given.get(key))]
     if media:
         raise ValueError(f"{where}: {media[0]} is not read, train takes text only; leave out records with {media[0]}")
 
@@ -168,58 +200,71 @@ def _chat(raw: dict[str, Any], messages: list[Message], where: str) -> Record:
 
 
 def _turns(turns: Any, where: str, unread: Counter[str]) -> list[Message]:
-    with contextlib.suppress(ValueError):  # tables may hold a conversation as its JSON text
-        turns = json.loads(turns) if isinstance(turns, str) else turns
+    if isinstance(turns, str):  # tables may hold a conversation as its JSON text
+        turns = _object(turns, where, "a conversation that is a text")
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: the conversation must be a list of at least one message, found {shown(turns)}")
     return [_turn(turn, where, unread) for turn in turns]
 
 
 def _turn(turn: Any, where: str, unread: Counter[str]) -> Message:
-    form = ("from", "value") if isinstance(turn, dict) and "from" in turn else ("role", "content")
-    calls = isinstance(turn, dict) and any(turn.get(key) for key in ("tool_calls", "function_call"))
-    if not isinstance(turn, dict) or form[0] not in turn or not (form[1] in turn or calls):
-        found = _keys(turn) if isinstance(turn, dict) else type(turn).__name__
-        raise ValueError(f"{where}: a message needs the keys {form[0]} and {form[1]}, found {found}")
-    given = {key: value for key, value in turn.items() if value is not None}
-    unread.update(f"{key} of a message" for key in given.keys() - TURN_KEYS)
-    word = _string(turn, form[0], where)
-    content = _content(given, form[1], where, calls)
+    given = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
+    role_key = "from" if "from" in given and "role" not in given else "role"
+    text_key = "value" if "value" in given and "content" not in given else "content"
+    calls = any(given.get(key) for key in ("tool_calls", "function_call"))
+    if role_key not in given or not (text_key in turn or calls):
+        found = _keys(given) if isinstance(turn, dict) else type(turn).__name__
+        wanted = ("from", "value") if "from" in given else ("role", "content")
+        raise ValueError(f"{where}: a message needs the keys {wanted[0]} and {wanted[1]}, found {found}")
+    refuse_masks(given, TURN_KEYS, "message", where)
+    unread.update(f"{key} of a message" for key in given.keys() - TURN_KEYS if _says_something(given[key]))
+    word, role = _speaker(_string(given, role_key, where))
+    for key, other, same in (("role", "from", lambda word: _speaker(str(word))[1]), ("content", "value", lambda x: x)):
+        if key in given and other in given and same(given[key]) != same(given[other]):
+            raise ValueError(f"{where}: {key} and {other} of a message say different things; keep one of them")
+    content = _content(given, text_key, role, where, calls, unread)
     extra = {key: given[key] for key in TURN_OPTIONS if key in given}
-    if word == "function_call":  # the call itself is the turn's text
+    if word in CALL_ROLES:
         given, content = {**given, "tool_calls": _list_of(_object(content, where), where)}, None
     elif "function_call" in given:
         given["tool_calls"] = [given["function_call"]]
     if given.get("tool_calls"):
         extra["tool_calls"] = [_call(call, where) for call in _list_of(given["tool_calls"], where)]
-    role = ROLE_NAMES.get(word, word)
-    return Message(role, content, extra, _trained(given, role, where))
+    return Message(role, content, extra, is_trained(given, role, where))
 
 
-def _content(turn: dict[str, Any], key: str, where: str, calls: bool) -> str | None:
+def _speaker(word: str) -> tuple[str, str]:
+    """The word for a speaker in small letters, and the role that it means; a word that is not known stays as it is."""
+    plain = word.strip().lower()
+    return plain, ROLE_NAMES.get(plain, plain if plain in ROLES else word)
+
+
+def _content(turn: dict[str, Any], key: str, role: str, where: str, calls: bool, unread: Counter[str]) -> str | None:
     """The text of a turn: a string, a list of text parts, or null where the turn calls tools instead."""
     value = turn.get(key)
     if value is None and calls:
         return None
+    if value is None or isinstance(value, (dict, bool, int, float)):
+        refused = " beside a refusal" if turn.get("refusal") else ""
+        found = f"null{refused}, and it calls no tool" if value is None else f"{type(value).__name__}: {shown(value)}"
+        raise ValueError(
+            f"{where}: {key} must be a string, found {found} (a turn of {role});"
+            f" {'write what it says, or leave the record out' if value is None else 'write its JSON text'}"
+        )
     if not isinstance(value, list):
-        return _string({key: value}, key, where)
-    parts = [{"text": part} if isinstance(part, str) else part for part in value]
-    other = next((part for part in parts if not isinstance(part, dict) or "text" not in part), None)
-    if other is not None:
-        kind = other.get("type", shown(other)) if isinstance(other, dict) else shown(other)
+        return _string(turn, key, where)
+    return "".join(_text_of_part(part, key, where, unread) for part in value)
+
+
+def _text_of_part(part: Any, key: str, where: str, unread: Counter[str]) -> str:
+    part = {"text": part} if isinstance(part, str) else part
+    if not isinstance(part, dict) or part.get("text") is None:
+        kind = part.get("type", shown(part)) if isinstance(part, dict) else shown(part)
         raise ValueError(f"{where}: {key} has a part that is no text ({kind}); train takes text only")
-    return "".join(_string(part, "text", where) for part in parts)
-
-
-def _trained(turn: dict[str, Any], role: str, where: str) -> bool | None:
-    """Whether the turn is trained, by its own `weight` (0 or 1) or `train`; None where it says nothing."""
-    given = [(key, turn[key]) for key in ("weight", "train") if key in turn]
-    for key, value in given:
-        if value not in (0, 1):
-            raise ValueError(f"{where}: {key} of a message is 0 or 1, found {shown(value)}; other weights are not read")
-        if value and role != "assistant" and key == "train":
-            raise ValueError(f"{where}: train is set on a turn of {role}; only turns of the assistant can be trained")
-    return bool(given[0][1]) if given else None
+    _refuse_media(part, where)
+    refuse_masks({name: value for name, value in part.items() if value is not None}, PART_KEYS, "part", where)
+    unread.update(f"{name} of a part" for name in part.keys() - PART_KEYS if _says_something(part[name]))
+    return _string(part, "text", where)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -228,9 +273,10 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise ValueError(f"{where}: a tool call needs the name of a function, found {shown(call)}")
+    refuse_masks({**inner, **call}, CALL_KEYS, "tool call", where)
     arguments = inner.get("arguments", inner.get("parameters", {}))
     with contextlib.suppress(ValueError):  # a call in another notation: the template shows whether it takes that
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = parse_json(arguments, where, unique=True) if isinstance(arguments, str) else arguments
     function = {"name": inner["name"], "arguments": arguments}
     identity = {"id": call["id"]} if call.get("id") is not None else {}
     return {**identity, "type": "function", "function": function}
@@ -248,12 +294,13 @@ def _list_of(value: Any, where: str) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _object(value: Any, where: str) -> Any:
-    """The value of a JSON text: tools and calls are often stored as texts."""
+def _object(value: Any, where: str, what: str = "tools and tool calls") -> Any:
+    """The value of a JSON text: tools, calls and whole conversations are often stored as texts."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return parse_json(value, where, unique=True) if isinstance(value, str) else value
     except ValueError as error:
-        raise ValueError(f"{where}: tools and tool calls must be JSON, found {shown(value)} ({error})") from None
+        found = str(error).removeprefix(f"{where}: ").partition(";")[0]
+        raise ValueError(f"{where}: {what} must be JSON, found {shown(value)} ({found})") from None
 
 
 def _pair(raw: dict[str, Any], question_key: str, answer_key: str, where: str, unread: Counter[str]) -> list[Message]:
@@ -277,42 +324,18 @@ def _prompt_and_completion(
 
     def side(key: str, role: str) -> list[Message]:
         given = raw[key]
+        if isinstance(given, list) and given and all(isinstance(item, str) for item in given):
+            raise ValueError(f"{where}: {key} is a list of {len(given)} texts; write one text, or a list of messages")
         return _turns(given, where, unread) if isinstance(given, list) else [Message(role, _string(raw, key, where))]
 
-    context = [Message(m.role, m.content, m.extra, train=False) for m in side(question_key, "user")]
+    prompt = side(question_key, "user")
+    if any(message.train for message in prompt if message.role == "assistant"):
+        raise ValueError(f"{where}: a turn of {question_key} is to be trained; only {answer_key} is, or write messages")
+    context = [replace(message, train=False, in_prompt=message.train is not False) for message in prompt]
     return [*context, *side(answer_key, "assistant")]
 
 
-# ---- tokens and texts ------------------------------------------------------------------------------------------
-
-
-def _tokens(raw: dict[str, Any], where: str) -> TokenizedRecord:
-    """Token ids with their labels: given, by a mask, or all; what attention_mask leaves out is padding."""
-    columns = {key: _integers(raw[key], key, where) for key in TOKEN_KEYS - {"length"} if key in raw}
-    ids = columns["input_ids"]
-    for key, values in columns.items():
-        if len(values) != len(ids):
-            raise ValueError(f"{where}: {key} has {len(values)} entries, input_ids has {len(ids)}")
-    if any(token < 0 for token in ids):
-        raise ValueError(f"{where}: input_ids holds a negative number; labels alone may hold {IGNORE}")
-    mask = next((columns[key] for key in TOKEN_MASKS if key in columns), [1] * len(ids))
-    labels = columns.get("labels") or [token if m else IGNORE for token, m in zip(ids, mask, strict=True)]
-    wrong = next((i for i, (a, b) in enumerate(zip(ids, labels, strict=True)) if b not in (a, IGNORE)), None)
-    if wrong is not None:
-        raise ValueError(
-            f"{where}: label {labels[wrong]} at position {wrong} is neither the token {ids[wrong]} nor {IGNORE};"
-            " labels are not shifted"
-        )
-    kept = columns.get("attention_mask", [1] * len(ids))
-    rows = [(token, label) for token, label, keep in zip(ids, labels, kept, strict=True) if keep]
-    return TokenizedRecord([token for token, _ in rows], [label for _, label in rows])
-
-
-def _integers(values: Any, key: str, where: str) -> list[int]:
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise ValueError(f"{where}: {key} must be a flat list of integers, found {shown(values)}")
-    return values
+# ---- what all of them use ---------------------------------------------------------------------------------------
 
 
 def _string(raw: Mapping[str, Any], key: str, where: str) -> str:
@@ -332,4 +355,5 @@ def _string(raw: Mapping[str, Any], key: str, where: str) -> str:
 def _keys(raw: Iterable[Any]) -> str:
     names = sorted(map(str, raw))
     more = f" and {len(names) - SHOWN_KEYS} more" if len(names) > SHOWN_KEYS else ""
-    return (", ".join(shown(name)[1:-1] for name in names[:SHOWN_KEYS]) or "(none)") + more
+    plain = (shown(name) if name != name.strip() else shown(name)[1:-1] for name in names[:SHOWN_KEYS])
+    return (", ".join(plain) or "(none)") + more

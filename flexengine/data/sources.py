@@ -1,29 +1,49 @@
 """Where records come from: files, folders, data sets of the hub, and shards of tokens, several at once with weights.
 
 A source is written as `PLACE[:SPLIT][=WEIGHT]`: a file of records (JSON, JSON Lines, CSV, TSV, Parquet, Arrow; .gz),
-a folder of such files, an id on the Hugging Face hub (`ORG/NAME[:CONFIG][:SPLIT]`), or a shard of tokens (.bin, .npy).
+a folder of such files or an id on the Hugging Face hub (both also `PLACE:CONFIG:SPLIT`), or a shard of tokens (.bin,
+.npy). A folder is read as the hub's library reads a copy of a repository: README.md may name configurations and splits.
 """
 
 import hashlib
+import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.checkpoint.atomic import sha256_of
-from flexengine.checkpoint.dataset_files import format_of, select_data_files
+from flexengine.checkpoint.dataset_files import README, check_card, format_of, left_aside, select_data_files
 from flexengine.checkpoint.dataset_rows import read_rows, without_nulls
 from flexengine.checkpoint.manifest import DownloadError
-from flexengine.data.records import Record, parse_record
+from flexengine.data.bad_records import BadRecords
+from flexengine.data.records import Record, parse_record, remarks
 from flexengine.data.store import SHARD_SUFFIXES
+
+logger = logging.getLogger(__name__)
 
 WEIGHT = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DEFAULT_SPLIT = "train"
+SLICE = re.compile(r"(:\w*)?\[[^\]]*\]$")
+"""Behind a split, as `train[:10%]`."""
 WANTED = "--dataset wants a JSON or JSON Lines file, CSV, Parquet, Arrow, a folder of them, or an id on the hub"
+ONCE = "That can be read only once, and a run may read its data again: write them to a file first"
+NO_PLACES = (
+    (r"^-$", f"the standard input is not read. {ONCE}"),
+    (r"^file://", "write the path alone, without file://"),
+    (r"^hf://", "write ORG/NAME, without hf://datasets/"),
+    (r"^\w+://", "addresses are not fetched; download the file first, or name an id on the hub as ORG/NAME"),
+    (r"^~", "the shell replaces ~ only outside of quotes; write the whole path"),
+    (r"=[\d.,]+%?$", "no such file; a weight is a number behind =, such as =0.5"),
+    (r"[*?]", "no such file; the shell replaces patterns only outside of quotes, and a folder can be named as a whole"),
+)
+"""What a name that is no place looks like -> what to say."""
+SHOWN_FILES = 6
+"""Most files that a message names."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +67,43 @@ def parse_source(text: str) -> Source:
     name, weight = (match[1], float(match[2])) if match else (text, 1.0)
     if weight <= 0:
         raise ValueError(f"data set {text}: a weight must be more than 0; leave the data set out instead")
-    place, *rest = [name] if os.path.exists(name) else name.split(":")
-    if len(rest) > 2 or (len(rest) == 2 and os.path.exists(place)):
-        raise ValueError(f"data set {text}: too many colons; write PLACE:SPLIT, or ORG/NAME:CONFIG:SPLIT for the hub")
-    if not os.path.exists(place) and (not HUB_ID.fullmatch(place) or format_of(place) or place.startswith(".")):
-        raise ValueError(f"data set {text}: no such file; {WANTED}")
+    place, rest = _place(name)
+    _check_place(text, name, place)
+    if len(rest) > 2:
+        raise ValueError(f"data set {text}: too many colons; write PLACE:SPLIT or PLACE:CONFIG:SPLIT")
     config, split = (None, *rest) if len(rest) == 1 else (rest or (None, DEFAULT_SPLIT))
+    if os.path.isfile(place) and (config is not None or split not in ("", DEFAULT_SPLIT)):
+        raise ValueError(
+            f"data set {text}: {place} is a file, which has no split {':'.join(rest)}; leave :{':'.join(rest)} out, or"
+            " name a folder with files for each split"
+        )
     return Source(place, split or DEFAULT_SPLIT, config, weight)
+
+
+def _place(name: str) -> tuple[str, list[str]]:
+    """The place that a name begins with, and what follows it after colons. Names of files may have colons too."""
+    parts = name.split(":")
+    found = (n for n in range(len(parts), 0, -1) if os.path.exists(":".join(parts[:n])))
+    end = next(found, 1)
+    return ":".join(parts[:end]), parts[end:]
+
+
+def _check_place(text: str, name: str, place: str) -> None:
+    """Raise ValueError, with the reason, where a name can be no source. text: as it was given, with weight and all."""
+    if SLICE.search(name) and not os.path.exists(name):
+        raise ValueError(
+            f"data set {text}: a part of a split is not read; write these records to a file, or give a weight:"
+            f" {SLICE.sub('', name)}=0.1 takes a tenth of them, another tenth in each epoch"
+        )
+    if os.path.exists(place):
+        if not (os.path.isfile(place) or os.path.isdir(place)):
+            raise ValueError(f"data set {text}: {place} is a pipe or a device. {ONCE}")
+        return
+    if HUB_ID.fullmatch(place) and not format_of(place) and not place.startswith("."):
+        return
+    reason = next((why for pattern, why in NO_PLACES if re.search(pattern, name)), f"no such file; {WANTED}")
+    reason = f"is a link to {os.readlink(place)}, which is not there" if os.path.islink(place) else reason
+    raise ValueError(f"data set {text}: {reason}")
 
 
 class Reader:
@@ -63,6 +113,7 @@ class Reader:
         """Finds the files, or the data set on the hub. Raises ValueError."""
         self.source = source
         self.unread: Counter[str] = Counter()
+        self.remarks: Counter[str] = Counter()
         on_disk = os.path.exists(source.place)
         self._files = files_of(source) if on_disk else []
         self._hub = None if on_disk else open_on_hub(source)
@@ -79,12 +130,23 @@ class Reader:
         parts = [f"{format_of(path.name)} {sha256_of(path)}" for path in self._files]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def records(self) -> Iterator[Record]:
-        """Every record, in order. Raises ValueError naming file and place of what cannot be read."""
-        found = False
+    def records(self, bad: BadRecords | None = None) -> Iterator[Record]:
+        """Every record, in order, but the bad ones that are skipped.
+
+        Raises ValueError naming file and place of what cannot be read; without `bad`, at the first.
+        """
+        found, bad = False, bad or BadRecords()
         for row, where in self._rows():
             found = True
-            yield parse_record(row, where, self.unread)
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                record = parse_record(row, where, self.unread)
+            except ValueError as error:
+                bad.leave_out(error)
+                continue
+            self.remarks.update(remarks(record))
+            yield record
         if not found:
             num_bytes = sum(path.stat().st_size for path in self._files)
             raise ValueError(
@@ -99,17 +161,35 @@ class Reader:
 
 
 def files_of(source: Source) -> list[Path]:
-    """The files of a source on disk: itself, or those of a folder that make up the split."""
+    """The files of a source on disk: itself, or those of a folder that make up the split, as on the hub."""
     path = Path(source.place)
     if path.is_file():
         return [path]
     names = sorted(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
     if not any(map(format_of, names)):
-        raise ValueError(f"data set {path}: is a folder; {WANTED}, and it holds no such file")
+        raise ValueError(
+            f"data set {path}: is a folder; {WANTED}, and it holds no such file (found {_first(names) or 'nothing'})"
+        )
+    readme = (path / README).read_text("utf-8", errors="replace") if README in names else None
     try:
-        return [path / name for name in select_data_files(names, None, source.split, source.config)]
+        check_card(readme or "")
+        chosen = select_data_files(names, readme, source.split, source.config)
     except DownloadError as error:
-        raise ValueError(f"data set {path}: {str(error).replace('--split', f'--dataset {path}:SPLIT')}") from None
+        said = str(error).replace("with --config", f"with --dataset {path}:CONFIG:SPLIT").replace("--config", "CONFIG")
+        said = said.replace("--split", f"--dataset {path}:{f'{source.config}:' if source.config else ''}SPLIT")
+        raise ValueError(f"data set {path}: {said}") from None
+    if others := left_aside(names, readme, source.split, source.config, chosen):
+        logger.warning(
+            "data set %s: %d files are of no split, and are not read: %s; read are %s",
+            path, len(others), _first(others), _first(chosen),
+        )  # fmt: skip
+    return [path / name for name in chosen]
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN_FILES]) + (
+        f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
+    )
 
 
 class NotFromHubError(ValueError):
@@ -148,7 +228,7 @@ def open_on_hub(source: Source) -> HubRows:
 
 
 def _not_from_hub(source: Source, error: Exception, what: str) -> NotFromHubError:
-    found = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    found = " ".join(str(error).split())[:300] or type(error).__name__
     return NotFromHubError(
         f"data set {source.place} (split {source.split}): {what}: {found}\n"
         f"  check the name, or fetch it where there is a network: flexengine download dataset {source.place}"

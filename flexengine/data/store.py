@@ -5,18 +5,20 @@ numbers a record stand beside it. Tokens are read with positioned reads rather t
 count as resident memory of the process: what a run holds is the index and one batch.
 """
 
+import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import tempfile
-import zipfile
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +36,10 @@ LLM_C_MAGIC = {20240520: np.uint16, 20240801: np.uint32}
 """First number of the 256 that open llm.c's shards (https://github.com/karpathy/llm.c, dev/data) -> dtype of tokens."""
 LLM_C_HEADER_BYTES = 1024
 LARGEST_UINT16_VOCABULARY = 2**16
+
+
+HASHED_BLOCK_BYTES, MOST_HASHED_BYTES = 1 << 20, 4 << 30
+"""Shards have any size: hashing more than this at the start of a run would hold it up for half a minute and more."""
 
 
 class TokenFile:
@@ -55,6 +61,14 @@ class TokenFile:
             raise ValueError(f"a file of tokens ends {length - len(tokens)} tokens early; it changed while it was read")
         return tokens
 
+    def blocks(self, num_tokens: int) -> Iterator[np.ndarray]:
+        """The first num_tokens numbers, some at a time; of a large shard, blocks at even distances up to its end."""
+        size = HASHED_BLOCK_BYTES // self._dtype.itemsize
+        num_blocks = -(-num_tokens // size)
+        stride = 1 if self._signed else max(1, math.ceil(num_blocks * HASHED_BLOCK_BYTES / MOST_HASHED_BYTES))
+        for block in range((num_blocks - 1) % stride if num_blocks else 0, num_blocks, stride):
+            yield self.numbers(block * size, min(size, num_tokens - block * size))
+
     def read(self, start: int, length: int) -> TokenizedRecord:
         """Tokens start..start+length of the file with their labels."""
         tokens = self.numbers(start, length)
@@ -69,7 +83,8 @@ class TokenFile:
 class TokenTable:
     """Records in a file of tokens: where each ends, and its first token with a loss (after the first of all) or WHOLE.
 
-    left_out and notes count, by reason, what the records lost on the way here.
+    left_out and notes count, by reason, what the records lost on the way here; num_bad records could not be read, the
+    first of which `bad` names, each with what follows the name of the source (", line 3: ...").
     """
 
     file: TokenFile
@@ -77,6 +92,18 @@ class TokenTable:
     first_targets: np.ndarray
     left_out: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
+    num_bad: int = 0
+    bad: Sequence[str] = ()
+
+    @cached_property
+    def sha256(self) -> str:
+        """A digest of what the records are as tokens and labels; of a shard over MOST_HASHED_BYTES, of parts of it."""
+        digest = hashlib.sha256()
+        for index in (self.ends, self.first_targets):
+            digest.update(np.ascontiguousarray(index, np.int64).data)
+        for block in self.file.blocks(int(self.ends[-1]) if len(self.ends) else 0):
+            digest.update(block.data)
+        return digest.hexdigest()
 
 
 class Cut(NamedTuple):
@@ -185,20 +212,30 @@ def table_in_scratch(records: Iterable[TokenizedRecord]) -> TokenTable:
 
 
 def open_table(folder: Path) -> TokenTable | None:
-    """The table that an earlier run left in a folder of the cache; None where there is none."""
+    """The table that an earlier run left in a folder of the cache; None where there is none, or a damaged one."""
     try:
         counts = json.loads((folder / COUNTS_FILE).read_text())
+        seal = counts.pop("sha256")
         with np.load(folder / INDEX_FILE) as index:
             ends, first_targets = index["ends"], index["first_targets"]
-        file = os.open(folder / TOKENS_FILE, os.O_RDONLY)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # absent or damaged: it is written again
+        file = TokenFile(os.open(folder / TOKENS_FILE, os.O_RDONLY), np.dtype(np.int32))
+        table = TokenTable(file, ends, first_targets, **counts)
+        if _seal(table, counts) == seal:
+            return table
+    except FileNotFoundError:
         return None
-    table = TokenTable(TokenFile(file, np.dtype(np.int32)), ends, first_targets, counts["left_out"], counts["notes"])
-    whole = os.fstat(file).st_size == 4 * (int(ends[-1]) if len(ends) else 0)
-    return table if whole else None
+    except Exception:  # readers of archives and arrays stumble over damaged ones in ways of their own
+        logger.debug("traceback", exc_info=True)
+    logger.warning("%s is not what was written there; the data is tokenized again", folder)
+    return None
 
 
-def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[str, dict[str, int]]) -> None:
+def _seal(table: TokenTable, counts: Mapping[str, Any]) -> str:
+    """A digest of all that a table in the cache says. Raises: ValueError where the file of tokens is too short."""
+    return hashlib.sha256(f"{table.sha256} {json.dumps(counts)}".encode()).hexdigest()
+
+
+def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[str, Any]) -> None:
     """Writes a table beside `folder` and gives it that name when it is whole; counts are read when records end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
@@ -209,7 +246,9 @@ def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[s
         finally:
             os.close(file)
         np.savez(partial / INDEX_FILE, ends=ends, first_targets=first_targets)
-        (partial / COUNTS_FILE).write_text(json.dumps(counts))
+        tokens = TokenFile(os.open(partial / TOKENS_FILE, os.O_RDONLY), np.dtype(np.int32))
+        seal = _seal(TokenTable(tokens, ends, first_targets), counts)
+        (partial / COUNTS_FILE).write_text(json.dumps({**counts, "sha256": seal}))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         os.rename(partial, folder)
     except FileExistsError:

@@ -6,6 +6,7 @@ and size.
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import json
 import re
@@ -22,7 +23,10 @@ FALLBACK_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n\n"
     "{% endfor %}{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
-"""Used when the folder has no chat template."""
+"""Used when the folder has no chat template; see `fallback_template`."""
+NOW = "strftime_now"
+"""The function by which templates ask for today's date."""
+DATE_CODES = "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZ"
 MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TEMPLATE_SECONDS = 20
 """Longest time that one rendering may take: real ones take microseconds a turn, an endless loop takes for ever."""
@@ -31,12 +35,22 @@ TEMPLATE_CHARACTERS = 2**28
 
 
 class ChatTemplate:
-    """The chat template of a model, with the variables that it reads; conversations with tools may have another one."""
+    """The chat template of a model, with the variables that it reads; conversations with tools may have another one.
+
+    date: the day that templates which write today's date see. A run keeps it, so that the same records become the same
+    tokens on another day.
+    """
 
     def __init__(self, text: str, variables: Mapping[str, str], tool_text: str | None = None) -> None:
         """Raises ValueError when the template does not parse."""
         self.text, self.tool_text, self.variables = text, tool_text or text, variables
+        self.date = today()
         _check_parses(text)
+
+    @property
+    def reads_date(self) -> bool:
+        """Whether what the template writes depends on the day."""
+        return reads_date(self.text) or reads_date(self.tool_text)
 
     def marks_generation(self, record: Record) -> bool:
         """Whether the record's template marks what the assistant generates."""
@@ -58,7 +72,7 @@ class ChatTemplate:
                 texts, marked = render_jinja_template(
                     [[message.for_template() for message in messages]],
                     tools=list(record.tools) or None if record else None,
-                    chat_template=text,
+                    chat_template=_on_date(self.date) + text if reads_date(text) else text,
                     return_assistant_tokens_mask=MARKS_GENERATION.search(text) is not None,
                     add_generation_prompt=add_generation_prompt,
                     **{**self.variables, **options},
@@ -78,6 +92,43 @@ class ChatTemplate:
 
     def _text_of(self, record: Record | None) -> str:
         return self.tool_text if record is not None and record.tools else self.text
+
+
+def fallback_template(begins: bool, end: str) -> str:
+    """Return the template of a model that has none, which fits its tokenizer.
+
+    begins: whether the tokenizer puts bos_token before a text. end: the token that ends an answer where the tokenizer
+    names none, so that templates cannot read it.
+    """
+    text = FALLBACK_TEMPLATE if begins else FALLBACK_TEMPLATE.replace("{{ bos_token }}", "")
+    return text.replace("{{ eos_token }}", end) if end else text
+
+
+def today() -> datetime.date:
+    """Return the day at this place, which transformers gives to templates."""
+    return datetime.datetime.now().date()
+
+
+def reads_date(template: str) -> bool:
+    """Whether a template asks for today's date."""
+    return NOW in template
+
+
+@functools.cache
+def _on_date(date: datetime.date) -> str:
+    """Write the start of a template that sees this day, at its beginning, whenever it is rendered.
+
+    A macro takes the place of the function, since transformers gives templates plain values alone. It replaces the
+    codes of strftime one by one; "%%" is set aside meanwhile.
+    """
+    day = datetime.datetime.combine(date, datetime.time())
+    codes = [f"%{code}" for code in DATE_CODES] + [f"%-{code}" for code in "dHIjmMSuUVwWy"]
+    pairs = [("%%", "\0"), *((code, day.strftime(code)) for code in codes), ("%f", "000000"), ("\0", "%")]
+    # The newline after the macro is not written, and keeps what follows at the beginning of a line.
+    return (
+        f"{{% macro {NOW}(format) %}}{{% set day = namespace(text=format) %}}{{% for code, value in {pairs!r} %}}"
+        "{% set day.text = day.text.replace(code, value) %}{% endfor %}{{ day.text }}{% endmacro %}\n"
+    )
 
 
 def variants_of(record: Record) -> Iterator[Record]:

@@ -8,7 +8,7 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
 def refuse_unsupported(name: str, config: dict) -> None:
-    """Raise ValueError if a config attends to later tokens or has rope options twice, also in its part on the text."""
+    """Raise ValueError if a config attends to later tokens, also in its part on the text."""
     for fields in _described(name, config):
         for switch, harmless in (("is_causal", True), ("use_bidirectional_attention", False)):
             if fields.switch(switch, harmless) is not harmless:
@@ -16,13 +16,6 @@ def refuse_unsupported(name: str, config: dict) -> None:
                     f"{name}: {switch}={str(not harmless).lower()} in config.json: tokens see later ones, which a "
                     "causal language model is not trained with. Give a model without it"
                 )
-        # Old and new readers take different ones of the two, so only equal options are safe.
-        newer, older = fields.nested("rope_parameters"), fields.nested("rope_scaling")
-        if newer and older and newer != older:
-            raise ValueError(
-                f"{name}: config.json has rope_parameters and rope_scaling, of which readers take different parts. Put "
-                "all options into rope_parameters, and set rope_scaling to null"
-            )
 
 
 def dropout_notice(name: str, config: dict) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from flexengine.models.nf4_checkpoints import has_plain_magnitudes
 from flexengine.models.spec import GroupSpec, ModelSpec, ParamSpec
 from flexengine.ops.experts import GroupedLinear
 from flexengine.ops.linear import Linear
@@ -20,8 +19,9 @@ def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
     """Store the frozen linear layers of the model's blocks, experts too, in the format `base`.
 
     Embedding, head, routers, norms and biases stay in the compute dtype: they are few, and rounding them costs most
-    accuracy. MXFP4 is for experts that are stored input by output alone, as gpt-oss has them. Call it after everything
-    that freezes groups. Raises: ValueError when no block is frozen, or none has what the format is for.
+    accuracy. So do layers that a checkpoint in this very format holds in 16 bits: whoever made it left them out. MXFP4
+    is for experts that are stored input by output alone, as gpt-oss has them. Call it after everything that freezes
+    groups. Raises: ValueError when no block is frozen, or none has what the format is for.
     """
     if base == "compute":
         return model
@@ -36,12 +36,14 @@ def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
             " adapters (--mode lora), freeze blocks (--freeze blocks), or leave --base-dtype out"
         )
 
-    storage: Storage = base
-    if base == "nf4" and has_plain_magnitudes(model.hf_config):
-        storage = "nf4_float32"  # a checkpoint that was stored so keeps its codes and magnitudes
+    decoders = {s.decode for group in model.groups for param in group.params for s in param.sources if s.decode}
+    # A checkpoint that was stored without double quantisation keeps its codes and magnitudes.
+    storage: Storage = "nf4_float32" if base == "nf4" and "nf4_float32" in decoders else base
+    quantised = any(_is_in(decoder, base) for decoder in decoders)
 
     def of_param(group: int, param: ParamSpec) -> ParamSpec:
-        return replace(param, storage=storage) if param.name in stored[group] else param
+        left_out = quantised and not all(_is_in(source.decode, base) for source in param.sources)
+        return replace(param, storage=storage) if param.name in stored[group] and not left_out else param
 
     def of_group(index: int, group: GroupSpec) -> GroupSpec:
         if index not in stored:
@@ -49,6 +51,11 @@ def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
         return replace(group, params=tuple(of_param(index, param) for param in group.params))
 
     return replace(model, groups=tuple(of_group(i, group) for i, group in enumerate(model.groups)))
+
+
+def _is_in(decoder: str | None, base: BaseDtype) -> bool:
+    """Tell whether what a decoder reads is stored in a format."""
+    return decoder is not None and decoder.partition("_")[0] == base
 
 
 def check_base_dtype(model: ModelSpec, base: str) -> None:

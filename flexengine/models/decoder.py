@@ -82,14 +82,14 @@ def assemble(
     )
     # A tied head has no group member of its own: it reads the embedding's tensor, whose gradient both add to.
     tied = (("lm_head.weight", 0, "embed.weight"),) if sizes["tie_word_embeddings"] else ()
-    last = len(groups) - 1
+    last, d = len(groups) - 1, sizes["hidden_size"]
     layers = (
         LayerSpec("embedding", "embedding", embedding.ops, _layer_params(0, groups[0]), None, "y"),
         *(
-            LayerSpec(f"block.{i}", "block", block.ops, _layer_params(i + 1, groups[i + 1]), "x", "y", block.buffers)
+            LayerSpec(f"block.{i}", "block", block.ops, _layer_params(i + 1, groups[i + 1]), "x", "y", d, block.buffers)
             for i, block in enumerate(blocks)
         ),
-        LayerSpec("head", "head", head.ops, (*_layer_params(last, groups[last]), *tied), "x", None),
+        LayerSpec("head", "head", head.ops, (*_layer_params(last, groups[last]), *tied), "x", None, d),
     )
     return ModelSpec(name=name, family=family, hf_config=config, groups=groups, layers=layers, **sizes)
 
@@ -130,9 +130,11 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         vocab_size=v,
         head_dim=s.blocks[0].head_dim,
         max_position_embeddings=fields.whole("max_position_embeddings", 2048),
+        longest_sequence=min((t.longest for t in s.tables if t.longest is not None), default=None),
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),
         tie_word_embeddings=s.tie_word_embeddings,
         head_source=s.head,
+        prefix=f"{s.prefix}.",
         tables=s.tables,
         balancing=s.balancing,
     )

@@ -11,7 +11,6 @@ from dataclasses import replace
 from flexengine.models.blocks import BlockNames, BlockShape, ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
-from flexengine.models.fp8_weights import fp8_weights
 from flexengine.models.latent_block import LatentAttention
 from flexengine.models.rope import rope_table, score_scale
 from flexengine.models.sizes import read_activation, read_rms_norm_eps
@@ -67,13 +66,12 @@ def build(name: str, config: dict) -> ModelSpec:
         final_norm=norm,
         names=NAMES,
     )
-    # The router stays in 16 bits in FP8 checkpoints, though their config does not list it.
-    spec = fp8_weights(decoder_model(name, family, config, shape), config, plain=(NAMES.router,))
+    spec = decoder_model(name, family, config, shape)
     if not fields.whole("num_nextn_predict_layers", 0, 0):
         return spec
     following = f"model.layers.{len(shape.blocks)} and on, which predict further tokens,"
     notice = f"{following} are not trained: where the checkpoint has them, they are exported as they are"
-    return replace(spec, notice="; ".join(filter(None, (spec.notice, notice))))
+    return replace(spec, notice=notice)
 
 
 def _read_heads(fields: Fields) -> HeadSizes:
@@ -102,7 +100,8 @@ def _read_heads(fields: Fields) -> HeadSizes:
 def _read_experts(fields: Fields, family: str) -> ExpertShape:
     """Read the experts. Raises ValueError for groups and counts that do not go together."""
     third = family == "deepseek_v3"
-    count = fields.whole("num_local_experts" if third else "num_experts", other="n_routed_experts")
+    spelled = "num_local_experts" if third else "num_experts"
+    count = fields.whole(spelled, 256 if third else 64, other="n_routed_experts")
     per_token, method = fields.whole("num_experts_per_tok"), fields.text("topk_method", CHOICES[family][0])
     # A token first chooses groups of experts, then experts in these; without groups all experts are one group.
     grouped = third or method == "group_limited_greedy"

@@ -74,9 +74,11 @@ class Fields:
     def whole(self, name: str, default: Any = _REQUIRED, least: int = 1, other: str | None = None) -> Any:
         """Read a whole number from `least` to LARGEST[name]; the default is not checked.
 
-        other: a second name that Hugging Face has for the field, which counts when the first is absent or null.
+        other: a second name that configs have for the field. Where both are stated they must be equal.
         """
         stated = other if other and other in self.values and self.values.get(name) is None else name
+        if other and None not in (self.values.get(name), self.values.get(other)):
+            self.check_told_once(name, other, self.values[name] == self.values[other])
         value = self._value(stated, default)
         if value is default:
             return default
@@ -126,6 +128,14 @@ class Fields:
         if value is not None and not isinstance(value, dict):
             raise self._error(name, value, "an object or null")
         return dict(value or {})
+
+    def check_told_once(self, name: str, other: str, same: bool) -> None:
+        """Raise ValueError unless two fields that say the same thing do so: readers take different ones of them."""
+        if not same:
+            raise ValueError(
+                f"{self.model}: {self.place} has {name}={shown(self.values[name])} and {other}="
+                f"{shown(self.values[other])}, which say the same thing in different ways. Remove the wrong one"
+            )
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.values.get(name)

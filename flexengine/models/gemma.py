@@ -56,6 +56,7 @@ def _build(name: str, config: dict, family: str, prefix: str = "model", head: st
     second, sizes = family == "gemma2", read_sizes(fields)
     # Every `pattern`-th layer has full attention: every second one in Gemma 2, by default every sixth in Gemma 3.
     pattern = 2 if second else fields.whole("sliding_window_pattern", 6)
+    older = None if second else "sliding_window_pattern"
     count, tables = sizes.num_hidden_layers, _tables(config, sizes.head_dim, name, second)
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
     # Checkpoints store the weights of norms less 1.
@@ -79,7 +80,7 @@ def _build(name: str, config: dict, family: str, prefix: str = "model", head: st
     shape = DecoderShape(
         vocab_size=sizes.vocab_size,
         tie_word_embeddings=fields.switch("tie_word_embeddings", True),
-        blocks=tuple(blocks[kind] for kind in layer_types(fields, count, default)),
+        blocks=tuple(blocks[kind] for kind in layer_types(fields, count, default, older=older)),
         tables=tuple(dict.fromkeys(tables.values())),  # each once: Gemma 2 has the same table twice
         final_norm=norm,
         embedding_scale=math.sqrt(sizes.hidden_size),

@@ -65,7 +65,7 @@ def build(name: str, config: dict) -> ModelSpec:
         longest_sequence=positions,
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),
         tie_word_embeddings=tied,
-        optional_prefix=PREFIX,
+        prefix=PREFIX,
     )
 
 

@@ -64,16 +64,15 @@ def build(name: str, config: dict) -> ModelSpec:
 
 
 def _table(name: str, config: dict, head_dim: int) -> Table:
-    rope = {"rope_theta": THETA, **config}
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-        rope["rope_parameters"] = YARN
-    return rope_table(rope, head_dim, name, family="gpt_oss")
+        config = {**config, "rope_parameters": YARN}
+    return rope_table(config, head_dim, name, family="gpt_oss", theta=THETA)
 
 
 def _block(fields: Fields, sizes: Sizes, norm: NormStyle, table: Table, kind: str) -> BlockShape:
     bias = fields.switch("attention_bias", True)
     count = fields.whole("num_experts", 128, other="num_local_experts")
-    per_token = fields.whole("num_experts_per_tok", 4)
+    per_token = fields.whole("num_experts_per_tok", 4, other="experts_per_token")
     experts = ExpertShape(count, per_token, sizes.intermediate_size, normalised=True, stacked=True)
     check_counts(fields.model, experts)
     return sizes.block(

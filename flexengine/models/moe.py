@@ -14,7 +14,7 @@ from typing import Any
 from flexengine.models.blocks import BlockNames, ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
-from flexengine.models.rope import rope_table
+from flexengine.models.rope import THETA, rope_table
 from flexengine.models.sizes import (
     FULL,
     Sizes,
@@ -47,9 +47,8 @@ def build(name: str, config: dict) -> ModelSpec:
     refuse_others(fields)
     sizes = read_sizes(fields)
     norm = NormStyle(read_rms_norm_eps(fields, 1e-6 if family.startswith("qwen") else 1e-5))
-    if family == "mixtral":
-        config = {"rope_theta": MIXTRAL_THETA, **config}
-    table = rope_table(config, sizes.head_dim, name, family=family)
+    theta = MIXTRAL_THETA if family == "mixtral" else THETA
+    table = rope_table(config, sizes.head_dim, name, family=family, theta=theta)
     options = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3}[family](fields, sizes)
     check_counts(name, options["experts"])
     # A layer without experts differs in its FFN alone, which has the config's intermediate_size.

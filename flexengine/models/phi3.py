@@ -41,13 +41,16 @@ def build(name: str, config: dict) -> ModelSpec:
 
 def _with_longrope(name: str, config: dict) -> dict:
     """Name the config's rope type as today's configs do. Raises ValueError for types that the family does not have."""
-    fields = Fields(name, config)
-    options = fields.nested("rope_parameters") | fields.nested("rope_scaling")
-    kind = options.get("rope_type", options.get("type"))
-    if not isinstance(kind, str | None) or kind not in ROPE_TYPES:
-        raise ValueError(
-            f"{name}: rope type {shown(kind)} in config.json; a phi3 model has none, default or longrope, others are "
-            "not supported"
-        )
-    # Options of either place go to one, so that the reader of frequencies sees a single set.
-    return {**config, "rope_parameters": None, "rope_scaling": {**options, "rope_type": ROPE_TYPES[kind]}}
+    renamed, fields = dict(config), Fields(name, config)
+    for place in ("rope_parameters", "rope_scaling"):
+        options = fields.nested(place)
+        for spelling in ("rope_type", "type"):
+            kind = options.get(spelling)
+            if not isinstance(kind, str | None) or kind not in ROPE_TYPES:
+                raise ValueError(
+                    f"{name}: rope type {shown(kind)} in config.json; a phi3 model has none, default or longrope, "
+                    "others are not supported"
+                )
+            options |= {spelling: ROPE_TYPES[kind]} if kind else {}
+        renamed[place] = options
+    return renamed

@@ -22,6 +22,9 @@ from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
 
+WINDOWS_FROM = 28
+"""First layer with a window in a config that switches windows on and states none."""
+
 
 def build(name: str, config: dict) -> ModelSpec:
     """Describe the model of a config of type `qwen2` or `qwen3`. Raises ValueError as the others do."""
@@ -54,6 +57,9 @@ def _window(fields: Fields) -> int:
 def _kinds(fields: Fields, count: int) -> list[str]:
     """Read `layer_types`; a config without it has a window from layer `max_window_layers` on."""
     if not _window(fields):
-        return [FULL] * count
-    full = min(count, fields.whole("max_window_layers", 28, least=0))
-    return layer_types(fields, count, [FULL] * full + [SLIDING] * (count - full))
+        return layer_types(fields, count, [FULL] * count, (FULL,))
+    stated = fields.whole("max_window_layers", WINDOWS_FROM, least=0)
+    full = min(count, stated)
+    # transformers writes its default into every config, so that it says nothing beside layer_types.
+    older = None if stated == WINDOWS_FROM else "max_window_layers"
+    return layer_types(fields, count, [FULL] * full + [SLIDING] * (count - full), older=older)

@@ -59,7 +59,7 @@ def _build(name: str, config: dict, family: str, prefix: str = "model") -> Model
     if family == "qwen3_next":  # only these configs may name layers without experts
         without = layers_without_experts(fields, sizes.num_hidden_layers)
     norm, bias = NormStyle(read_rms_norm_eps(fields), offset=1.0, wide=True), fields.switch("attention_bias", False)
-    table = rope_table({"partial_rotary_factor": 0.25, **config}, sizes.head_dim, name, family, partial=True)
+    table = rope_table(config, sizes.head_dim, name, family, partial=True, share=0.25)
     # All layers share these sizes; a layer of linear attention ignores the options of attention.
     block = sizes.block(norm, qk_norm="head", gated=True, qkv_bias=bias, o_bias=bias, rope_scaling=table.scaling)
     mixers = {FULL: None, LINEAR: _delta(fields, norm.eps, family == "qwen3_next")}

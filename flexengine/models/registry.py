@@ -6,16 +6,18 @@ No other module knows which families exist.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from flexengine.checkpoint.manifest import check_acted_on
+from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
 from flexengine.models.any_family import dropout_notice, refuse_unsupported
-from flexengine.models.fp8_weights import fp8_weights
-from flexengine.models.nf4_checkpoints import METHOD, NOTICE, check_nf4
+from flexengine.models.checkpoints import open_checkpoint, reads_as_it_is
 from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names
+from flexengine.models.quantised_weights import as_quantised, quantised_by, without_quantisation
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -41,7 +43,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         llama.build,
         "Llama 2, 3, 3.1, 3.2, 3.3, CodeLlama, Yi, DeepSeek-LLM, SmolLM",
-        "grouped queries, biases, linear, llama3, yarn and longrope scaling",
+        "grouped queries, biases, linear, dynamic, llama3, yarn and longrope scaling",
         14,
     ),
     "mistral": Family(mistral.build, "Mistral 7B, Mistral Nemo, Mistral Small 24B", "sliding window", 3),
@@ -118,6 +120,7 @@ FAMILIES: dict[str, Family] = {
 
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 """Modules that checkpoints in FP8 hold in 16 bits, and some leave out where they name such modules."""
+NOT_QUANTISED = "config.json says that the weights are quantised, but they are not: they are read as they are"
 MAX_CONFIG_BYTES = 2**24
 """Largest config.json that is read; published ones have a few KiB."""
 MAX_PARAMETERS = 2**43
@@ -128,12 +131,15 @@ class ModelSource(NamedTuple):
     """Where a model comes from.
 
     weights_folder: None for random initial weights. support_folder: the folder with files such as the tokenizer, None
-    if there are none. adapter_tokenizer: that of an adapter which brings a tokenizer of its own.
+    if there are none. new_tokens: tokens that are added to the tokenizer. texts: files, by name, that an export has in
+    place of those in support_folder. adapter_tokenizer: the folder of an adapter which brings a tokenizer of its own.
     """
 
     spec: ModelSpec
     weights_folder: Path | None
     support_folder: Path | None
+    new_tokens: tuple[str, ...] = ()
+    texts: Mapping[str, str] | None = None
     adapter_tokenizer: Path | None = None
 
     @property
@@ -155,15 +161,11 @@ def build_model(name: str, config: Any) -> ModelSpec:
     if not isinstance(family, str) or family not in FAMILIES:
         raise unknown_family(name, family, config, FAMILIES)
     # Refusals come before the builder: it would read a config that asks for something else without noticing.
-    method = _check_quantised(name, config, FAMILIES[family].quantised)
+    method = quantised_by(name, config, FAMILIES[family].quantised)
     refuse_unsupported(name, config)
     spec = FAMILIES[family].build(name, with_class_defaults(family, config))
-    if method == "fp8" and not any(
-        source.decode for group in spec.groups for p in group.params for source in p.sources
-    ):
-        spec = fp8_weights(spec, config, plain=ROUTERS)
-    in_nf4 = NOTICE if method == METHOD else ""
-    notice = "; ".join(filter(None, (spec.notice, in_nf4, dropout_notice(name, config))))
+    spec = as_quantised(spec, config, method, plain=ROUTERS)
+    notice = "; ".join(filter(None, (spec.notice, dropout_notice(name, config))))
     # The config as it was read, without class defaults: the export writes it back.
     spec = replace(spec, hf_config=config, notice=notice)
     # Sizes within their ranges may still multiply to more than any machine holds.
@@ -176,28 +178,12 @@ def build_model(name: str, config: Any) -> ModelSpec:
     return spec
 
 
-def _check_quantised(name: str, config: dict, readable: tuple[str, ...]) -> str:
-    """Give the method by which a checkpoint is quantised, empty for none. Raises ValueError for one not read."""
-    options = config.get("quantization_config")
-    if isinstance(options, dict) and options.get("quant_method") == METHOD:
-        check_nf4(name, config)
-        return METHOD
-    for key in ("quantization_config", "compression_config"):
-        found = config.get(key)
-        method = found.get("quant_method") if isinstance(found, dict) else found
-        if found and method not in readable:
-            raise ValueError(
-                f"{name}: config.json has a {key} (method {shown(method)}): its weights are quantised. Give the "
-                "checkpoint in 16 or 32 bits that it was made from"
-            )
-    return options["quant_method"] if isinstance(options, dict) and options else ""
-
-
 def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelSource:
     """Read the description of a Hugging Face folder or of a preset. Loads no weights.
 
     Raises ValueError when the name is empty, when there is no such preset or folder, when config.json is missing or
-    unreadable, or when the folder has no safetensors weights; with needs_weights=False a config.json is enough.
+    unreadable, when the folder has no safetensors weights (with needs_weights=False a config.json is enough), or when
+    a file that is read beside them is not what the manifest of the folder says.
     """
     text = str(path_or_preset)
     if not text.strip():
@@ -206,6 +192,7 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
         return _open_preset(text.removeprefix(PRESET_PREFIX))
     folder = Path(text)
     config = _read_config(folder)
+    check_acted_on(folder)
     # Planning needs the config alone, so the weights may be missing there.
     if not any(folder.glob("*.safetensors")):
         if not needs_weights:
@@ -217,7 +204,29 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
             " download the weights first: flexengine download model ORG/NAME --target DIR, or train from scratch with"
             " --init random"
         )
-    return ModelSource(build_model(folder.name, config), folder, folder)
+    return ModelSource(_with_weights(folder, config, needs_weights), folder, folder)
+
+
+def _with_weights(folder: Path, config: Any, needs_weights: bool) -> ModelSpec:
+    """Describe a model by its config and, where that says that the weights are quantised, by what these are.
+
+    needs_weights: a damaged checkpoint is refused, too. Reads headers only.
+    """
+    stated = without_quantisation(config) if isinstance(config, dict) else config
+    if stated == config:
+        return build_model(folder.name, config)
+    try:
+        # Fine-tunes are saved in 16 bits with the config of the quantised model that they began with.
+        plain = build_model(folder.name, stated)
+        if reads_as_it_is(plain, folder):
+            return replace(plain, notice="; ".join(filter(None, (plain.notice, NOT_QUANTISED))))
+        spec = build_model(folder.name, config)
+        with open_checkpoint(spec, folder) as reader:
+            return spec.named_as(reader.tensors)
+    except CheckpointError:
+        if needs_weights:
+            raise
+    return build_model(folder.name, config)
 
 
 def open_initial(path_or_preset: str | Path, init: Literal["checkpoint", "random"]) -> ModelSource:

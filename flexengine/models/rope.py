@@ -1,4 +1,7 @@
-"""Computes the rotary frequencies of a Hugging Face config: default, linear, llama3, yarn and longrope scaling.
+"""Computes the rotary frequencies of a Hugging Face config: default, linear, dynamic, llama3, yarn and longrope.
+
+A config may tell its options twice: in `rope_parameters` as written today, and in `rope_scaling`, `rope_theta` and
+others as written before. Readers take different ones of them, so what differs is refused.
 
 Sources: linear: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation";
 yarn: Peng et al. 2023, "YaRN"; llama3: the Llama 3.1 model card's wavelength bands; longrope: Ding et al. 2024,
@@ -8,7 +11,7 @@ yarn: Peng et al. 2023, "YaRN"; llama3: the Llama 3.1 model card's wavelength ba
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,10 +19,14 @@ from flexengine.models.fields import Fields
 from flexengine.models.spec import Table
 from flexengine.wording import did_you_mean, shown
 
-SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 OLD_NAMES = {"su": "longrope"}
 ORIGINAL = "original_max_position_embeddings"
-"""Field with the sequence length before the context was extended; outside of the rope options it overrides theirs."""
+"""Field with the sequence length before the context was extended."""
+OUTSIDE = {name: name for name in ("rope_theta", "partial_rotary_factor", ORIGINAL)}
+"""Options that a config may state outside of its rope options instead: their names inside -> outside."""
+THETA = 10000.0
+"""Base of the rotations in a config that states none, unless its family has another."""
 THETA_RANGE = (1.001, 1e30)  # published: 1e4 to 1e8; float32 powers of more overflow, of 1 all are equal
 FACTOR_RANGE = (1e-3, 1e6)  # published: 1 to 64
 
@@ -28,50 +35,124 @@ class RopeParameters(NamedTuple):
     """Rotary frequencies of a config.
 
     inv_freq: R/2 frequencies in radians per position. scaling multiplies cos and sin (yarn's attention factor).
-    long_inv_freq: longrope's frequencies for runs of more than `long_from` tokens.
+    long_inv_freq: longrope's frequencies for runs of more than `long_from` tokens. longest: the longest sequence that
+    has these frequencies; None if all have them.
     """
 
     inv_freq: tuple[float, ...]
     scaling: float
     long_inv_freq: tuple[float, ...] = ()
     long_from: int = 0
+    longest: int | None = None
 
 
-def _parameters(config: dict, model: str) -> tuple[str, float, Fields]:
-    """Read (kind, theta, options) from `rope_scaling` + `rope_theta`, or from the newer `rope_parameters`."""
-    fields = Fields(model, config)
-    values = fields.nested("rope_parameters") | fields.nested("rope_scaling")
-    # Some configs state the original length in both places; transformers takes the outer one.
-    if config.get(ORIGINAL) is not None:
-        values[ORIGINAL] = config[ORIGINAL]
-    options = Fields(model, values, "the rope options of config.json")
-    # Older configs say "type".
-    kind = values.get("rope_type", values.get("type")) or "default"
-    kind = OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
-    theta = options.number("rope_theta", None, *THETA_RANGE) or fields.number("rope_theta", 10000.0, *THETA_RANGE)
-    if kind not in SUPPORTED:
+class _Told(NamedTuple):
+    """What a config tells of its rotations: their kind, base, the share of a head that is rotated, other options."""
+
+    kind: str
+    theta: float
+    share: float
+    options: Fields
+
+
+def _told(config: dict, model: str, theta: float = THETA, share: float = 1.0, theta_field: str = "rope_theta") -> _Told:
+    """Read the rope options of a config, which are `theta` and `share` where it states none.
+
+    theta_field: the field outside of the options that states the base. Raises: ValueError for what is told twice in
+    different ways, or out of range.
+    """
+    fields, outside = Fields(model, config), {**OUTSIDE, "rope_theta": theta_field}
+    values = _one_of(fields, outside)
+    if typed := [name for name, value in values.items() if isinstance(value, dict)]:
         raise ValueError(
-            f"{model}: rope type {shown(kind)} in config.json is not supported{did_you_mean(str(kind), SUPPORTED)}; "
-            f"supported: {', '.join(SUPPORTED)}"
+            f"{model}: config.json has rope options for {', '.join(map(shown, typed))}, but this model has one set for"
+            " all layers. Put the options into rope_parameters directly"
         )
-    return kind, theta, options
+    for inner, outer in outside.items():
+        stated, other = values.get(inner), config.get(outer)
+        if stated is not None and other is not None and stated != other:
+            raise ValueError(
+                f"{model}: config.json has {inner}={shown(stated)} in its rope options and {outer}={shown(other)}"
+                " outside of them, of which readers take different ones. Remove the wrong one"
+            )
+        values[inner] = other if stated is None else stated
+    options = Fields(model, values, "the rope options of config.json")
+    return _Told(
+        _kind_of(values, model),
+        options.number("rope_theta", theta, *THETA_RANGE),
+        options.number("partial_rotary_factor", share, high=1.0),
+        options,
+    )
 
 
-def rope_parameters(config: dict, head_dim: int, model: str = "model") -> RopeParameters:
+def _one_of(fields: Fields, outside: dict[str, str]) -> dict:
+    """Give the options of `rope_parameters` or of the older `rope_scaling`. Raises ValueError if they differ.
+
+    outside: option -> the field outside of the options that may state it instead.
+    """
+    newer, older = fields.nested("rope_parameters"), fields.nested("rope_scaling")
+    if not newer or not older:
+        return newer or older
+
+    def whole(options: dict) -> dict:
+        found = {inner: fields.values.get(outer) for inner, outer in outside.items()}
+        found |= {name: value for name, value in options.items() if name != "type" and value is not None}
+        return found | {"rope_type": _kind_of(options, fields.model)}
+
+    a, b = whole(newer), whole(older)
+    if differing := [name for name in {**a, **b} if a.get(name) != b.get(name)]:
+        told = ", ".join(f"{name}={shown(a.get(name))} and {shown(b.get(name))}" for name in differing[:3])
+        raise ValueError(
+            f"{fields.model}: config.json has rope_parameters and rope_scaling, which differ ({told}), and readers take"
+            " different ones. Put all options into rope_parameters, and set rope_scaling to null"
+        )
+    return newer
+
+
+def _kind_of(options: dict, model: str) -> str:
+    """Read the rope type, which older configs call "type". Raises ValueError for two that differ, and unknown ones."""
+    stated = [options[name] for name in ("rope_type", "type") if options.get(name) is not None] or ["default"]
+    kinds = [OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in stated]
+    if kinds[0] != kinds[-1]:
+        raise ValueError(
+            f"{model}: config.json has rope_type={shown(stated[0])} and type={shown(stated[1])} in its rope options, of"
+            " which readers take different ones. Remove the wrong one"
+        )
+    if kinds[0] not in SUPPORTED:
+        raise ValueError(
+            f"{model}: rope type {shown(kinds[0])} in config.json is not supported"
+            f"{did_you_mean(str(kinds[0]), SUPPORTED)}; supported: {', '.join(SUPPORTED)}"
+        )
+    return kinds[0]
+
+
+def rope_parameters(
+    config: dict,
+    head_dim: int,
+    model: str = "model",
+    theta: float = THETA,
+    share: float = 1.0,
+    theta_field: str = "rope_theta",
+) -> RopeParameters:
     """Compute the frequencies for heads of width `head_dim`; `model` is for messages.
 
-    Raises ValueError for an unknown scaling, and for an option that is absent, of a wrong type or out of range.
+    theta, share: base and rotated share of a head in a config that states none. theta_field: the name of the base
+    outside of the rope options. Raises ValueError for an unknown scaling, for options that are told twice and differ,
+    and for one that is absent, of a wrong type or out of range.
     """
-    kind, theta, options = _parameters(config, model)
+    kind, theta, share, options = _told(config, model, theta, share, theta_field)
     fields = Fields(model, config)
-    share = fields.number("partial_rotary_factor", 1.0, high=1.0)
-    rotary_dim = int(head_dim * options.number("partial_rotary_factor", share, high=1.0))
+    rotary_dim = int(head_dim * share)
     # float32 like the reference implementation, whose rounding is part of the trained model
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     inv_freq = (1.0 / (theta**exponents)).tolist()
     if kind == "linear":
         factor = options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1])
         return RopeParameters(tuple(f / factor for f in inv_freq), 1.0)
+    if kind == "dynamic":
+        # The base grows with a sequence beyond this length, and is what it is for all others.
+        options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1])
+        return RopeParameters(tuple(inv_freq), 1.0, longest=fields.whole("max_position_embeddings"))
     if kind == "llama3":
         return RopeParameters(_llama3(inv_freq, options, fields), 1.0)
     if kind == "yarn":
@@ -82,14 +163,20 @@ def rope_parameters(config: dict, head_dim: int, model: str = "model") -> RopePa
 
 
 def rope_table(
-    config: dict, head_dim: int, model: str, family: str = "", name: str = "inv_freq", partial: bool = False
+    config: dict,
+    head_dim: int,
+    model: str,
+    family: str = "",
+    name: str = "inv_freq",
+    partial: bool = False,
+    **unstated: Any,
 ) -> Table:
     """Compute the rotary frequencies of a config as a table called `name`.
 
-    Raises ValueError as `rope_parameters`, and if the config of a family that rotates whole heads (partial=False) asks
-    for less.
+    unstated: as `rope_parameters` takes them. Raises ValueError as `rope_parameters`, and if the config of a family
+    that rotates whole heads (partial=False) asks for less.
     """
-    rope = rope_parameters(config, head_dim, model)
+    rope = rope_parameters(config, head_dim, model, **unstated)
     rotated = 2 * len(rope.inv_freq)
     if rotated != head_dim and not partial:
         raise ValueError(
@@ -103,18 +190,22 @@ def typed_rope_table(config: dict, head_dim: int, model: str, kind: str, theta_f
     """Compute the frequencies of one kind of layers, for configs that have several kinds.
 
     Such a config has an object for each kind in `rope_parameters`, or `rope_scaling` for full attention. The base,
-    unless stated there, is `theta_field` (by default `theta`). Raises: ValueError as `rope_parameters`.
+    unless stated there, is `theta_field` (by default `theta`). Raises: ValueError as `rope_parameters`, and for options
+    that are of no kind.
     """
     fields = Fields(model, config)
     nested = fields.nested("rope_parameters")
-    base = fields.number(theta_field, theta, *THETA_RANGE)
-    bare = {**config, "rope_theta": base, "rope_parameters": None, "rope_scaling": None}
-    if any(isinstance(options, dict) for options in nested.values()):
-        own = Fields(model, nested, "the rope options of config.json").nested(kind)
-        bare |= {"rope_parameters": own, ORIGINAL: None}
-    elif kind == "full_attention":
-        bare["rope_scaling"] = config.get("rope_scaling")
-    return rope_table(bare, head_dim, model, name=f"inv_freq.{kind}")
+    fields.number(theta_field, theta, *THETA_RANGE)  # names the field if its value is wrong
+    typed = any(isinstance(options, dict) for options in nested.values())
+    if nested and not typed:
+        raise ValueError(
+            f"{model}: rope_parameters in config.json has {', '.join(map(shown, nested))} for no kind of layers. Put"
+            " them into full_attention and sliding_attention there, which this model has"
+        )
+    bare = {**config, "rope_parameters": Fields(model, nested, "the rope options of config.json").nested(kind)}
+    bare |= {ORIGINAL: None} if typed else {}  # transformers reads it for options of all layers alone
+    bare |= {"rope_scaling": None} if kind != "full_attention" else {}
+    return rope_table(bare, head_dim, model, name=f"inv_freq.{kind}", theta=theta, theta_field=theta_field)
 
 
 def _original(options: Fields, config: Fields) -> float:
@@ -217,7 +308,7 @@ def score_scale(config: dict, model: str) -> float:
 
     Raises ValueError as `rope_parameters`.
     """
-    kind, _, options = _parameters(config, model)
+    kind, _, _, options = _told(config, model)
     all_dim = options.number("mscale_all_dim", 0.0, high=1e6)
     if kind == "default" or not all_dim:
         return 1.0

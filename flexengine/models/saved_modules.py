@@ -44,19 +44,29 @@ def saved_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
     A tied embedding that is trained has the head's name as well.
     """
     for group in model.groups if model.lora is not None else ():
-        for source in (s for p in group.params if not (group.frozen or p.added) for s in p.sources):
-            yield _full_name(model, source.name), source
-            if model.tie_word_embeddings and source.name == model.embedding_source:
-                yield _full_name(model, model.head_source), source
+        for source in (s for p in group.params for s in p.sources if not (group.frozen or p.added)):
+            yield from _names_in_adapter(model, source)
 
 
-def edge_tensors(model: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Pair the names that files of adapters have for the frozen embedding and head with those of the tensors."""
-    for name in (model.embedding_source, model.head_source):
-        source = model.embedding_source if model.tie_word_embeddings else name
-        groups = (group for group in model.groups if any(s.name == source for p in group.params for s in p.sources))
-        if all(group.frozen for group in groups):
-            yield _full_name(model, name), source
+def grown_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
+    """Pair the names that files of adapters have for frozen tensors with rows that the base lacks, with these."""
+    for group in model.groups:
+        for source in (s for p in group.params for s in p.sources if group.frozen and s.rows_in_file is not None):
+            yield from _names_in_adapter(model, source)
+
+
+def _names_in_adapter(model: ModelSpec, source: WeightSource) -> Iterator[tuple[str, WeightSource]]:
+    yield source.name, source
+    if model.tie_word_embeddings and source.name == model.embedding_source:
+        yield model.head_source, source
+
+
+def edge_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
+    """Pair the names that files of adapters have for a frozen embedding and head with these."""
+    edges = (model.embedding_source, model.head_source)
+    for group in model.groups:
+        for source in (s for p in group.params for s in p.sources if group.frozen and s.name in edges):
+            yield from _names_in_adapter(model, source)
 
 
 def edge_modules(model: ModelSpec) -> tuple[str, str]:
@@ -74,11 +84,6 @@ def saved_names(model: ModelSpec) -> list[str]:
         if tied and not any(module.endswith(given) for given in names):
             names.append(module.rpartition(".")[2])
     return names
-
-
-def _full_name(model: ModelSpec, name: str) -> str:
-    prefix = model.optional_prefix
-    return name if name.startswith(prefix) or name == model.head_source else prefix + name
 
 
 def _module(name: str) -> str:

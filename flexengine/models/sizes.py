@@ -55,11 +55,11 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "max_position_embeddings": 2048,
+        "n_shared_experts": 2, "moe_intermediate_size": 1407, "max_position_embeddings": 2048,
     },
     "deepseek_v3": {
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8,
+        "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8,
         "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "norm_topk_prob": True,
         "max_position_embeddings": 4096,
     },
@@ -161,14 +161,28 @@ def read_window(fields: Fields) -> int:
     return fields.whole("sliding_window", None) or 0
 
 
-def layer_types(fields: Fields, count: int, default: list[str], known: tuple[str, ...] = (SLIDING, FULL)) -> list[str]:
-    """Read the kind of attention of every layer, or give the default. Raises ValueError for kinds not in `known`."""
+def layer_types(
+    fields: Fields,
+    count: int,
+    default: list[str],
+    known: tuple[str, ...] | None = None,
+    older: str | None = None,
+) -> list[str]:
+    """Read the kind of attention of every layer, or give the default.
+
+    known: kinds that the family has, by default with a window where the config has one. older: the field that the
+    default follows from. Raises ValueError for kinds that are not known, and where the older field says otherwise.
+    """
     found = fields.values.get("layer_types")
     if found is None:
         return default
+    known = known or ((SLIDING, FULL) if read_window(fields) else (FULL,))
     if not isinstance(found, list) or len(found) != count or any(kind not in known for kind in found):
+        off = "" if SLIDING in known else ", as windows are switched off or not supported in this model"
         raise ValueError(
             f"{fields.model}: layer_types={shown(found)} in config.json; expected a list of num_hidden_layers={count} "
-            f"entries, each {' or '.join(known)}. Fetch the published config.json again"
+            f"entries, each {' or '.join(known)}{off}. Fetch the published config.json again"
         )
+    if older and fields.values.get(older) is not None:
+        fields.check_told_once("layer_types", older, found == default)
     return found

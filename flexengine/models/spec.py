@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from flexengine.lora import LoRA
-from flexengine.models.nf4_checkpoints import nf4_decoder
 from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
 from flexengine.ops.weight_format import Storage
@@ -25,12 +24,35 @@ class WeightSource:
     """One tensor of the Hugging Face file; a parameter is its sources stacked along dimension 0.
 
     decode: the decoder of checkpoint/quantised.py that makes the tensor from others of the checkpoint; None if the
-    checkpoint holds it as it is.
+    checkpoint holds it as it is. rows_in_file: rows that the checkpoint has, where new tokens have added some; None for
+    all.
     """
 
     name: str
     shape: tuple[int, ...]
     decode: str | None = None
+    rows_in_file: int | None = None
+
+    @property
+    def shape_in_file(self) -> tuple[int, ...]:
+        """Shape of the tensor in the checkpoint."""
+        return self.shape if self.rows_in_file is None else (self.rows_in_file, *self.shape[1:])
+
+
+_SIGNS = {"fp8": "_scale_inv", "mxfp4": "_blocks"}
+"""Decoder -> the end of the name of a tensor that is beside each one that it reads."""
+
+
+def decoder_of(name: str, names: Container[str], told: str | None) -> str | None:
+    """Name what decodes a tensor out of a checkpoint of tensors of these names; None if it is held as it is.
+
+    told: the decoder by what the config says, which does not say of every tensor whether it was left out.
+    """
+    if f"{name}.quant_state.bitsandbytes__nf4" in names:
+        return "nf4" if f"{name}.nested_absmax" in names else "nf4_float32"
+    if told is None or name not in names:
+        return told
+    return told if f"{name}{_SIGNS.get(told, '.')}" in names else None
 
 
 @dataclass(frozen=True)
@@ -98,7 +120,7 @@ class Table(NamedTuple):
     """Rotary frequencies, in radians per position, which ops find as the constant `name`.
 
     scaling multiplies cos and sin. `long_values`, if given, replace `values` in runs whose max_seq_len is above
-    `long_from`.
+    `long_from`. longest: the longest sequence that the frequencies are for; None if they are for all.
     """
 
     name: str
@@ -106,6 +128,7 @@ class Table(NamedTuple):
     scaling: float = 1.0
     long_values: tuple[float, ...] = ()
     long_from: int = 0
+    longest: int | None = None
 
     def values_for(self, max_seq_len: int) -> tuple[float, ...]:
         """Choose the frequencies of a run by its longest sequence."""
@@ -118,7 +141,8 @@ class LayerSpec:
 
     `params` maps the names that the ops use to (group index, parameter name), and `buffers` to tensors of the
     checkpoint that nothing trains: a few numbers, which stay on the device and are exported unchanged. Blocks of one
-    kind share the same `ops` tuple, so that whatever is derived from the ops is derived once.
+    kind share the same `ops` tuple, so that whatever is derived from the ops is derived once. input_width: elements per
+    token of `input`, which no op of the layer writes and so none declares.
     """
 
     name: str
@@ -127,6 +151,7 @@ class LayerSpec:
     params: tuple[tuple[str, int, str], ...]
     input: str | None
     output: str | None
+    input_width: int = 0
     buffers: tuple[tuple[str, WeightSource], ...] = ()
 
     @cached_property
@@ -157,7 +182,7 @@ class ModelSpec:
     head_dim: int = 0
     max_position_embeddings: int = 0
     longest_sequence: int | None = None
-    """Longest sequence that learned positions allow; None for models without learned positions."""
+    """Longest sequence that learned positions or frequencies are for; None if they are for all."""
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     head_source: str = "lm_head.weight"
@@ -165,8 +190,8 @@ class ModelSpec:
     tables: tuple[Table, ...] = ()
     notice: str = ""
     """What a person should know about how the checkpoint is read; empty if nothing."""
-    optional_prefix: str = ""
-    """A prefix of all names of sources that some checkpoints leave out."""
+    prefix: str = "model."
+    """Start of the names of sources, but for the head's; checkpoints may have another (`models/checkpoints.py`)."""
     balancing: Balancing | None = None
     """The loss that balances experts, if the config asks for it."""
     lora: LoRA | None = None
@@ -190,20 +215,15 @@ class ModelSpec:
         return self.groups[0].params[0].sources[0].name
 
     def named_as(self, names: Iterable[str]) -> ModelSpec:
-        """Name the sources as a checkpoint of these tensors does.
+        """Describe the sources as a checkpoint of these tensors holds them.
 
-        The checkpoint may lack the optional prefix, and may hold the sources of a parameter as one fused tensor, or any
-        matrix in NF4.
+        The checkpoint may hold the sources of a parameter as one fused tensor, and any matrix quantised or not.
         """
         # Published checkpoints of one model differ in both, so the names themselves have to tell.
-        names, prefix = set(names), self.optional_prefix
-        if any(name.startswith(prefix) for name in names):
-            prefix = ""
+        names = set(names)
 
         def named(source: WeightSource) -> WeightSource:
-            name = source.name.removeprefix(prefix)
-            # A config does not say which layers are in 4 bits: some of any kind may be left out.
-            return replace(source, name=name, decode=nf4_decoder(name, names) or source.decode)
+            return replace(source, decode=decoder_of(source.name, names, source.decode))
 
         def renamed(param: ParamSpec) -> ParamSpec:
             fused = None if param.fused is None else named(param.fused)

@@ -1,9 +1,9 @@
-"""Collectives of the ranks of a node: GPUs copy to each other; where they cannot, torch.distributed moves bytes
-between them, by NCCL between GPUs, by gloo else.
+"""Collectives of the ranks of a node: GPUs copy to each other; where they cannot, NCCL moves bytes between them, and
+else the host does, through memory that all ranks have.
 
 All ranks make the same calls in the same order. Between GPUs a call is work of the current stream and returns at once;
-over gloo it blocks until it has ended. Ranks that share a GPU and cannot copy use gloo through the host, as NCCL
-refuses them.
+through the host it blocks until it has ended. Ranks that share a GPU and cannot copy use the host, as NCCL refuses
+them.
 
 Calls over NCCL cannot wait for each other in a circle, also where a rank's host blocks meanwhile, as it may when CUDA
 loads a kernel or allocates memory: commands are issued in the order of the program, and whatever one waits for, on this
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from flexengine.parallel.control import Control, RankError
 from flexengine.parallel.devices import gpus_of_ranks
+from flexengine.parallel.host_copies import HostCopies
 from flexengine.parallel.peer_copies import SCRATCH_BYTES, open_peer_copies
 from flexengine.parallel.watch import Watch
 
-Way = Literal["copies", "nccl", "gloo"]
+Way = Literal["copies", "nccl", "host"]
 
 CONNECT_BYTES = 2**22
 """Of the first calls between GPUs: enough for every way of moving bytes that a larger call of NCCL takes."""
@@ -36,24 +37,25 @@ class Collectives:
     def __init__(self, control: Control, device: torch.device, watch: Watch | None = None) -> None:
         """Join the others of the node; all ranks make this call together. watch: ends waits for a rank that is lost."""
         ranks = control.ranks
-        self._control, self._on_cuda = control, device.type == "cuda"
+        self._control = control
         self._rank, self._size = ranks.local_rank, ranks.local_size
         self._leaving = control.unique(f"leaving{ranks.node}")
-        self._copies = open_peer_copies(control, device, watch) if self._on_cuda else None
-        own_gpus = self._on_cuda and not gpus_of_ranks(control, device).shared_on(ranks.node)
-        self._by_nccl = own_gpus and self._copies is None
+        on_cuda = device.type == "cuda"
+        self._copies = open_peer_copies(control, device, watch) if on_cuda else None
+        self._host: HostCopies | None = None
         self._group: Any = None
-        if self._copies is None:
-            link = control.nccl_link if self._by_nccl else control.link
-            self._group = link(f"split{ranks.node}", self._rank, self._size)
+        if self._copies is None and on_cuda and not gpus_of_ranks(control, device).shared_on(ranks.node):
+            self._group = control.nccl_link(f"split{ranks.node}", self._rank, self._size)
+        elif self._copies is None:
+            self._host = HostCopies(control, watch)
         self._connect(device)
-        if self._on_cuda:
+        if on_cuda:
             torch.cuda.empty_cache()  # budgets know nothing of what the first calls moved
 
     @property
     def way(self) -> Way:
         """What moves bytes from rank to rank."""
-        return "copies" if self._copies is not None else "nccl" if self._by_nccl else "gloo"
+        return "copies" if self._copies is not None else "host" if self._host is not None else "nccl"
 
     def share(self, memory: Tensor) -> None:
         """Take `shares` and `received` of calls from this memory, uint8; of several, from any.
@@ -67,33 +69,36 @@ class Collectives:
         """Fill `shares`, equal parts of each rank one after the other; `own` is this rank's, which lies in there."""
         if self._copies is not None:
             return self._copies.gather(shares, own, _stream(shares))
-        target = self._target(shares)
-        own = own if self._by_nccl else own.clone()  # gloo copies it to where it is already
-        self._do(self._group._allgather_base, "AllgatherOptions", target, self._source(own))
-        self._deliver(target, shares)
+        if self._host is not None:
+            parts = shares.view(self._size, own.numel())
+            return self._host.exchange([*parts], [own] * self._size, own.numel())
+        self._do(self._group._allgather_base, "AllgatherOptions", shares, own)
 
     def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], own: int) -> None:
         """Send `counts[r]` elements of `sent` to each rank r; fill `received` with the `own` elements of every rank."""
         if self._copies is not None:
             return self._copies.exchange(received, sent, counts, _stream(received))
-        target, owns = self._target(received), [own] * len(counts)
-        self._do(self._group.alltoall_base, "AllToAllOptions", target, self._source(sent), owns, list(counts))
-        self._deliver(target, received)
+        if self._host is not None:
+            width = sent.element_size()
+            rows = received.view(torch.uint8).view(self._size, own * width)
+            parts = sent.view(torch.uint8).split([count * width for count in counts])
+            return self._host.exchange([*rows], parts, max(counts) * width)
+        self._do(self._group.alltoall_base, "AllToAllOptions", received, sent, [own] * len(counts), list(counts))
 
     def add(self, table: Tensor) -> None:
         """Replace a table by the sum of those of all ranks."""
         if self._copies is not None:
             return self._copies.add(table, _stream(table))
-        target = self._source(table)
-        self._do(self._group.allreduce, "AllreduceOptions", [target])
-        self._deliver(target, table)
+        if self._host is not None:
+            return self._host.add(table)
+        self._do(self._group.allreduce, "AllreduceOptions", [table])
 
     def _connect(self, device: torch.device) -> None:
         """Use every kind of call once, so that GPUs are connected and NCCL takes its memory now and not in a step.
 
         Raises: RankError where they cannot reach each other.
         """
-        count = SCRATCH_BYTES if self._copies is not None else CONNECT_BYTES if self._on_cuda else 64
+        count = SCRATCH_BYTES if self._copies is not None else CONNECT_BYTES if device.type == "cuda" else 64
         one, table = torch.ones(1, device=device), torch.ones(count // 8, dtype=torch.float64, device=device)
         self.add(one)
         self.add(table)
@@ -114,25 +119,9 @@ class Collectives:
         return (found if self._copies is None else self._copies.scratch).view(self._size, count)
 
     def _do(self, call: Callable[..., Any], options: str, *arguments: Any) -> None:
-        """Make a call, and have what follows come after it: over NCCL on the current stream, else in this thread."""
+        """Make a call of NCCL, as work of the current stream."""
         with self._control.telling_of_lost_ranks():
-            if self._by_nccl:
-                call(*arguments, _in_place(options))
-                return
-            work = call(*arguments)
-        self._control.wait(work)
-
-    def _source(self, tensor: Tensor) -> Tensor:
-        """What gloo reads, which is on the host."""
-        return tensor if self._by_nccl else tensor.cpu()
-
-    def _target(self, tensor: Tensor) -> Tensor:
-        """What a call fills, to be delivered."""
-        return tensor if self._by_nccl or not self._on_cuda else torch.empty_like(tensor, device="cpu")
-
-    def _deliver(self, target: Tensor, tensor: Tensor) -> None:
-        if target is not tensor:
-            tensor.copy_(target)
+            call(*arguments, _in_place(options))
 
     def close(self) -> None:
         """Leave the others, unless calls were given up. Order: nothing of this rank runs any more.
@@ -144,15 +133,18 @@ class Collectives:
             self._copies.close()
             self._copies = None
             self._control.leave_link(self._leaving, self._rank, self._size)
-        elif self._by_nccl and self._group is not None:
+        elif self._group is not None:
             self._control.leave_link(self._leaving, self._rank, self._size)
             self.abort()
+        elif self._host is not None:
+            self._host.close()
+            self._host = None
 
     def abort(self) -> None:
         """Give up calls that others may never join; what is called from now on fails, or is worth nothing."""
         if self._copies is not None:
             self._copies.abort()
-        if self._by_nccl and self._group is not None:
+        if self._group is not None:
             with suppress(RuntimeError):  # of a GPU that is lost itself
                 self._group.abort()
             self._group = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -19,12 +18,12 @@ from flexengine.native.host_memory import PAGE_BYTES
 from flexengine.native.page_lock import check_pin_limit, lock_pages, unlock_pages
 from flexengine.native.shared_memory import SharedMapping, map_shared
 from flexengine.parallel.control import Control
+from flexengine.parallel.hub import user_of
 from flexengine.parallel.ranks import Ranks
 
 HUGE_PAGE_BYTES = 2 << 20
 LOCKED_PIECE_BYTES = 256 << 30  # some drivers refuse to register 512 GiB of small pages in one call
 _TIMEOUT_S = 60.0  # for a rank to come to a call that all make at once
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 class NodeMemory:
@@ -166,7 +165,7 @@ class _Offer:
         while given < num_takers:
             connection, _ = self._socket.accept()
             with connection:
-                if _user_of(connection) == os.geteuid():
+                if user_of(connection) == os.geteuid():
                     socket.send_fds(connection, [b"0"], [self._fd])
                     given += 1
         return self._fd
@@ -189,14 +188,10 @@ def _take(name: str) -> int:
                 "the first rank of this node cannot be reached: LOCAL_WORLD_SIZE must count processes of one machine"
                 " and, in containers, of one network namespace"
             ) from None
-        if _user_of(connection) != os.geteuid():
+        if user_of(connection) != os.geteuid():
             raise ValueError("the first rank of this node runs as another user; start all ranks as one user")
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
     if not fds:
         raise OSError("the first rank of this node sent no descriptor; is the limit of open files (ulimit -n) reached?")
     os.set_inheritable(fds[0], False)
     return fds[0]
-
-
-def _user_of(connection: socket.socket) -> int:
-    return _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]

@@ -226,7 +226,7 @@ class NodeSharing:
         """Share memory. Raises: on all ranks, OSError where one cannot share it or does not reach another's."""
         with self._control.all_or_none():
             offered = self._driver.offer(own)
-        told = self._control.gather(offered)
+        told = self._control.gather(offered, OfferedMemory)
         with self._control.all_or_none():
             return Region(own, tuple(self._memory_of(rank, own, told[rank]) for rank in self._control.ranks.of_node))
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
+from contextlib import suppress
 from pathlib import Path
-
-from flexengine.native.proc_files import read_text
 
 _STOPPED = ("T", "t")  # by a signal, or by a debugger
 _STATE, _FLAGS = 0, 6  # fields of /proc/PID/stat after the command's name
@@ -30,17 +29,12 @@ class Process:
 
         The latter takes seconds where much of it is page-locked or on a GPU.
         """
-        return bool(self._poll.poll(0)) or bool(int(self._status(_FLAGS) or 0) & _EXITING)
+        return bool(self._poll.poll(0)) or bool(int(_status(self.pid, _FLAGS) or 0) & _EXITING)
 
     @property
     def stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it."""
-        return self._status(_STATE) in _STOPPED
-
-    def _status(self, field: int) -> str:
-        """A field of /proc/PID/stat, empty where the system shows none."""
-        fields = read_text(Path(f"/proc/{self.pid}/stat")).rpartition(")")[2].split()
-        return fields[field] if field < len(fields) else ""
+        return is_stopped(self.pid)
 
     def kill(self) -> None:
         """End it, even if it is stopped. One that has ended is left alone."""
@@ -51,6 +45,19 @@ class Process:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process."""
+    return _status(pid, _STATE) in _STOPPED
+
+
+def _status(pid: int, field: int) -> str:
+    """A field of /proc/PID/stat, empty where the system shows none."""
+    fields = list[str]()
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return fields[field] if field < len(fields) else ""
 
 
 def pid_namespace() -> int:

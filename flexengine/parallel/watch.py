@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from flexengine.parallel.control import Control, teller_of
 from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.node_news import NodeNews
+from flexengine.parallel.parent import ENDS, LEFT, LOST, PARENT_ENDED, Parent, follow_parent, tell
 from flexengine.parallel.processes import Process, pid_namespace
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost, Signals
@@ -26,11 +28,9 @@ from flexengine.parallel.signals import RankLost, Signals
 BEAT_S = 0.2
 STOPPED_BEATS = 15  # 3 s; counted while this process runs, so that a job stopped and continued as a whole goes on
 GRACE_S = 2.5  # from the news to the end of a process that goes on regardless
-LOST = 1
-"""Exit status of a process that is ended because another rank was lost."""
 _CLOSED = 0  # cell: this rank makes no more calls
 _NUM_CELLS = 1
-_AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"  # set where the parent process is torchrun's agent
+_NOBODY = -1  # of the ranks: `launch` tells who has ended or is stopped
 
 
 class Loss(NamedTuple):
@@ -61,7 +61,7 @@ class Watch:
         self._followed: list[Signals] = []
         self._following = threading.Lock()  # nothing is written to signals while their memory goes
         self._stopped_beats = dict.fromkeys(siblings, 0)
-        self._parent = os.getppid() if _AGENT_VARIABLE in os.environ else None
+        self._parent = follow_parent()
         self._ends_s = float("inf")
         self._closing = threading.Event()
         self._held = ExitStack()
@@ -84,6 +84,9 @@ class Watch:
         watch = Watch(ranks, control, memory, siblings, NodeNews(control) if ranks.nodes > 1 else None)
         control.check_lost = watch.check
         if ranks.size > 1:
+            if watch._parent is not None:
+                watch._parent.watched = True
+                _handle_interrupts(watch._parent)
             watch._thread.start()
             sys.excepthook = watch._tell_once
             atexit.register(watch._at_exit)
@@ -121,6 +124,9 @@ class Watch:
             return
         if self.loss is None:
             self._own.signal(_CLOSED, 1)
+            tell(LEFT)
+        if self._parent is not None:
+            self._parent.watched = False
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -167,15 +173,15 @@ class Watch:
         if self._own.aborted:
             self._hear()
             return
-        if self._parent is not None and os.getppid() != self._parent:
-            self._lose("the process that started this rank has ended", self._first_alive())
+        if self._parent is not None and self._parent.ended:
+            self._lose(PARENT_ENDED, self._first_alive())
             return
         for row, sibling in self._siblings.items():
             if self._own.value(_CLOSED, row):
                 self._see_close(row)
             elif sibling.ended:
                 self._see_end(row, sibling)
-            elif sibling.stopped:
+            elif sibling.stopped and not self._launched:
                 self._see_stop(row, sibling)
             else:
                 self._stopped_beats[row] = 0
@@ -199,7 +205,12 @@ class Watch:
                 f"rank {self.ranks.of_node[row]} (process {sibling.pid}) has ended without a word; it may have been"
                 " killed, as the system does when memory is exhausted"
             )
-            self._lose(message, self._first_alive(but=row))
+            self._lose(message, _NOBODY if self._launched else self._first_alive(but=row))
+
+    @property
+    def _launched(self) -> bool:
+        """Whether `launch` looks after the ranks, too, and tells who was lost."""
+        return self._parent is not None and self._parent.is_launcher and not self._parent.ended
 
     def _see_stop(self, row: int, sibling: Process) -> None:
         self._stopped_beats[row] += 1
@@ -240,6 +251,7 @@ class Watch:
     def _end(self, loss: Loss) -> None:
         if loss.told_here:
             os.write(2, f"flexengine: {loss.message}\n".encode())  # the main thread may hold the lock of sys.stderr
+        tell(ENDS)
         os._exit(LOST)
 
     def _tell_once(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -253,6 +265,12 @@ class Watch:
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         self.__exit__(None, error, None)
+
+
+def _handle_interrupts(parent: Parent) -> None:
+    """From now on a Ctrl-C is an exception, which ends all ranks in order, also where `launch` started this one."""
+    if parent.is_launcher and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _siblings(ranks: Ranks, told: list[tuple[int, int]]) -> dict[int, Process]:

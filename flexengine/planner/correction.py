@@ -95,11 +95,12 @@ def of_chunks(predicted: Mapping[CommandClass, CommandTotal], chunk_share: float
 def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction:
     """What another profile predicts of a plan's step; its memory stays."""
     plan, estimate = layout.plan, step_seconds(layout, profile)
+    bound_s = speed_of_light_s(layout.given, plan.request, profile) if plan.is_bounded else 0.0
     clipped = step_seconds(Layout(layout.given, plan.after_clipping()), profile).step_s if plan.speculates else 0.0
     return replace(
         plan.predicted,
         step_s=estimate.step_s,
-        speed_of_light_s=min(estimate.step_s, speed_of_light_s(layout.given, plan.request, profile)),
+        speed_of_light_s=min(estimate.step_s, bound_s),
         busy_s=estimate.busy_s,
         recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
         limiter=limiter(estimate),

@@ -352,12 +352,11 @@ class Planner:
         return self.pricer.step(Layout(self.model, plan.after_clipping())).step_s if plan.speculates else 0.0
 
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
-        """Add the prediction to a plan. The bound is of plans that fetch all experts."""
+        """Add the prediction to a plan."""
         layout = Layout(self.model, plan)
-        bound_s = speed_of_light_s(self.given, self.request, self.profile)
         prediction = Prediction(
             step_s=estimate.step_s,
-            speed_of_light_s=min(bound_s, estimate.step_s) if plan.touched_only else bound_s,
+            speed_of_light_s=speed_of_light_s(self.given, self.request, self.profile) if plan.is_bounded else 0.0,
             busy_s=estimate.busy_s,
             recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
             gpu_bytes=gpu_required_bytes(layout, self.profile),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from flexengine.hardware.nodes import rank_profile
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
@@ -29,8 +30,11 @@ class Picture:
 
     @cached_property
     def bound(self) -> Bound | None:
-        """The lower bound of the step time; None when not even its relaxed problem fits the budgets."""
-        return speed_of_light(self.model, self.plan.request.of_rank, self.profile)
+        """The ideal step behind the plan's lower bound; None where no bound is known of plans like this."""
+        request = self.plan.request
+        if not self.plan.predicted.speed_of_light_s:
+            return None
+        return speed_of_light(self.model, request.of_rank, rank_profile(self.profile, request.ranks))
 
     @cached_property
     def gpu(self) -> MemorySeries:
@@ -56,9 +60,12 @@ class Picture:
         return flops_per_token * self.tokens_per_s
 
     @property
-    def light_share(self) -> float:
-        """Lower bound of the step time over the predicted time: 1 is a step that no plan could make faster."""
-        return self.plan.predicted.speed_of_light_s / self.plan.predicted.step_s
+    def light_share(self) -> float | None:
+        """Lower bound of the step time over the predicted time: 1 is a step that no plan could make faster.
+
+        None where no bound is known.
+        """
+        return self.plan.predicted.speed_of_light_s / self.plan.predicted.step_s or None
 
     @cached_property
     def seconds_by_cause(self) -> dict[str, float]:

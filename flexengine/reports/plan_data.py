@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 from flexengine.plan import Plan, Prediction
@@ -15,7 +15,6 @@ from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_decisions import GROUP_DATA, host_bytes_of_gpu, output_place
-from flexengine.schedule.commands import STREAMS, Program, Stream, streams_of
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.timeline import (
     MEASURED,
@@ -25,7 +24,9 @@ from flexengine.schedule.timeline import (
     TimedRun,
     command_events,
     counter_event,
+    drawn_streams,
     part_about,
+    run_events,
     trace_json,
     trace_pieces,
     track_events,
@@ -52,12 +53,10 @@ def as_json(picture: Picture) -> dict[str, Any]:
             "seconds_by_cause": picture.seconds_by_cause,
             "limited_by": p.limiter,
         },
-        "speed_of_light": {
-            # The plan's figure comes last and wins: a corrected profile may have changed it since.
-            **(asdict(picture.bound) if picture.bound is not None else {}),
-            "seconds": p.speed_of_light_s,
-            "share_reached": picture.light_share,
-        },
+        # The plan's figure comes last and wins: a corrected profile may have changed it since.
+        "speed_of_light": None
+        if picture.bound is None
+        else {**asdict(picture.bound), "seconds": p.speed_of_light_s, "share_reached": picture.light_share},
         "sizes": {
             "chunk_tokens": plan.chunk_tokens,
             "chunks_per_round": plan.chunks_per_round,
@@ -174,7 +173,7 @@ def _missing(needed: int, budget: int, categories: dict[str, int]) -> dict[str, 
 def step_timeline(picture: Picture) -> str:
     """Write the simulated step as Chrome trace JSON (open it in Perfetto): commands by stream, and bytes in use."""
     step, predicted = picture.step, picture.plan.predicted
-    streams = _streams_of(part.program for part in step.parts)
+    streams = drawn_streams(part.program for part in step.parts)
     title = f"{picture.plan.model}, step of {predicted.step_s:.4g} s"
     events = track_events(f"{title}, rank 0" if step.others else title, streams)
     for part, start_s in zip(step.parts, step.starts_s, strict=True):
@@ -200,35 +199,21 @@ def step_timeline(picture: Picture) -> str:
 
 
 def measured_timeline(
-    plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, Any], others: Sequence[Sequence[TimedRun]] = ()
+    plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, Any], others: Sequence[Sequence[Event]] = ()
 ) -> Iterator[str]:
     """Write a step that ran as Chrome trace JSON, in the format of the simulated one, with rounds at their real times.
 
-    about: further metadata, such as the number of the step and its wall seconds. others: what further ranks ran, each
-    drawn below.
+    about: further metadata, such as the number of the step and its wall seconds. others: what further ranks ran, as
+    events, drawn below.
     """
     # The text is yielded in pieces because a run may use its whole host budget: there is no room for all of it at once.
     # Rounds of a simulation are named by what they do; those that ran are numbered.
     names = [f"round {n}" if run.program.name == "round" else run.program.name for n, run in enumerate(runs, start=1)]
     parts = [part_about(name, 1, run.program, run.timing, run.start_s) for name, run in zip(names, runs, strict=True)]
-    titles = [f"{plan.model}, measured step", *(f"rank {rank}" for rank in range(1, len(others) + 1))]
-    ranks = zip(titles, (runs, *others), count(PROCESS), strict=False)
-    events = chain.from_iterable(_rank_events(title, ran, number) for title, ran, number in ranks)
+    events = chain(run_events(f"{plan.model}, measured step", runs, PROCESS), *others)
     # `parts` stands last: a key of `about` must not replace it.
     about = {"timeline": MEASURED, "plan": plan_digest(plan), "model": plan.model, **about, "parts": parts}
     return trace_pieces(events, about)
-
-
-def _rank_events(title: str, runs: Sequence[TimedRun], number: int) -> Iterator[Event]:
-    yield from track_events(title, _streams_of(run.program for run in runs), number)
-    for run in runs:
-        yield from command_events(run.program, run.timing, run.start_s, number)
-
-
-def _streams_of(programs: Iterable[Program]) -> list[Stream]:
-    """The streams that have a row of a trace."""
-    used = {stream for program in programs for stream in streams_of(program)}
-    return [stream for stream in STREAMS if stream in used]
 
 
 def plan_digest(plan: Plan) -> str:

@@ -99,14 +99,12 @@ def _answer(picture: Picture) -> str:
 
 def _tiles(picture: Picture) -> str:
     p, request = picture.plan.predicted, picture.plan.request
+    share = picture.light_share
+    light = () if share is None else ((percent(share), f"of the limit of {format_seconds(p.speed_of_light_s)}", share),)
     shown = (
         (format_seconds(p.step_s), "predicted per step", None),
         (format_tokens_per_s(picture.tokens_per_s), f"effective {format_tflops(picture.effective_flops_per_s)}", None),
-        (
-            percent(picture.light_share),
-            f"of the limit of {format_seconds(p.speed_of_light_s)}",
-            picture.light_share,
-        ),
+        *light,
         (format_bytes(p.gpu_bytes), "GPU memory", p.gpu_bytes / request.max_gpu_bytes),
         (format_bytes(p.host_bytes), "host memory", p.host_bytes / request.max_host_bytes),
     )

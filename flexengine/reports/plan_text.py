@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan
+from flexengine.plan import Plan, Prediction
 from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.memory_over_time import MemorySeries
@@ -47,8 +47,7 @@ def _answer_lines(picture: Picture) -> list[str]:
         f"fits: {format_bytes(p.gpu_bytes)} of {format_bytes(request.max_gpu_bytes)} GPU memory{each},"
         f" {format_bytes(p.host_bytes)} of {format_bytes(request.max_host_bytes)} host memory{node}",
         f"predicted: {format_seconds(p.step_s)} per step, {format_tokens_per_s(picture.tokens_per_s)}{per_gpu},"
-        f" effective {format_tflops(picture.effective_flops_per_s)},"
-        f" {percent(picture.light_share)} of the speed of light",
+        f" effective {format_tflops(picture.effective_flops_per_s)}{light_words(p)}",
         *after_clipping_lines(picture.plan),
         f"limited by: {p.limiter}",
     ]
@@ -98,16 +97,28 @@ def _part_peaks(picture: Picture, series: MemorySeries) -> list[int]:
     ]
 
 
+NO_BOUND = (
+    "not known of this plan; the bound is of plans that fetch all weights over each GPU's own link and hold optimizer"
+    " states once"
+)
+
+
+def light_words(predicted: Prediction) -> str:
+    """Tell how near to the speed of light a step is, after a comma; nothing where that is not known."""
+    share = predicted.speed_of_light_s / predicted.step_s
+    return f", {percent(share)} of the speed of light" if share else ""
+
+
 def bound_line(picture: Picture) -> str:
     """Tell the lower bound of the step time, how busy its streams would be, and what holds it back."""
-    bound = picture.bound
-    if bound is None:
-        return "unknown"
+    bound, share = picture.bound, picture.light_share
+    if bound is None or share is None:
+        return NO_BOUND
     recomputation = f" ({format_seconds(bound.recompute_s)} of it recomputation)" if bound.recompute_s > 0 else ""
     return (
-        f"{format_seconds(bound.seconds)} per step; within these budgets no plan of the sizes considered is faster,"
-        f" and this one reaches {percent(picture.light_share)}. The ideal step behind this bound has {bound.rounds}"
-        f" round(s) in chunks of {bound.chunk_tokens} tokens and keeps compute busy for"
+        f"{format_seconds(picture.plan.predicted.speed_of_light_s)} per step; within these budgets no plan of the sizes"
+        f" considered is faster, and this one reaches {percent(share)}. The ideal step behind this bound has"
+        f" {bound.rounds} round(s) in chunks of {bound.chunk_tokens} tokens and keeps compute busy for"
         f" {format_seconds(bound.compute_s)}{recomputation}, the link to the GPU for {format_seconds(bound.h2d_s)} and"
         f" the link to the host for {format_seconds(bound.d2h_s)}; it is held back by {join_words(bound.limits)}"
     )
@@ -129,11 +140,10 @@ def _prediction_lines(plan: Plan) -> list[str]:
     if p.step_s <= 0:
         return []
     speed = format_tokens_per_s(request.max_global_batch_tokens / p.step_s)
-    bound_share = f"{percent(p.speed_of_light_s / p.step_s)} of the speed of light"
     recomputed = f"{percent(p.recompute_share)} of compute is recomputation"
     each, node = of_each(request)
     return [
-        f"predicted: {format_seconds(p.step_s)} per step, {speed}, {bound_share}, {recomputed}",
+        f"predicted: {format_seconds(p.step_s)} per step, {speed}{light_words(p)}, {recomputed}",
         *after_clipping_lines(plan),
         f"limited by: {p.limiter}",
         _memory_line(f"GPU memory{each}", p.gpu_bytes, request.max_gpu_bytes, p.gpu_categories),

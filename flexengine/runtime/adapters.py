@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from flexengine.checkpoint.adapter import adapter_tensors
-from flexengine.checkpoint.adapter_config import ADAPTER_CONFIG, MERGE_FIRST
-from flexengine.checkpoint.reader import CheckpointReader
+from flexengine.checkpoint.adapter_config import MERGE_FIRST, embedding_rows
+from flexengine.checkpoint.layout import ADAPTER_CONFIG
 from flexengine.checkpoint.safetensors_format import CheckpointError
+from flexengine.models.checkpoints import open_checkpoint
 from flexengine.models.lora import PEFT_PREFIX, Adapter, adapters
-from flexengine.models.saved_modules import edge_tensors, saved_tensors
+from flexengine.models.saved_modules import edge_tensors, grown_tensors, saved_tensors
 from flexengine.ops.dora import LEAST_NORM
 from flexengine.runtime.arena import wide_dtype
 from flexengine.runtime.stored_matrices import regrouped
@@ -66,15 +67,19 @@ def start_adapters(weights: WeightStore, begin: Begin, adapter: Path | None) -> 
 def _load(weights: WeightStore, found: list[Adapter], folder: Path) -> None:
     model = weights.layout.model
     shapes = {part.name: part.shape for one in found for part in one.parts}
-    saved = {f"{PEFT_PREFIX}{name}": source for name, source in saved_tensors(model)}
+    in_file = [*saved_tensors(model)]
+    if embedding_rows(folder, model.embedding_source) == model.vocab_size:
+        in_file += grown_tensors(model)
+    saved = {f"{PEFT_PREFIX}{name}": source for name, source in in_file}
     shapes |= {name: source.shape for name, source in saved.items()}
-    edges = {f"{PEFT_PREFIX}{name}": source for name, source in edge_tensors(model)}
-    beside = {name: weights.runs[source].source.shape for name, source in edges.items()}
+    frozen = ((f"{PEFT_PREFIX}{name}", source) for name, source in edge_tensors(model))
+    edges = {name: source for name, source in frozen if name not in saved}
+    beside = {name: source.shape for name, source in edges.items()}
     with_norms = {one.magnitude.name: one for one in found if one.magnitude is not None}
     written: dict[str, Tensor] = {}
     for name, stored in adapter_tensors(folder, shapes, beside):
         if name in edges:
-            _check_is_base(weights, edges[name], stored, f"{folder}: {name}")
+            _check_is_base(weights, edges[name].name, stored, f"{folder}: {name}")
             continue
         tensor = stored if stored.dtype == torch.float64 else stored.float()
         if name in with_norms:
@@ -120,7 +125,8 @@ def file_tensors(weights: WeightStore, begin: Begin) -> Iterator[tuple[str, Tens
         yield one.up.name, up
         if one.magnitude is not None and lengths is not None:
             yield one.magnitude.name, lengths
-    for name, source in saved_tensors(model):
+    # PEFT reads rows that the base lacks from the same file.
+    for name, source in (*saved_tensors(model), *grown_tensors(model)):
         yield f"{PEFT_PREFIX}{name}", weights.read(source.name)
 
 
@@ -231,7 +237,7 @@ def _originals(weights: WeightStore, found: list[Adapter], begin: Begin) -> Iter
         for one in found:
             yield one, matrix(one, weights.drawn(one.weight.name, begin.seed))
         return
-    with CheckpointReader.open(begin.folder) as reader:
+    with open_checkpoint(weights.layout.model, begin.folder) as reader:
         for one in found:
             yield one, matrix(one, weights.values(reader, one.weight.name))
 

@@ -172,8 +172,16 @@ def _columns_of(batch: object, columns: dict[str, object]) -> Mapping[str, objec
 # ---- rows ------------------------------------------------------------------------------------------------------
 
 
+def _check_has_elements(value: object, name: str) -> None:
+    """Raise ValueError for a tensor that does not hold its elements one behind the other."""
+    if isinstance(value, Tensor) and (value.is_meta or value.is_nested or value.layout != torch.strided):
+        kind = "meta" if value.is_meta else "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise ValueError(f"{name} is a {kind} tensor; give a dense one with values, or lists of integers")
+
+
 def _rows(value: object, name: str) -> list[Any]:
     """The rows of a column: of a matrix, or of anything that lists its rows (a `datasets.Column`, say)."""
+    _check_has_elements(value, name)
     shape = getattr(value, "shape", None)
     is_ragged = getattr(value, "dtype", None) == np.dtype(object)  # an array of rows of their own
     if shape is not None and len(shape) != 2 and not is_ragged:
@@ -208,7 +216,13 @@ def _row(value: object, name: str) -> Tensor:
 
 
 def _tensor(value: object, name: str) -> Tensor:
-    """The value as torch holds it. Raises ValueError where it cannot: words, ragged lists, numbers beyond 64 bits."""
+    """The value as torch holds it.
+
+    Raises ValueError where it cannot (words, ragged lists, numbers beyond 64 bits), and for truth values among numbers.
+    """
+    _check_has_elements(value, name)
+    if isinstance(value, (list, tuple)) and bool in set(map(type, value)) and name.startswith("input_ids"):
+        raise ValueError(f"{name} must be a flat sequence of integers, got True or False among them; tokenize again")
     try:
         if isinstance(value, np.ndarray) and not value.flags.writeable:
             value = value.copy()  # torch warns of sharing it

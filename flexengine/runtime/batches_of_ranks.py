@@ -33,7 +33,7 @@ def read_on_ranks(
         control.agree(_digest(given, own_loss), "batch")
         return given
     control.agree(bytes([own_loss]), "kind of loss")
-    parts = control.gather(_Part.of(given))
+    parts = control.gather(_Part.of(given), _Part)
     first = sum(len(part.lengths) for part in parts[: control.ranks.rank])
     with control.all_or_none():
         whole = checked_batch(call[0], _joined(parts))

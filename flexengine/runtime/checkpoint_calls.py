@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine.checkpoint.provenance import made_by
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.state_files import STATE_FILE, STATE_INDEX_FILE, read_description
 from flexengine.checkpoint.state_writer import StateSave
@@ -48,6 +49,7 @@ class CheckpointCalls:
     seed: int
     turns: Turns | None
     planes: StagePlanes
+    made_from: dict[str, Any]
     _save: StateSave | None = None
 
     @one_caller
@@ -96,15 +98,23 @@ class CheckpointCalls:
             self.executor.synchronize()
         with CheckpointReader.open(folder, STATE_INDEX_FILE) as reader:
             with together(self.turns):
-                check_same_tensors(self.weights, reader)
+                self._check_tensors(reader)
             self.state.unusable = HALF_LOADED
             with together(self.turns), self.executor.on_compute_stream():
                 load_tensors(self.weights, reader)
         self.executor.synchronize()
         self.planes.fetch()
         self.state.start_accumulation()
-        self.state.step_count, self.state.unusable = int(found["engine"]["step_count"]), ""
+        self.state.step_count, self.state.unusable = found["engine"]["step_count"], ""
         return found["run"]
+
+    def _check_tensors(self, reader: CheckpointReader) -> None:
+        try:
+            check_same_tensors(self.weights, reader)
+        except ValueError:
+            with reader.verifying():  # damage is told as damage: an older checkpoint may be whole
+                pass
+            raise
 
     def _start_save(
         self, folder: str | Path, run_state: Mapping[str, Any] | None, after: Callable[[], None] | None
@@ -118,7 +128,8 @@ class CheckpointCalls:
         with while_nobody_writes(self.turns):
             if self.turns is None or self.turns.writes_files:
                 text = self._describe(run_state)
-                self._save = StateSave(folder, state_tensors(self.weights, gathered), {STATE_FILE: text}, after)
+                made = made_by("checkpoint", self.weights.layout.plan.to_json(), self.state.step_count, self.made_from)
+                self._save = StateSave(folder, state_tensors(self.weights, gathered), {STATE_FILE: text}, after, made)
         self.state.before_update = self._release_save
         return self._save
 

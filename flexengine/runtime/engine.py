@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flexengine.checkpoint.provenance import beneath
 from flexengine.hardware.memory_usage import GpuMemoryMeter
 from flexengine.models.base_dtype import check_base_dtype
 from flexengine.models.keep_dtype import check_keep_dtype
@@ -91,6 +92,9 @@ class Engine(CheckpointCalls, ReadingCalls):
     mean loss over all target tokens since the last step. train_step is both. One call runs at a time: a second one from
     another thread raises RuntimeError.
 
+    `made_from` is what manifests of exports and checkpoints say of their making beside the plan: the model beneath, and
+    what a caller adds, as JSON values.
+
     A call that is interrupted (Ctrl-C) drops the gradients since the last step, so that all of that step's batches may
     be given again; `has_gradients` and `step_count` tell what there is. Where weights were being updated, later calls
     raise ValueError instead.
@@ -109,6 +113,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         check_base_dtype(source.spec, plan.request.numerics.base)
         self.source, self.model, self.plan, self.device = source, source.spec, plan, device
         self.optimizer, self.settings = optimizer, settings or EngineSettings()
+        self.made_from = beneath(source.weights_folder, source.spec.name, self.settings.adapter)
         self._description, self.seed = self.settings.description, self.settings.seed
         group = self.settings.group
         layout = layout_of(self.model, plan, 0 if group is None else group.ranks.local_rank)

@@ -37,6 +37,10 @@ class Sampling(NamedTuple):
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.top_p < 1.0 and not self.temperature:
+            raise ValueError(
+                f"top_p={self.top_p} is about drawing tokens, got temperature=0; raise it, or leave it out"
+            )
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
         """Choose a token by its logits [V], float32 on the CPU."""

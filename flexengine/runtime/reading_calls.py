@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from flexengine.checkpoint.provenance import made_by
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
@@ -21,7 +23,7 @@ from flexengine.runtime.step_state import StepState
 from flexengine.runtime.turns import Turns, while_nobody_writes
 from flexengine.runtime.weight_store import WeightStore
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
-from flexengine.schedule.timeline import TimedRun
+from flexengine.schedule.timeline import PROCESS, Event, TimedRun, run_events
 
 
 class ReadingCalls:
@@ -38,6 +40,7 @@ class ReadingCalls:
     meter: GpuMemoryMeter
     turns: Turns | None
     planes: StagePlanes
+    made_from: dict[str, Any]
     _description: str
 
     @property
@@ -73,17 +76,19 @@ class ReadingCalls:
         """
         return self.measurement.take_runs()
 
-    def take_timed_runs_of_ranks(self) -> list[list[TimedRun]]:
-        """As `take_timed_runs`, for each of several ranks, which all call it.
+    def take_timed_runs_of_ranks(self) -> tuple[list[TimedRun], list[list[Event]]]:
+        """As `take_timed_runs`, with what the ranks after the first one ran, as events of a trace; all ranks call it.
 
         Times are seconds since the first of them began the measured part.
         """
         runs = self.take_timed_runs()
         if self.turns is None:
-            return [runs]
-        told = self.turns.control.gather((self.measurement.began_at_s, runs))
-        first_s = min(began_s for began_s, _ in told)
-        return [[run._replace(start_s=run.start_s + began_s - first_s) for run in ran] for began_s, ran in told]
+            return runs, []
+        control, began_s = self.turns.control, self.measurement.began_at_s
+        later_s = began_s - min(control.gather(began_s))
+        runs = [run._replace(start_s=run.start_s + later_s) for run in runs]
+        rank = self.turns.ranks.rank
+        return runs, control.gather([*run_events(f"rank {rank}", runs, PROCESS + rank)] if rank else [])[1:]
 
     def describe(self) -> str:
         """The plan in words."""
@@ -129,7 +134,7 @@ class ReadingCalls:
 
         It has the source's tensor names, dtypes and shards, its config and tokenizer; frozen tensors bit for bit. A
         preset is saved in the compute dtype, a quantised checkpoint in 16 bits, in shards of the usual size. An error
-        leaves the folder as it was.
+        leaves the folder as it was. A manifest lists the files with their SHA-256, the plan, and `made_from`.
         beside: further texts that appear with the model, by file name. merged: for a model with adapters, whether to
         write the whole model with them added to its weights, computed in float32 and rounded once; None and False write
         the adapters, as PEFT does. Of several ranks, all call it and rank 0 writes.
@@ -143,7 +148,8 @@ class ReadingCalls:
         with while_nobody_writes(self.turns):
             if self.turns is not None and not self.turns.writes_files:
                 return
+            made = made_by("export", self.weights.layout.plan.to_json(), self.state.step_count, self.made_from)
             if self.model.lora is None or merged:
-                export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
+                export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {}, made)
             else:
-                export_adapter(folder, self.source, self.weights, self.seed, beside or {})
+                export_adapter(folder, self.source, self.weights, self.seed, beside or {}, made)

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.checkpoint.quantised import DECODERS, Decoder, Stored
+from flexengine.checkpoint.quantised import DECODERS, Decoder
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
+from flexengine.models.checkpoints import check_complete, open_checkpoint
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
-from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.staging import load_staged
-from flexengine.runtime.stored_matrices import Span, StoredMatrices, read_pieces
+from flexengine.runtime.stored_matrices import Span, StoredMatrices, read_pieces, regrouped
 from flexengine.schedule.group_storage import Segment, is_split
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.shares import ALONE, Share
@@ -66,48 +66,13 @@ class SourceRun(NamedTuple):
         return not self.spans
 
 
-def stored_tensors(source: WeightSource) -> dict[str, Stored]:
-    """The tensors of a checkpoint that hold a source: the one of its name, or those that its decoder reads."""
-    if source.decode is None:
-        return {source.name: Stored(source.shape, NUMBERS)}
-    return DECODERS[source.decode].stored(source.name, source.shape)
-
-
-def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
-    """Raise ValueError naming tensors that a checkpoint lacks, or has in a wrong shape or dtype. Reads headers only."""
-    params = (param for group in model.groups for param in group.params if not param.added)
-    sources = (source for param in params for source in param.sources)
-    wanted = {name: stored for source in sources for name, stored in stored_tensors(source).items()}
-    wanted |= {name: Stored(source.shape, NUMBERS) for name, source in model.buffers.items()}
-    missing = [name for name in wanted if name not in reader.tensors]
-    if missing:
-        raise ValueError(
-            f"{reader.folder}: the checkpoint lacks {len(missing)} of the model's {len(wanted)} tensors, such as"
-            f" {missing[:3]}; it is incomplete or of another architecture. Fetch config.json and the weights of one"
-            " model"
-        )
-    for name, (shape, dtypes) in wanted.items():
-        entry = reader.tensors[name]
-        if shape is not None and entry.shape != shape:
-            raise ValueError(
-                f"{reader.folder}: tensor {name} has shape {list(entry.shape)} in the checkpoint, but config.json asks"
-                f" for {list(shape)}. Fetch config.json and the weights of one model"
-            )
-        if entry.dtype not in dtypes:
-            needed = "are floats of 16 to 64 bits" if dtypes is NUMBERS else f"is {' or '.join(map(str, dtypes))}"
-            raise ValueError(
-                f"{reader.folder}: tensor {name} holds {entry.dtype}, which no weight can be read from; needed {needed}"
-                ". Give the checkpoint that a quantised or converted one was made from"
-            )
-
-
 def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
-    """The model with its tensors named as in a checkpoint folder, checked before memory is taken.
+    """Describe the model with its tensors stored as in a checkpoint folder, checked before memory is taken.
 
     Reads headers only, but for a tied head that is stored beside the embedding. Raises ValueError unless the folder is
     whole and fits the model.
     """
-    with CheckpointReader.open(folder) as reader:
+    with open_checkpoint(model, folder) as reader:
         named = model.named_as(reader.tensors)
         check_complete(named, reader)
         if named.tie_word_embeddings and named.head_source in reader.tensors:
@@ -235,6 +200,21 @@ class WeightStore:
                         self._store(run, self.values(reader, run.source.name))
                 elif run.source.decode is not None:
                     self._decode(reader, run, DECODERS[run.source.decode])
+                if run.source.rows_in_file is not None:
+                    self._add_rows(reader, run)
+
+    def _add_rows(self, reader: CheckpointReader, run: SourceRun) -> None:
+        """Give the rows that the checkpoint lacks the mean of those that it has."""
+        width, held = math.prod(run.source.shape[1:]), math.prod(run.source.shape_in_file)
+        step, (weight, remainder) = max(1, PIECE_ELEMENTS // width), self._master(run)
+        total = torch.zeros(width, dtype=torch.float64)
+        sizes = (min(step * width, held - start) for start in range(0, held, step * width))
+        for rows in regrouped(self.values(reader, run.source.name), sizes):
+            total += rows.view(-1, width).sum(0, dtype=torch.float64)
+        mean = (total / run.source.shape_in_file[0]).to(wide_dtype(self.layout))
+        for start in range(held, run.count, step * width):
+            count = min(step * width, run.count - start) // width
+            self._write_master(weight, remainder, start, mean.repeat(count), run.split)
 
     def _keep(self, reader: CheckpointReader, run: SourceRun) -> bool:
         """Take over codes and scales that the checkpoint holds in the format that they are to be in; False if it has
@@ -255,11 +235,11 @@ class WeightStore:
             ) from None
 
     def values(self, reader: CheckpointReader, name: str) -> Iterator[Tensor]:
-        """The values of a source, flat, some at a time; the next ones may overwrite those before."""
+        """The values of a source in the checkpoint, flat, some at a time; the next may overwrite those before."""
         run = self.runs[name]
-        shape = run.source.shape
+        shape = run.source.shape_in_file
         if run.source.decode is None:
-            yield from read_pieces(reader, name, run.count)
+            yield from read_pieces(reader, name, math.prod(shape))
             return
         decoder = DECODERS[run.source.decode]
         step = decoder.slab_rows(shape)
@@ -268,7 +248,7 @@ class WeightStore:
 
     def _decode(self, reader: CheckpointReader, run: SourceRun, decoder: Decoder) -> None:
         """Decode a quantised source some rows at a time, and write each slab in pieces of PIECE_ELEMENTS."""
-        (name, shape), (weight, remainder) = (run.source.name, run.source.shape), self._master(run)
+        (name, shape), (weight, remainder) = (run.source.name, run.source.shape_in_file), self._master(run)
         step, width = decoder.slab_rows(shape), math.prod(shape[1:])
         for row in range(0, shape[0], step):
             slab = decoder.decode(reader, name, shape, row, min(step, shape[0] - row)).flatten()
@@ -289,9 +269,10 @@ class WeightStore:
         A frozen one is rounded as if it were trained, with a remainder that takes no memory and is lost.
         """
         weight, remainder = self._master(run)
+        count = math.prod(run.source.shape_in_file)
         if run.frozen and run.split and dtype != torch.bfloat16:
             remainder = torch.empty(run.count, dtype=torch.int16, device="meta")
-        return ReadRequest(name, weight, remainder)
+        return ReadRequest(name, weight[:count], None if remainder is None else remainder[:count])
 
     def initialize(self, seed: int) -> None:
         """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.
@@ -395,15 +376,16 @@ class WeightStore:
             start += piece.numel()
         return out.view(run.source.shape)
 
-    def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """The values of `read`, flat, so many at a time that they take next to no memory."""
+    def pieces(self, name: str, dtype: torch.dtype | None = None, first: int = 0) -> Iterator[Tensor]:
+        """The values of `read` from element `first` on, flat, so many at a time that they take next to no memory."""
         run = self.runs[name]
         if not run.whole:
+            assert not first, "what lies in spans is read from its start"
             for values in self.stored.values(run.spans):
                 yield values.cpu().to(dtype or self._exact_dtype(run))
             return
         weight, remainder = self._master(run)
-        for start in range(0, run.count, PIECE_ELEMENTS):
+        for start in range(first, run.count, PIECE_ELEMENTS):
             piece = slice(start, min(start + PIECE_ELEMENTS, run.count))
             value = weight[piece].cpu()  # weight and remainder may live on different sides
             exact = value if remainder is None else join_fp32(value, remainder[piece].cpu())
@@ -434,7 +416,7 @@ def fill_weights(weights: WeightStore, buffers: dict[str, Tensor], folder: Path 
     if folder is None:
         weights.initialize(seed)
     else:
-        with CheckpointReader.open(folder) as reader:
+        with open_checkpoint(weights.layout.model, folder) as reader:
             weights.load(reader)
             weights.initialize_added(seed)
             load_buffers(reader, buffers)

@@ -18,14 +18,14 @@ from flexengine.schedule.save_sets import keepable_ops, makers, read_by_parts, s
 @lru_cache(maxsize=4096)
 def _compile(
     ops: tuple[Op, ...],
-    has_input: bool,
+    x: TensorSpec | None,
     output: str | None,
     keep_gpu: tuple[str, ...],
     keep_host: tuple[str, ...],
     chunk_tokens: int,
     compute_bytes: int,
 ) -> LayerProgram:
-    return _Compiler(ops, has_input, output, keep_gpu, keep_host, chunk_tokens, compute_bytes).build()
+    return _Compiler(ops, x, output, keep_gpu, keep_host, chunk_tokens, compute_bytes).build()
 
 
 def compile_layer(
@@ -42,7 +42,8 @@ def compile_layer(
     unknown = (set(keep_gpu) | set(keep_host)) - set(keepable_ops(layer.ops))
     if unknown:
         raise ValueError(f"layer {layer.name} has no op {sorted(unknown)} to keep; its ops: {keepable_ops(layer.ops)}")
-    return _compile(layer.ops, layer.input is not None, layer.output, keep_gpu, keep_host, chunk_tokens, compute_bytes)
+    x = None if layer.input is None else TensorSpec(layer.input, (layer.input_width,))
+    return _compile(layer.ops, x, layer.output, keep_gpu, keep_host, chunk_tokens, compute_bytes)
 
 
 class _Temporary:
@@ -82,14 +83,14 @@ class _Compiler:
     def __init__(
         self,
         ops: tuple[Op, ...],
-        has_input: bool,
+        x: TensorSpec | None,
         output: str | None,
         keep_gpu: tuple[str, ...],
         keep_host: tuple[str, ...],
         chunk_tokens: int,
         compute_bytes: int,
     ) -> None:
-        self.ops, self.has_input, self.output = ops, has_input, output
+        self.ops, self.has_input, self.output = ops, x is not None, output
         self.keep_gpu, self.keep_host = keep_gpu, keep_host
         self.tokens, self.compute_bytes = chunk_tokens, compute_bytes
         self.specs = {spec.name: spec for op in ops for spec in op.outputs}
@@ -97,8 +98,8 @@ class _Compiler:
         self.renamed = {op.in_place[0]: op.in_place[1] for op in ops if op.in_place}
         lost = [o.name for op in ops if op.name in savable_ops(ops) for o in op.outputs if o.name in self.renamed]
         assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
-        if has_input:
-            self.specs["x"] = TensorSpec("x", _input_shape(ops, self.specs))
+        if x is not None:
+            self.specs[x.name] = x
         self.in_parts = tuple(op for op in ops if op.num_parts > 1)
         self.before = ops[: len(ops) - len(self.in_parts)]
         assert all(op.num_parts == 1 for op in self.before), "ops in parts end a layer"
@@ -362,13 +363,6 @@ def _place_temporaries(
         temp.place = Place("scratch", offset, temp.spec)
         placed.append((offset, offset + size, temp))
     return max((end for _, end, _ in placed), default=0), carried["carry"], carried["bounds"]
-
-
-def _input_shape(ops: tuple[Op, ...], specs: dict[str, TensorSpec]) -> tuple[int, ...]:
-    """The shape of the layer input x: that of the sum it is the residual of, else of the norm that reads it."""
-    sums = [output for op in ops for residual, output in op.grad_alias if residual == "x"]
-    readers = [spec.name for op in ops if "x" in op.inputs for spec in op.outputs]
-    return specs[(sums or readers)[0]].shape
 
 
 def _lowest_gap(size: int, taken: list[tuple[int, int]]) -> int:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flexengine.schedule.commands import BASE_STREAMS, STREAM_INDEX, Command, Program, Stream, streams_of
+from flexengine.schedule.commands import BASE_STREAMS, STREAM_INDEX, STREAMS, Command, Program, Stream, streams_of
 from flexengine.schedule.simulator import Timing
 
 Event = dict[str, Any]
@@ -60,6 +60,19 @@ def track_events(
         events.append(_meta("thread_name", thread_of(stream), {"name": str(stream)}))
         events.append(_meta("thread_sort_index", thread_of(stream), {"sort_index": thread_of(stream)}))
     return [{**event, "pid": number} for event in events]
+
+
+def drawn_streams(programs: Iterable[Program]) -> list[Stream]:
+    """The streams that have a row of a trace."""
+    used = {stream for program in programs for stream in streams_of(program)}
+    return [stream for stream in STREAMS if stream in used]
+
+
+def run_events(title: str, runs: Sequence[TimedRun], number: int) -> Iterator[Event]:
+    """What a rank ran, as a process of a trace; title and number: those of the process."""
+    yield from track_events(title, drawn_streams(run.program for run in runs), number)
+    for run in runs:
+        yield from command_events(run.program, run.timing, run.start_s, number)
 
 
 def command_events(program: Program, timing: Timing, start_s: float = 0.0, number: int = PROCESS) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""Two ranks measure collectives over gloo and host memory; a part that fails is noted with what it has printed."""
+"""Two ranks measure collectives and host memory; a part that fails is noted with what it has printed."""
 
 from __future__ import annotations
 

@@ -304,6 +304,27 @@ def test_mirror_without_sizes_and_hashes(hub, repo, tmp_path):
     assert verify_manifest(tmp_path)["files"][SHARDS[0]]["size"] == len(repo[SHARDS[0]])
 
 
+def test_hashes_that_are_required(hub, repo, tmp_path, capsys):
+    """A name of a revision, files without a hash, and an answer of another commit are refused; nothing is fetched."""
+    assert fetch(hub, tmp_path / "a", "--require-hashes") == 1
+    assert "revision 'main' of org/tiny is a name that may come to mean other files" in capsys.readouterr().err
+    assert fetch(hub, tmp_path / "b", "--require-hashes", "--revision", "f" * 40) == 1
+    assert fetch(hub, tmp_path / "c", "--require-hashes", "--revision", hub.commit) == 0
+    verify_manifest(tmp_path / "c")
+    capsys.readouterr()
+    hub.unlisted_hashes = True
+    assert fetch(hub, tmp_path / "d", "--require-hashes", "--revision", hub.commit) == 1
+    assert "the hub lists no hash of 4 of 4 files of org/tiny, such as 'chat_template.jinja'" in capsys.readouterr().err
+    assert [names_in(tmp_path / name) for name in "abd"] == [set()] * 3
+
+
+def test_an_answer_of_another_commit_is_refused(hub, repo, tmp_path, capsys, monkeypatch):
+    parsed = hub_listing._parsed
+    monkeypatch.setattr(hub_listing, "_parsed", lambda *of: parsed(*of)._replace(commit="e" * 40))
+    assert fetch(hub, tmp_path, "--require-hashes", "--revision", hub.commit) == 1
+    assert "the answer is of commit eeee" in capsys.readouterr().err
+
+
 def test_full_disk_is_known_beforehand(hub, repo, tmp_path, capsys, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda path: usage)

@@ -52,6 +52,16 @@ def test_train_on_last_and_weights(capsys, data):
     assert "weight 2" in out
 
 
+def test_bad_records_are_named(capsys, data):
+    data.write_text(data.read_text() + "{\n")
+    assert cli.main(["data", "preview", "--model", "preset:demo", "--dataset", str(data)]) == 2
+    assert f"{data}, line 5: not valid JSON" in capsys.readouterr().err
+    out = preview(capsys, "--dataset", data, "--bad-records", "skip")
+    assert "3 of 5 records" in out
+    assert "; 1 bad records left out (--bad-records skip); " in out
+    assert f"\n  {data}, line 5: not valid JSON" in out
+
+
 def test_clearing_the_cache_removes_tokens_alone(capsys, data, tmp_path):
     cache = tmp_path / "cache" / "data"
     preview(capsys, "--dataset", data, "--max-seq-len", 64)

@@ -1,8 +1,10 @@
 """`flexengine generate`: answers equal to the engine's, in as many passes as memory takes, and what is refused."""
 
 import json
+import shutil
 
 import pytest
+import transformers
 from engine_helpers import saved_model, tiny_config
 
 from flexengine import cli, from_pretrained
@@ -47,6 +49,30 @@ def test_one_answer_is_printed_alone(model, expected, capsys):
     assert capsys.readouterr().out.strip() == expected[1]
 
 
+@pytest.mark.parametrize("ends", ["an id", "a list", "only in config.json"])
+def test_answers_stop_where_those_of_transformers_do(model, tmp_path, capsys, ends):
+    prompt = [{"role": "user", "content": PROMPTS[0]}]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+    def answer(folder):
+        reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        return reference.generate(**ids, max_new_tokens=8, do_sample=False)[0][ids["input_ids"].shape[1] :].tolist()
+
+    end = answer(model)[3]
+    folder = shutil.copytree(model, tmp_path / "model")
+    name = "config.json" if ends == "only in config.json" else "generation_config.json"
+    found = {**json.loads((folder / name).read_text()), "eos_token_id": end if ends == "an id" else [end, 6]}
+    (folder / "generation_config.json").unlink()
+    (folder / name).write_text(json.dumps(found))
+    expected = answer(folder)
+    assert len(expected) <= 4
+    assert cli.main(arguments(folder, "--prompt", PROMPTS[0])) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == tokenizer.decode(expected[:-1]).strip()
+    assert f"{len(expected) - 1} tokens after 1 prompts" in err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -54,6 +80,7 @@ def test_one_answer_is_printed_alone(model, expected, capsys):
         (("--prompts", "missing.txt"), "--prompts missing.txt: no such file"),
         (("--prompt", "a", "--max-gpu-mem-gib", "0.00001"), "the cache of one sequence of"),
         (("--prompt", "a", "--top-p", "0"), "top_p must be above 0"),
+        (("--prompt", "a", "--top-p", "0.5"), "top_p=0.5 is about drawing tokens, got temperature=0"),
     ],
 )
 def test_refusals(model, capsys, more, message):

@@ -3,9 +3,10 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from flexengine.data.records import IGNORE, Message, TokenizedRecord, parse_record
+from flexengine.data.records import IGNORE, Message, TokenizedRecord, parse_record, remarks
 
 USER, ANSWER = Message("user", "2+2?"), Message("assistant", "4")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -83,6 +84,35 @@ CONVERSATIONS = {
             Message("assistant", "4", train=True),
         ],
     ),
+    "both_pairs_of_keys_one_null": (
+        {
+            "messages": [
+                {"role": "user", "content": "2+2?", "from": None, "value": None},
+                {"role": None, "content": None, "from": "gpt", "value": "4"},
+            ]
+        },
+        [USER, ANSWER],
+    ),
+    "keys_of_both_pairs": (
+        {"messages": [{"from": "human", "content": "2+2?"}, {"role": "assistant", "value": "4"}]},
+        [USER, ANSWER],
+    ),
+    "both_pairs_say_the_same": (
+        {"messages": [{"role": "user", "from": "human", "content": "2+2?", "value": "2+2?"}, PAIR[1]]},
+        [USER, ANSWER],
+    ),
+    "roles_in_capitals_and_with_blanks": (
+        {"messages": turns(("Human", "2+2?"), ("AI ", "4"), ("USER", "2+2?"), ("Assistant", "4"))},
+        [USER, ANSWER, USER, ANSWER],
+    ),
+    "empty_media_and_annotations": (
+        {"messages": [PAIR[0], {**PAIR[1], "annotations": []}], "images": [], "image": {"bytes": None, "path": None}},
+        [USER, ANSWER],
+    ),
+    "a_part_beside_a_null_image": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?", "image": None}]}, PAIR[1]]},
+        [USER, ANSWER],
+    ),
     "alpaca_history": (
         {"instruction": "2+2?", "input": "", "output": "4", "history": [["1+1?", "2"]], "system": "Be brief"},
         [Message("system", "Be brief"), Message("user", "1+1?"), Message("assistant", "2"), USER, ANSWER],
@@ -115,6 +145,16 @@ TOKENS = {
     "mask": ({"input_ids": [1, 2, 3], "assistant_masks": [0, 0, 1]}, ([1, 2, 3], [IGNORE, IGNORE, 3])),
     "completion_mask": ({"input_ids": [1, 2], "completion_mask": [0, 1], "length": 2}, ([1, 2], [IGNORE, 2])),
     "padding_left": ({"input_ids": [0, 1, 2], "attention_mask": [0, 1, 1]}, ([1, 2], [1, 2])),
+    "a_mask_of_bools": ({"input_ids": [1, 2], "loss_mask": [False, True]}, ([1, 2], [IGNORE, 2])),
+    "labels_and_a_mask": (
+        {"input_ids": [1, 2, 3], "labels": [IGNORE, 2, 3], "loss_mask": [1, 1, 0]},
+        ([1, 2, 3], [IGNORE, 2, IGNORE]),
+    ),
+    "two_masks": (
+        {"input_ids": [1, 2, 3], "assistant_masks": [1, 0, 1], "completion_mask": [0, 1, 1]},
+        ([1, 2, 3], [IGNORE, IGNORE, 3]),
+    ),
+    "special_tokens": ({"input_ids": [1, 2], "special_tokens_mask": [1, 0]}, ([1, 2], [1, 2])),
 }
 
 
@@ -149,6 +189,40 @@ REFUSED = {
         r"tools and tool calls must be JSON, found 'add\(2\)'",
     ),
     "null_content": ({"messages": [PAIR[0], {"role": "assistant", "content": None}]}, "content must be a string"),
+    "a_refusal": (
+        {"messages": [PAIR[0], {"role": "assistant", "content": None, "refusal": "no"}]},
+        "content must be a string, found null beside a refusal.*a turn of assistant",
+    ),
+    "reasoning_alone": (
+        {"messages": [PAIR[0], {"role": "assistant", "reasoning_content": "think"}]},
+        "a message needs the keys role and content, found reasoning_content, role",
+    ),
+    "an_object_as_a_result": (
+        {"messages": [*PAIR, {"role": "tool", "content": {"temp": 20}}]},
+        r"content must be a string, found dict: \{'temp': 20\} \(a turn of tool\); write its JSON text",
+    ),
+    "a_number_as_a_result": ({"messages": [*PAIR, {"role": "tool", "content": 20}]}, "must be a string, found int: 20"),
+    "role_and_from_differ": ({"messages": [{**PAIR[0], "from": "gpt"}]}, "role and from of a message say different"),
+    "content_and_value_differ": ({"messages": [{**PAIR[0], "value": "3+3?"}]}, "content and value of a message say"),
+    "an_image_beside_a_text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image": "cat.png"}]}, PAIR[1]]},
+        "image is not read, train takes text only",
+    ),
+    "a_conversation_as_python_writes_it": ({"messages": str(PAIR)}, "a conversation that is a text must be JSON"),
+    "a_tool_with_a_key_twice": ({"messages": PAIR, "tools": '{"name": "f", "name": "g"}'}, "'name' is listed twice"),
+    "a_list_of_texts": ({"question": "a", "answer": ["b"]}, "answer is a list of 1 texts; write one text"),
+    "nulls": ({"question": None, "answer": None}, r"the record is empty \(null: answer, question\)"),
+    "a_null_answer": ({"question": "a", "answer": None}, r"with keys question \(null: answer\)"),
+    "a_blank_in_a_key": ({"question": "a", " answer": "b"}, "with keys ' answer', question"),
+    "bools_for_ids": ({"input_ids": [True, 2, 3]}, r"input_ids must be a flat list of integers, found \[True, 2, 3\]"),
+    "bools_of_numpy_for_ids": ({"input_ids": np.array([True, False])}, "input_ids must be a flat list of integers"),
+    "bools_for_labels": ({"input_ids": [1, 2], "labels": [True, 2]}, "labels must be a flat list of integers"),
+    "floats_for_ids": ({"input_ids": [1.0, 2.0]}, "input_ids must be a flat list of integers"),
+    "floats_for_a_mask": ({"input_ids": [1, 2], "loss_mask": [0.5, 1.0]}, "loss_mask must be a flat list of integers"),
+    "packed_by_attention_mask": (
+        {"input_ids": [1, 2], "attention_mask": [1, 2]},
+        "attention_mask holds 0 and 1, found",
+    ),
     "history_of_texts": ({"instruction": "a", "output": "b", "history": ["c"]}, "history must be a list of pairs"),
     "shifted_labels": ({"input_ids": [1, 2], "labels": [2, 3]}, "label 2 at position 0 is neither.*not shifted"),
     "uneven_labels": ({"input_ids": [1, 2], "labels": [2]}, "labels has 1 entries, input_ids has 2"),
@@ -169,3 +243,16 @@ def test_keys_that_are_not_read_are_counted():
     parse_record({"messages": [{**PAIR[0], "mood": "calm"}, PAIR[1]], "source": "web", "score": None}, "x", unread)
     parse_record({"text": "a", "source": "web"}, "x", unread)
     assert unread == {"source": 2, "mood of a message": 1}
+
+
+def test_what_is_read_but_may_surprise_is_remarked():
+    def of(raw):
+        return list(remarks(parse_record(raw, "x")))
+
+    assert of({"question": "a", "answer": ""}) == ["answers are empty, so that the model learns to say nothing"]
+    assert of({"messages": [PAIR[0], {"role": "assistant", "content": " \n", "weight": 0}]}) == []
+    assert of({"messages": [PAIR[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]}) == []
+    assert of({"text": " "}) == ["texts are empty"]
+    assert of({"messages": turns(("narrator", "a"), ("user", "b"), ("assistant", "c"))}) == [
+        "turns have the unknown role 'narrator' and are context"
+    ]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexengine.data import store
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.store import (
     StoredSequences,
@@ -53,6 +54,33 @@ def test_damaged_table_is_none_and_written_again(tmp_path):
         write_table(folder, RECORDS, {"left_out": {}, "notes": {}})
         (folder / name).write_bytes((folder / name).read_bytes()[:-3])
         assert open_table(folder) is None
+
+
+def test_flipped_bits_of_a_table_are_noticed(tmp_path, caplog):
+    """Of tokens, of what counts as a target, of the index and of the counts: it is written again, not trained."""
+    folder = tmp_path / "key"
+    for name in ("tokens.bin", "index.npz", "counts.json"):
+        write_table(folder, RECORDS, {"left_out": {"a reason": 2}, "notes": {}})
+        data = (folder / name).read_bytes()
+        digest = open_table(folder).sha256
+        for at in range(0, len(data), 7):
+            (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            found = open_table(folder)
+            assert found is None or (found.sha256, found.left_out) == (digest, {"a reason": 2}), (name, at)
+            assert found is None or name == "index.npz"  # bytes of an archive that nothing depends on
+    assert "is not what was written there; the data is tokenized again" in caplog.text
+
+
+def test_a_large_shard_is_told_by_blocks_up_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "HASHED_BLOCK_BYTES", 8)
+    monkeypatch.setattr(store, "MOST_HASHED_BYTES", 32)
+    np.save(tmp_path / "a.npy", np.arange(39, dtype=np.int32))
+    table = open_shard(tmp_path / "a.npy", 64)
+    blocks = [block.tolist() for block in table.file.blocks(39)]
+    assert len(blocks) == 4
+    assert blocks[-1] == [38]
+    monkeypatch.setattr(store, "MOST_HASHED_BYTES", 1000)
+    assert np.concatenate(list(table.file.blocks(39))).tolist() == list(range(39))
 
 
 def test_a_table_that_fails_leaves_nothing(tmp_path):

@@ -200,14 +200,13 @@ def test_conversations_with_tools_may_have_a_template_of_their_own(tmp_path, pla
     assert targets(chat, Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
 
 
-def test_invented_template_is_told_and_exported(tmp_path, caplog):
+def test_invented_template_is_told_and_exported(caplog):
     chat = with_template(None)
     chat.encode_record(Record(messages=TURNS))
     assert "no chat template" in caplog.text
     assert "### {{ message['role'] | capitalize }}" in caplog.text
-    chat.export_template(tmp_path)
-    assert (tmp_path / "chat_template.jinja").read_text() == chat.template
-    with_template(LLAMA_3).export_template(tmp_path / "not_there")  # the folder has its own already
+    assert chat.own_files() == {"chat_template.jinja": chat.template}
+    assert with_template(LLAMA_3).own_files() == {}  # the folder has its own already
 
 
 def test_fallback_template_ends_answers_with_eos():

@@ -10,6 +10,7 @@ from flexengine.models.registry import ASSETS
 
 DEMO = ASSETS / "demo"
 GOOD = '{"question": "What is 2 plus 2?", "answer": "It is 4."}\n'
+README = "---\nconfigs: [{config_name: a, data_dir: a}, {config_name: b, data_dir: b}]\n---\n"
 DATA = (
     Case("data_missing", None, ("data set data.jsonl: no such file; --dataset wants a JSON or JSON Lines",)),
     Case("data_is_a_folder", "folder", ("data set data.jsonl: is a folder; --dataset wants",)),
@@ -35,6 +36,25 @@ DATA = (
     Case(
         "data_answer_is_a_number", '{"question": "2+2?", "answer": 4}', ("line 1: answer must be a string, found int",)
     ),
+    Case(
+        "data_with_a_bad_record",
+        GOOD + '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}\n',
+        ("line 2: content must be a string, found null", "--bad-records skip counts them and names the first"),
+    ),
+    Case(
+        "data_masked_otherwise",
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss_scale": 0}]}',
+        ("loss_scale of a message may say what is trained, and is not read; say it of the whole message as train",),
+    ),
+    Case(
+        "data_key_twice", '{"question": "a", "question": "b", "answer": "c"}', ("line 1: 'question' is listed twice",)
+    ),
+    Case(
+        "data_of_several_configurations",
+        {"README.md": README, "a/train.jsonl": GOOD, "b/train.jsonl": GOOD},
+        ("has configurations a, b; none was asked for. Choose one with --dataset data.jsonl:CONFIG:SPLIT",),
+    ),
+    Case("data_compressed_otherwise", {"train.jsonl.zst": "x"}, ("holds no such file \\(found train.jsonl.zst\\)",)),
     Case("data_conversation_empty", '{"messages": []}', ("list of at least one message, found \\[\\]",)),
     Case(
         "data_message_without_role",
@@ -62,9 +82,33 @@ def test_data(case, command, known_machine, tmp_path):
     path = tmp_path / "data.jsonl"
     if case.provoke == "folder":
         path.mkdir()
+    elif isinstance(case.provoke, dict):
+        for name, contents in case.provoke.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(contents)
     elif case.provoke is not None:
         path.write_bytes(case.provoke if isinstance(case.provoke, bytes) else case.provoke.encode())
     flags = arguments(model="preset:demo", data_source=None, dataset="data.jsonl", output_dir="run")
+    outcome = command("train", *flags)
+    assert outcome.status == case.status
+    check_message(outcome.err, case.says)
+    assert not (tmp_path / "run").exists()
+
+
+@cases(
+    Case(
+        "data_part_of_a_split", "data.jsonl:train[:10%]", ("a part of a split is not read.*data.jsonl=0.1 takes a t",)
+    ),
+    Case(
+        "data_split_of_a_file", "data.jsonl:test", ("data.jsonl is a file, which has no split test; leave :test out",)
+    ),
+    Case("data_of_a_pipe", "/dev/null", ("/dev/null is a pipe or a device.*write them to a file first",)),
+    Case("data_compressed_with_zstd", "data.jsonl.zst", (".zst files are not read; unpack it, or compress the data",)),
+)
+def test_places(case, command, known_machine, tmp_path):
+    for name in ("data.jsonl", "data.jsonl.zst"):
+        (tmp_path / name).write_text(GOOD)
+    flags = arguments(model="preset:demo", data_source=None, dataset=case.provoke, output_dir="run")
     outcome = command("train", *flags)
     assert outcome.status == case.status
     check_message(outcome.err, case.says)
@@ -85,6 +129,15 @@ def tokenizer_with(**changes: object):
     def write(folder):
         tokenizer = json.loads((folder / "tokenizer.json").read_text())
         (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, **changes}))
+
+    return write
+
+
+def with_added_token(text: str, token: int):
+    def write(folder):
+        added = {"id": token, "content": text, "single_word": False, "lstrip": False, "rstrip": False}
+        tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        tokenizer_with(added_tokens=[*tokens, {**added, "normalized": False, "special": True}])(folder)
 
     return write
 
@@ -130,12 +183,27 @@ TOKENIZERS = (
     Case(
         "tokenizer_larger_than_the_vocabulary", lambda f: None, ("ids up to \\d+.*vocab_size is 61", "fetch both again")
     ),
+    Case(
+        "token_without_a_row",
+        with_added_token("2 plus 2", 2938),
+        ("data.jsonl, line 1: the token .2 plus 2. has id 2938.*has 2938 rows", "--resize-embeddings"),
+    ),
+    Case(
+        "generation_ends_at_no_id",
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "<|end|>"}'),
+        ("generation_config.json: eos_token_id is '<|end|>', expected ids", "fetch"),
+    ),
+    Case(
+        "special_token_is_a_number",
+        lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": 3}'),
+        ("transformers cannot read the tokenizer: .*eos_token", "fetch tokenizer_config.json"),
+    ),
 )
 
 
 @cases(*TOKENIZERS)
 def test_tokenizers(case, command, known_machine, tmp_path):
-    size = 61 if case.name == "tokenizer_larger_than_the_vocabulary" else 2944
+    size = {"tokenizer_larger_than_the_vocabulary": 61, "token_without_a_row": 2938}.get(case.name, 2944)
     folder = write_model(tmp_path / "model", vocab_size=size)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder / name)

@@ -65,7 +65,7 @@ PLACES = (
     Case("output_holds_other_files", somebody_elses, ("holds files that are not of a run; choose a new or empty",)),
     Case("output_of_another_run", another_run, ("run/final is the model of another run; choose another --output-dir",)),
     Case("log_of_another_run", a_log, ("run/train_log.jsonl is of an earlier run; choose another.*--overwrite",)),
-    Case("replaced_and_continued", overwrite_and_resume, ("--overwrite replaces a run, but --resume auto",)),
+    Case("replaced_and_continued", overwrite_and_resume, ("--overwrite and --resume auto contradict each other",)),
 )
 
 

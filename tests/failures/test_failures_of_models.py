@@ -27,6 +27,10 @@ def without(name: str):
     return text(json.dumps({key: value for key, value in CONFIG.items() if key != name}))
 
 
+LLAMA_NAMES = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"))
+GPT2 = {"model_type": "gpt2", **LLAMA_NAMES, "n_embd": 16, "n_layer": 1}
+
+
 def having(**changes: object):
     return text(json.dumps({**CONFIG, **changes}))
 
@@ -103,7 +107,7 @@ CONFIGS = (
     ),
     Case(
         "sequence_beyond_learned_positions",
-        having(model_type="gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=4),
+        having(**GPT2, n_head=2, n_positions=4),
         ("max_seq_len=[0-9]+, but .* has learned positions for 4 tokens.*give --max-seq-len 4",),
     ),
     Case(
@@ -116,12 +120,12 @@ CONFIGS = (
     ),
     Case(
         "gpt2_of_odd_heads",
-        having(model_type="gpt2", n_embd=16, n_layer=1, n_head=3),
+        having(**GPT2, n_head=3),
         ("n_embd=16 is not a multiple of n_head=3", "fetch"),
     ),
     Case(
         "gpt2_with_cross_attention",
-        having(model_type="gpt2", n_embd=16, n_layer=1, n_head=2, add_cross_attention=True),
+        having(**GPT2, n_head=2, add_cross_attention=True),
         ("add_cross_attention=true in config.json", "not supported"),
     ),
     Case(
@@ -187,6 +191,16 @@ CONFIGS = (
         ("rope_parameters and rope_scaling", "set rope_scaling to null"),
     ),
     Case(
+        "base_of_rotations_twice",
+        having(rope_theta=10000.0, rope_parameters={"rope_theta": 500000.0}),
+        ("rope_theta=500000.0 in its rope options and rope_theta=10000.0 outside of them", "Remove the wrong one"),
+    ),
+    Case(
+        "number_of_experts_twice",
+        having(model_type="mixtral", num_local_experts=4, num_experts=8),
+        ("num_local_experts=4 and num_experts=8, which say the same thing in different ways", "Remove the wrong one"),
+    ),
+    Case(
         "windows_between_experts",
         having(model_type="qwen2_moe", layer_types=["sliding_attention"] * CONFIG["num_hidden_layers"]),
         ("layer_types=.*each full_attention", "Fetch"),
@@ -199,7 +213,7 @@ CONFIGS = (
     Case("family_is_a_list", having(model_type=["llama"]), ("model_type \\['llama'\\].*known: llama",)),
     Case(
         "quantised_weights",
-        having(quantization_config={"quant_method": "awq", "bits": 4}),
+        having(quantization_config={"quant_method": "awq", "bits": 4}, intermediate_size=96),  # not those of the file
         ("quantization_config \\(method 'awq'\\)", "16 or 32 bits that it was made from"),
     ),
     Case(
@@ -207,7 +221,7 @@ CONFIGS = (
         having(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"}),
         ("MXFP4 holds stacks of matrices whose 32 inputs share a scale.*\\[128, 16, 48\\]", "in 16 or 32 bits"),
     ),
-    Case("unknown_rope_type", having(rope_scaling={"rope_type": "dynamic"}), ("rope type 'dynamic'", "supported: def")),
+    Case("unknown_rope_type", having(rope_scaling={"rope_type": "dynamo"}), ("rope type 'dynamo'", "supported: def")),
     Case("misspelt_rope_type", having(rope_scaling={"type": "lama3"}), ("rope type 'lama3'.*did you mean llama3",)),
     Case(
         "rope_without_factor",

@@ -1,9 +1,11 @@
 """Flags, commands and YAML files that mean nothing: refused before anything is opened, with what was probably meant."""
 
 import pytest
-from provoke import Case, arguments, cases, check_message
+from provoke import Case, arguments, cases, check_error, check_message
 
 from flexengine import cli
+from flexengine.config import TrainConfig
+from flexengine.trainer import train
 
 FLAGS = (
     Case(
@@ -25,6 +27,9 @@ FLAGS = (
     Case("steps_with_a_fraction", ["--steps", "2.5"], ("--steps: invalid int value: '2.5'",)),
     Case("steps_and_epochs", ["--epochs", "1"], ("--steps 2 and --epochs 1.0", "give one")),
     Case("seed_too_large", ["--seed", str(2**40)], ("--seed is at most 4294967295, got 1099511627776",)),
+    Case("template_date_is_no_day", ["--template-date", "4.3.2024"], ("'4.3.2024' is no day", "YYYY-MM-DD")),
+    Case("new_token_twice", ["--add-tokens", "<a>", "<a>"], ("--add-tokens: '<a>' is given twice", "once")),
+    Case("new_token_blank", ["--add-tokens", " "], ("--add-tokens: ' ' is blank",)),
     Case("budget_of_zero", ["--max-gpu-mem-gib", "0"], ("--max-gpu-mem-gib must be more than 0, got 0.0",)),
     Case(
         "budget_in_bytes", ["--max-host-mem-gib", "8e9"], ("--max-host-mem-gib is at most 1048576, got 8000000000.0",)
@@ -50,10 +55,25 @@ FLAGS = (
         ("--per-device-train-batch-size is not an option.*give --max-global-batch-tokens",),
     ),
     Case("unknown_frozen_layer", ["--freeze", "blocs"], ("freeze='blocs': .* no such parameters; did you mean block",)),
-    Case("data_set_beside_synthetic_data", ["--dataset", "x.jsonl"], ("synthetic reads no data.*--dataset x.jsonl",)),
+    Case(
+        "data_set_beside_synthetic_data",
+        ["--dataset", "x.jsonl"],
+        ("--dataset x.jsonl names records.*got --data-source synthetic",),
+    ),
+    Case("adapters_without_their_mode", ["--lora-rank", "16"], ("--lora-rank 16 is for adapters.*give --mode lora",)),
+    Case(
+        "constant_of_another_optimizer",
+        ["--optimizer", "lion", "--adam-beta1", "0.9"],
+        ("--adam-beta1 0.9 is a constant of AdamW.*got --optimizer lion; give --optimizer adamw or muon",),
+    ),
+    Case("transport_of_one_gpu", ["--transport", "split"], ("transport=split is about several GPUs",)),
     Case("unknown_device", ["--device", "gpu"], ("device='gpu' is not known; choose auto, cpu, cuda or cuda:N",)),
     Case("unsupported_device", ["--device", "meta"], ("device='meta' is not supported; choose auto, cpu, cuda",)),
-    Case("master_dtype_of_another_dtype", ["--master-dtype", "bfloat16"], ("needs dtype=bfloat16, got dtype=float32",)),
+    Case(
+        "master_dtype_of_another_dtype",
+        ["--master-dtype", "bfloat16"],
+        ("needs --dtype bfloat16, got --dtype float32",),
+    ),
 )
 
 
@@ -194,6 +214,12 @@ def test_a_bug_keeps_its_traceback(error, command, monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, "train", cli.Command(fail, ""))
     with pytest.raises(type(error)):
         command("train")
+
+
+def test_gpus_are_those_that_train(model):
+    """From Python nobody starts the others, and under torchrun it is torchrun that does."""
+    config = TrainConfig(model=str(model), data_source="synthetic", gpus=2, device="cpu")
+    check_error(lambda: train(config), ("--gpus 2, but 1 of this machine's processes train.*leave --gpus out",))
 
 
 def test_help_of_every_command_ends_well(command):

@@ -3,9 +3,20 @@
 import pytest
 import safetensors
 import torch
-from engine_helpers import build_engine, make_plan, random_batch, saved_model, spec_of, streamed_plan, tiny_config
+from engine_helpers import (
+    build_engine,
+    make_plan,
+    random_batch,
+    random_weights,
+    same_bits,
+    saved_model,
+    spec_of,
+    streamed_plan,
+    tiny_config,
+)
+from family_configs import CASES, FAMILY_CASES
 
-from flexengine.models.freezing import with_frozen
+from flexengine.models.freezing import forward_only, with_frozen
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
@@ -145,6 +156,26 @@ def test_frozen_fp8_layers_round_their_gradients_once():
     names = [{name for s in compile_layer(b, (), (), 16, 2).backward for name, _ in s.tensors} for b in model.blocks]
     assert "down_proj_grad8_t" in names[0]
     assert "down_proj_grad8_t" not in names[1]
+
+
+@pytest.mark.parametrize("name", FAMILY_CASES.values())
+def test_layers_without_backward_compute_what_they_do_with_one(name):
+    """Of every family: a frozen beginning, and a model of which nothing is trained."""
+    whole = random_weights(CASES[name])
+    batch = random_batch(2, (20, 33, 5), whole.spec.vocab_size)
+
+    def engine_of(spec):
+        return build_engine(whole._replace(spec=spec), streamed_plan(spec))
+
+    with engine_of(whole.spec) as engine:
+        loss, gradients = engine.fwd_bwd(batch).loss, engine.gradients()
+    with engine_of(with_frozen(whole.spec, ["embed", "block.0"])) as engine:
+        assert engine.fwd_bwd(batch).loss == loss
+        above = engine.gradients()
+        same_bits(above, {name: gradients[name] for name in above})
+        assert 0 < len(above) < len(gradients)
+    with engine_of(forward_only(whole.spec)) as engine:
+        assert engine.evaluate(batch).loss == loss
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

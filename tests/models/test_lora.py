@@ -204,17 +204,21 @@ def test_only_adapters_are_trained():
 
 
 def test_modes_and_adapters_that_contradict_each_other(tmp_path):
-    with pytest.raises(ValueError, match="lora_rank=8 is for adapters; add mode=lora"):
+    with pytest.raises(ValueError, match="lora_rank=8 is for adapters, got mode=full; give mode=lora, or leave it out"):
         Job(lora_rank=8)
-    with pytest.raises(ValueError, match="in mode lora all but the adapters is frozen"):
+    with pytest.raises(ValueError, match=r"freeze=blocks chooses layers to freeze, .* got mode=lora; give mode=full"):
         Job(mode="lora", freeze=("blocks",))
     with pytest.raises(ValueError, match=r"there is no adapter_config\.json"):
         with_read_adapter(Job(adapter=str(tmp_path)))
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}))
     assert with_read_adapter(Job(adapter=str(tmp_path))).lora_setup == LoRA(["q_proj"], 4, 8)
-    with pytest.raises(ValueError, match=r"lora_rank=8, but .* was made with 4"):
-        with_read_adapter(Job(mode="lora", lora_rank=8, adapter=str(tmp_path)))
+    for name, given, made in (("lora_rank", 16, 4), ("lora_alpha", 16.0, 8), ("lora_targets", ("all-linear",), ".*")):
+        with pytest.raises(ValueError, match=rf"{name}=.*, but .* was made with {made}"):
+            with_read_adapter(Job(adapter=str(tmp_path), **{name: given}))
+    assert with_read_adapter(Job(adapter=str(tmp_path), lora_rank=4, use_dora=False)).lora_setup == LoRA(
+        ["q_proj"], 4, 8
+    )
     config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "lora_bias": True}))
     with pytest.raises(ValueError, match="lora_bias=True is not supported"):
         with_read_adapter(Job(adapter=str(tmp_path)))

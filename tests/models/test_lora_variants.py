@@ -223,7 +223,7 @@ def test_adapters_that_cannot_be(tmp_path):
         LoRA(init="pisa")
     with pytest.raises(ValueError, match="needs an even rank, got 3"):
         Job(mode="lora", lora_rank=3, lora_init="orthogonal")
-    with pytest.raises(ValueError, match="matmul_dtype=fp8 is not built beside DoRA"):
+    with pytest.raises(ValueError, match="matmul_dtype=fp8 and use_dora are not built beside each other"):
         Job(mode="lora", use_dora=True, matmul_dtype="fp8")
     with pytest.raises(ValueError, match=r"lora_init=pissa with rank 64: .*q_proj has \d+ x \d+ .*rank of at most"):
         with_lora(build_model("tiny", CASES[FAMILY_CASES["qwen3"]]), LoRA("q_proj", rank=64, init="pissa"))

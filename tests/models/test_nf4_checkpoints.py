@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from engine_helpers import FLOAT32, build_engine, make_plan, random_batch, same_bits, saved_model, tiny_config
+from engine_helpers import FLOAT32, build_engine, make_plan, random_batch, same_bits, saved_model, spec_of, tiny_config
 from safetensors.torch import load_file, save_file
 
 from flexengine.models.base_dtype import with_base_dtype
@@ -19,6 +19,8 @@ OPTIONS = {
     "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
     "quant_method": "bitsandbytes", "llm_int8_skip_modules": ["model.layers.1.mlp"],
 }  # fmt: skip
+LEFT_OUT = ("layers.1.mlp", "layers.0.self_attn.k_proj")
+"""Modules in 16 bits; a config may list some of them only."""
 NF4 = Numerics("bfloat16", "split", "bfloat16", "float32", base="nf4")
 SPLIT = Numerics("bfloat16", "split", "bfloat16", "float32")
 SIZES = {"chunk_tokens": 24, "chunks_per_round": 2}
@@ -59,7 +61,7 @@ def published(request, tmp_path):
     saved_model(folder, CONFIG, torch.bfloat16)
     held, plain = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if tensor.dim() == 2 and "layers" in name and "layers.1.mlp" not in name:
+        if tensor.dim() == 2 and "layers" in name and not any(part in name for part in LEFT_OUT):
             tensors, values = in_nf4(name, tensor, request.param)
             held, plain[name] = held | tensors, values.float()
         else:
@@ -95,19 +97,51 @@ def test_all_is_trained_from_the_decoded_values(published, numerics, tmp_path):
 
 
 def test_a_frozen_base_keeps_codes_and_scales(published):
-    """What was left in 16 bits is stored anew; everything else has the values of the checkpoint."""
+    """Those of modules that are stored in NF4; what was left in 16 bits stays so."""
     folder, plain = published
     source = opened(folder, "nf4")
-    engine = build_engine(source, make_plan(source.spec, **SIZES, numerics=NF4))
-    found = engine.state_dict()
-    left_out = {name for name in plain if "layers.1.mlp" in name}
+    with build_engine(source, make_plan(source.spec, **SIZES, numerics=NF4)) as engine:
+        same_bits(engine.state_dict(), plain)
     plain_magnitudes = source.spec.hf_config["quantization_config"]["bnb_4bit_use_double_quant"] is False
-    storages = {p.storage for g in source.spec.groups for p in g.params} - {"compute"}
-    assert storages == {"nf4_float32" if plain_magnitudes else "nf4"}
-    same_bits({name: found[name] for name in found if name not in left_out},
-              {name: plain[name] for name in plain if name not in left_out})  # fmt: skip
-    assert not any(torch.equal(found[name], plain[name]) for name in left_out)
-    engine.close()
+    own = "nf4_float32" if plain_magnitudes else "nf4"
+    kept = {(0, "qkv_proj.weight"), (1, "gate_up_proj.weight"), (1, "down_proj.weight")}  # qkv for its keys
+    matrices = [(i, p) for i, g in enumerate(source.spec.groups[1:-1]) for p in g.params if p.kind == "matrix"]
+    assert {(i, p.name): p.storage for i, p in matrices} == {
+        (i, p.name): "compute" if (i, p.name) in kept else own for i, p in matrices
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_codes_are_read_as_elements_of_any_dtype(published, dtype):
+    folder, plain = published
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if f"{name}.absmax" in tensors:
+            tensors[name] = tensor.flatten().view(dtype)[:, None]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for base, numerics in ((None, FLOAT32), ("nf4", NF4)):
+        source = opened(folder, base)
+        with build_engine(source, make_plan(source.spec, **SIZES, numerics=numerics)) as engine:
+            same_bits(engine.state_dict(), plain)
+
+
+def test_a_config_alone_names_what_is_left_out():
+    """Planning before a download counts the modules that it lists in 16 bits."""
+    model = with_base_dtype(with_frozen(spec_of({**CONFIG, "quantization_config": OPTIONS}), ["blocks"]), "nf4")
+    storages = [{p.name: p.storage for p in group.params} for group in model.groups]
+    assert storages[1]["down_proj.weight"] == storages[2]["qkv_proj.weight"] == "nf4"
+    assert storages[2]["down_proj.weight"] == storages[0]["embed.weight"] == "compute"
+
+
+def test_codes_of_another_size_are_refused(published):
+    folder, _ = published
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:-1].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"up_proj.weight has 767 bytes in the checkpoint, but config.json asks for 768"
+    ):
+        opened(folder)
 
 
 @pytest.mark.parametrize(

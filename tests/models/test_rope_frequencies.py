@@ -1,11 +1,17 @@
 """Rotary frequencies against those that transformers computes from the same config."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
+from engine_helpers import spec_of, tiny_config
+from family_configs import CASES, FAMILY_CASES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from flexengine.job import Job
 from flexengine.models.rope import rope_parameters
+from flexengine.request import described
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -13,6 +19,7 @@ SCALINGS = {
     "default": None,
     "default, named": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
     "llama3": {**LLAMA3, "original_max_position_embeddings": 8192},
     "llama3, factor 32": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
     "yarn": YARN,
@@ -59,5 +66,45 @@ def test_a_missing_theta_is_ten_thousand():
 
 
 def test_an_unknown_kind_is_refused_with_those_supported():
-    with pytest.raises(ValueError, match=r"'dynamic'.*supported: default, linear, llama3, yarn"):
-        rope_parameters({"rope_scaling": {"rope_type": "dynamic"}}, 8)
+    with pytest.raises(ValueError, match=r"'proportional'.*supported: default, linear, dynamic, llama3, yarn"):
+        rope_parameters({"rope_scaling": {"rope_type": "proportional"}}, 8)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi3"])
+def test_longrope_has_the_frequencies_of_transformers_for_short_and_for_long_runs(family):
+    """There the sequence chooses, here the longest one that a run allows."""
+    factors = {"short_factor": [1.1, 1.2, 1.5], "long_factor": [2.0, 3.5, 7.0]}
+    options = {"rope_type": "longrope", "factor": 4.0, **factors, "original_max_position_embeddings": 64}
+    outside = {"original_max_position_embeddings": 64} if family == "phi3" else {}
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "head_dim": 6, "max_position_embeddings": 256, **outside}
+    described = transformers.AutoConfig.for_model(family, **sizes, pad_token_id=None, rope_parameters={**options})
+    module = LlamaRotaryEmbedding(described)
+    own = tiny_config() if family == "llama" else CASES[FAMILY_CASES[family]]
+    config = {**own, **sizes, "rope_scaling": options}
+    (table,) = spec_of(config).tables
+    for longest in (64, 65):
+        module(torch.zeros(1), torch.arange(longest)[None])
+        assert table.values_for(longest) == pytest.approx(module.inv_freq.tolist(), rel=3e-7)
+    assert table.scaling == pytest.approx(module.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "max_seq_len", "said"),
+    [
+        ({"type": "dynamic", "factor": 2.0}, 300, "rotations for 256 tokens and frequencies that change"),
+        ({"type": "dynamic", "factor": 2.0}, 256, None),
+    ],
+)
+def test_dynamic_is_refused_beyond_its_length(options, max_seq_len, said):
+    spec = spec_of(tiny_config(rope_scaling=options))
+    job = Job(max_seq_len=max_seq_len, max_global_batch_tokens=512)
+    with nullcontext() if said is None else pytest.raises(ValueError, match=said):
+        described(spec, job)
+
+
+@pytest.mark.parametrize(("max_seq_len", "warns"), [(64, False), (65, True)])
+def test_longrope_says_when_a_run_takes_the_long_frequencies(max_seq_len, warns, caplog):
+    options = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    spec = spec_of(tiny_config(rope_scaling=options, original_max_position_embeddings=64))
+    described(spec, Job(max_seq_len=max_seq_len, max_global_batch_tokens=512))
+    assert ("longer than the 64 tokens that tiny was made for before longrope" in caplog.text) == warns

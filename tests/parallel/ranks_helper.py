@@ -10,7 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from flexengine.parallel.parent import STORE_VARIABLE
+
 TIMEOUT_S = 120.0  # on a slow and busy core
+
+
+_stores: list[int] = []
+"""Descriptors of the files without names that ranks meet in."""
 
 
 class Outcome(NamedTuple):
@@ -39,11 +45,14 @@ def start_ranks(
     """Start `function(rank, *arguments)` on every rank; gives processes and the ends of pipes with an Outcome each.
 
     Processes are forked, unless `anew`, as those must be that use a GPU: loading torch takes seconds. The environment
-    of each is as torchrun has it. nodes: that the ranks take themselves to be on.
+    of each is as `launch` has it, or as torchrun where there are several nodes. nodes: that the ranks take themselves
+    to be on.
     """
     context, port, processes, pipes = multiprocessing.get_context("spawn" if anew else "fork"), free_port(), [], []
+    _stores.append(os.memfd_create("ranks"))
+    store = {STORE_VARIABLE: f"/proc/{os.getpid()}/fd/{_stores[-1]}"} if nodes == 1 else {}
     for rank in range(size):
-        (ours, theirs), environment = context.Pipe(), environment_of(rank, size, port, nodes)
+        (ours, theirs), environment = context.Pipe(), environment_of(rank, size, port, nodes) | store
         processes.append(context.Process(target=_run, args=(function, environment, theirs, arguments)))
         processes[-1].start()
         theirs.close()
@@ -71,6 +80,8 @@ def outcomes_of(processes: list[Any], pipes: list[Any]) -> list[Outcome]:
             if process.is_alive():
                 process.kill()
                 process.join()
+        while _stores:
+            os.close(_stores.pop())
 
 
 def values_of(outcomes: list[Outcome]) -> list[Any]:

@@ -11,7 +11,8 @@ from ranks_helper import run_ranks, values_of
 from torch.distributed import HashStore, distributed_c10d
 
 from flexengine.parallel.collectives import Collectives
-from flexengine.parallel.control import Control, RankError, _Group
+from flexengine.parallel.control import Control, RankError, _Meeting
+from flexengine.parallel.hub import Hub
 from flexengine.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -67,7 +68,8 @@ def test_a_group_of_nccl_is_made_without_threads_that_could_end_the_process(monk
     monkeypatch.setattr(FakeNccl, "made", [])
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     store = HashStore()
-    control = Control(Ranks(0, 2, 0, 2, 0, 1), _Group(None, store), timeout_s=7.0)
+    control = Control(Ranks(0, 2, 0, 2, 0, 1), timeout_s=7.0)
+    control._meeting = _Meeting(Hub(0, {}), store)
     control.nccl_link("split0", 0, 2)
     control.nccl_link("split0", 0, 2)
     assert FakeNccl.made == [("1", 0, 2, 7.0)] * 2

@@ -154,7 +154,7 @@ def test_what_a_lost_rank_sent_before_still_comes(comes, monkeypatch):
         raise RankError("rank 1 ended with ValueError: no room")
 
     monkeypatch.setattr("flexengine.parallel.control._LAST_WORDS_S", 60.0 if comes else 0.01)
-    control = Control(Ranks(0, 2, 0, 2, 0, 1), None)
+    control = Control(Ranks(0, 2, 0, 2, 0, 1))
     control.check_lost = lost
     with nullcontext() if comes else pytest.raises(RankError, match="no room"):
         control.wait(Work(30 if comes else float("inf")))

@@ -199,7 +199,7 @@ def on_one_gpu(rank: int, copying: str) -> tuple[str, bool]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("copying", "way"), [("1", "copies"), ("0", "gloo")])
+@pytest.mark.parametrize(("copying", "way"), [("1", "copies"), ("0", "host")])
 def test_ranks_that_share_a_gpu_copy_to_each_other(copying, way):
     outcomes = values_of(run_ranks(on_one_gpu, 2, copying, anew=True))
     assert outcomes == [(way, True)] * 2

@@ -2,11 +2,14 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from dataclasses import make_dataclass
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+import torch
 from ranks_helper import run_ranks, values_of
 
 from flexengine import launch, trainer
@@ -49,46 +52,65 @@ def test_gpus_starts_ranks_and_gives_their_status(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def listening() -> list[str]:
+    """Addresses at which this process listens on any network: lines of the kernel's tables of its sockets."""
+    own = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{name}"))
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/self/net/{name}").read_text().splitlines()]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+
+
+def train_and_look(rank: int, folder: str, transport: str, device: str = "cpu") -> list[str]:
+    """Where a rank listens while it takes a step."""
+    found, take_step = [], trainer.take_step
+
+    def taken(*arguments):
+        found.extend(listening())
+        return take_step(*arguments)
+
+    trainer.take_step = taken
+    options = {**OPTIONS, "max_global_batch_tokens": 256, "save": False, "device": device}
+    if device == "cuda":
+        os.environ["FLEXENGINE_PEER_COPIES"] = "0"  # NCCL moves bytes
+        options["max_gpu_mem_gib"] = 4.0
+    assert trainer.train(TrainConfig(**options, transport=transport, output_dir=str(Path(folder, "run")))) == 0
+    return found
+
+
+@pytest.mark.parametrize("transport", ["relay", "split"])
+def test_no_rank_of_one_machine_listens_on_a_network(tmp_path, transport):
+    assert values_of(run_ranks(train_and_look, 4, str(tmp_path), transport)) == [[]] * 4
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith(("0100007F:", "00000000000000000000000001000000:"))
+
+
+def test_ranks_of_nodes_listen_where_the_others_reach_them(tmp_path):
+    """Rank 0 has torch's own store beside, which torchrun has elsewhere."""
+    _, second = values_of(run_ranks(train_and_look, 2, str(tmp_path), "auto", nodes=2))
+    assert second
+    assert all(map(is_loopback, second)), second  # as MASTER_ADDR is
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_nccl_listens_on_loopback_alone(tmp_path):
+    found = values_of(run_ranks(train_and_look, 2, str(tmp_path), "split", "cuda", anew=True))
+    assert all(is_loopback(address) for told in found for address in told), found
+
+
+def test_a_listening_socket_is_seen():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        assert listening() == []
+        found.listen()
+        assert listening() == [f"0100007F:{found.getsockname()[1]:04X}"]
+
+
 def test_a_process_of_torchrun_is_a_rank():
     assert launch.is_rank({"WORLD_SIZE": "2"})
     assert not launch.is_rank({"WORLD_SIZE": "1"})
     assert not launch.is_rank({})
-
-
-def test_ranks_have_time_to_save_whatever_torch_can_be_told():
-    """torch 2.11 cannot be told for how long it waits, and kills 30 s after a signal."""
-    waited = []
-
-    class Context:
-        def close(self, death_sig=None, timeout=30):
-            waited.append((death_sig, timeout))
-
-    class Asked(Exception):  # noqa: N818 - as torch's own
-        pass
-
-    assert launch._waits_for_saving(make_dataclass("New", ["shutdown_timeout"]), Context, Asked) == {
-        "shutdown_timeout": launch.SHUTDOWN_S
-    }
-    assert launch._waits_for_saving(make_dataclass("Old", ["run_id"]), Context, Asked) == {}
-    Context().close(15)
-    try:
-        raise Asked
-    except Asked:
-        Context().close(15)
-    assert waited == [(15, 30), (15, launch.SHUTDOWN_S)]
-
-
-def test_the_status_of_a_run_is_that_of_who_chose_one():
-    assert launch._status({1: -15, 0: 2}) == 2
-    assert launch._status({1: -9, 2: 1}) == 1
-    assert launch._status({0: -15, 1: -9}) == 137
-    assert launch._status({0: -15}) == 1
-
-
-def test_rank_0_tells_a_launcher_that_was_asked_to_stop_how_the_run_ended(tmp_path, monkeypatch):
-    told = tmp_path / "status"
-    monkeypatch.setenv(launch.STATUS_VARIABLE, str(told))
-    for rank, found in (("1", 143), ("0", 75)):
-        monkeypatch.setenv("RANK", rank)
-        assert launch.tell_status(75) == 75
-        assert launch._told_status(told, otherwise=143) == found

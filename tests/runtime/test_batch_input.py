@@ -264,3 +264,20 @@ def test_wrong_batches(engine, name):
     given, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         engine.evaluate(**given)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([[True, 2, 3]], r"input_ids\[0\] must be a flat sequence of integers, got True or False among them"),
+        ([[1, 2], (3, False)], r"input_ids\[1\] must be a flat sequence of integers, got True or False among them"),
+        (torch.zeros(2, 3, dtype=torch.int64, device="meta"), "input_ids is a meta tensor; give a dense one"),
+        ([torch.zeros(3, dtype=torch.int64, device="meta")], r"input_ids\[0\] is a meta tensor"),
+        (torch.ones(2, 3, dtype=torch.int64).to_sparse(), "input_ids is a sparse_coo tensor"),
+        (torch.ones(2, 3, dtype=torch.int64).to_sparse_csr(), "input_ids is a sparse_csr tensor"),
+    ],
+    ids=["bools", "a bool in a tuple", "meta", "meta row", "sparse", "sparse rows"],
+)
+def test_what_holds_no_ids_is_refused(engine, batch, message):
+    with pytest.raises(ValueError, match=message):
+        engine.fwd_bwd(batch)

@@ -1,0 +1,110 @@
+"""A model's tokenizer, its chat template and the readers of data in a process of their own, within bounds."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flexengine.checkpoint.bounded_process import MOST_BYTES, BoundedProcess, report_alive
+from flexengine.data.bad_records import Policy
+from flexengine.data.masks import TrainOn
+from flexengine.data.prepare import make_table
+from flexengine.data.sources import Source
+from flexengine.data.tokenizer import ChatTokenizer
+
+IMPORT_CPU_S = 30.0
+"""CPU seconds in which transformers is imported."""
+BYTES_PER_CPU_S = 2**20
+"""What is read in a CPU second of tokenizer.json at least; the largest have 30 MB and take two seconds."""
+
+
+class TokenizerOptions(NamedTuple):
+    """Which tokenizer a process has. folder: of the model; vocab_size: rows of its embedding; see `ChatTokenizer`."""
+
+    folder: Path
+    vocab_size: int
+    new_tokens: Sequence[str] = ()
+    date: str | None = None
+    train_on: TrainOn = "assistant"
+
+
+class TokenizerProcess:
+    """A `ChatTokenizer` in a bounded process: what its files say to run may take neither this one's time nor memory.
+
+    Every method raises ValueError where a bound is broken, and whatever that of `ChatTokenizer` raises.
+    """
+
+    def __init__(self, options: TokenizerOptions, most_bytes: int = MOST_BYTES) -> None:
+        """Fork, and read the tokenizer in the other process. Order: before memory is page-locked."""
+        self._process = BoundedProcess(str(options.folder), lambda: _calls(_opened(options)), most_bytes)
+        about = self._process.call("about")
+        self.num_ids: int = about["num_ids"]
+        self.date = None if about["date"] is None else datetime.date.fromisoformat(about["date"])
+        self._own_files: dict[str, str] = about["own_files"]
+
+    def make_table(self, source: Source, cache: Path | None, scratch: Path, bad_records: Policy) -> Path:
+        """See `prepare.make_table`."""
+        place = None if cache is None else str(cache)
+        return Path(self._process.call("make_table", asdict(source), place, str(scratch), bad_records))
+
+    def encode_prompt(self, text: str, raw: bool = False) -> list[int]:
+        """See `ChatTokenizer.encode_prompt`."""
+        return self._process.call("encode_prompt", text, raw)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """See `ChatTokenizer.decode`."""
+        return self._process.call("decode", list(ids), skip_special_tokens)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """See `ChatTokenizer.stop_ids`."""
+        return frozenset(self._process.call("stop_ids"))
+
+    def own_files(self) -> dict[str, str]:
+        """See `ChatTokenizer.own_files`."""
+        return dict(self._own_files)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+
+# ---- in the other process -----------------------------------------------------------------------------------------
+
+
+def _opened(options: TokenizerOptions) -> ChatTokenizer:
+    report_alive("", IMPORT_CPU_S)
+    from transformers import AutoTokenizer  # noqa: F401, PLC0415 - takes seconds, which are none of the tokenizer's
+
+    size = sum(path.stat().st_size for path in options.folder.glob("tokenizer.*") if path.is_file())
+    report_alive("", size / BYTES_PER_CPU_S)
+    tokenizer = ChatTokenizer.from_folder(options.folder)
+    tokenizer.fit(options.vocab_size, options.new_tokens)
+    tokenizer.pin_date(options.date)
+    tokenizer.train_on = options.train_on
+    return tokenizer
+
+
+def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
+    """The functions of the process, of JSON values to JSON values."""
+
+    def about() -> dict[str, Any]:
+        date = None if tokenizer.date is None else tokenizer.date.isoformat()
+        return {"num_ids": tokenizer.num_ids, "date": date, "own_files": tokenizer.own_files()}
+
+    def table(source: dict[str, Any], cache: str | None, scratch: str, bad_records: Policy) -> str:
+        place = None if cache is None else Path(cache)
+        return str(make_table(Source(**source), tokenizer, place, Path(scratch), bad_records))
+
+    def decode(ids: list[int], skip_special_tokens: bool) -> str:
+        return tokenizer.decode(ids, skip_special_tokens)
+
+    def stop_ids() -> list[int]:
+        return sorted(tokenizer.stop_ids)
+
+    calls = {"about": about, "make_table": table, "decode": decode, "stop_ids": stop_ids}
+    return {**calls, "encode_prompt": tokenizer.encode_prompt}
