@@ -122,8 +122,13 @@ def _train(
         return told.ending_with(run(config, planned, checked.data, checked.schedule, prompts, told, points))
 
 
-def date_of_run(config: TrainConfig) -> str:
-    """Find the day that chat templates see: the given one, that of the run which goes on, or today."""
+def date_of_run(config: TrainConfig) -> str | None:
+    """Find the day that chat templates see: the given one, that of the run which goes on, or today.
+
+    None where no template is rendered.
+    """
+    if config.data_source == "synthetic":
+        return None
     return config.template_date or saved_date(config) or today().isoformat()
 
 
