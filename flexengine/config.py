@@ -228,8 +228,7 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         for name in ("dataset", "val_dataset", "sample_prompts", "report_to", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        if isinstance(self.template_date, datetime.date):  # YAML reads a day as one
-            object.__setattr__(self, "template_date", self.template_date.isoformat())
+        self._read_day()
         super().__post_init__()
         if not self.model:
             raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
@@ -240,16 +239,21 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         if self.resume == "":
             raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
 
-    def _check_data(self) -> None:
-        """Raise ValueError where records are to be read but none are named, and for a day that is none."""
-        if self.template_date is not None:
+    def _read_day(self) -> None:
+        """Write --template-date in one form. Raises ValueError for a day that is none."""
+        day = self.template_date
+        if isinstance(day, str):
             try:
-                day = datetime.date.fromisoformat(self.template_date)
-                object.__setattr__(self, "template_date", day.isoformat())
+                day = datetime.date.fromisoformat(day)
             except ValueError:
                 raise ValueError(
-                    f"--template-date {self.template_date!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31"
+                    f"--template-date {day!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31"
                 ) from None
+        if isinstance(day, datetime.date):  # as YAML reads one
+            object.__setattr__(self, "template_date", day.isoformat())
+
+    def _check_data(self) -> None:
+        """Raise ValueError where records are to be read, but none are named."""
         if self.data_source == "json_sft" and not self.dataset and not self.dry_run:
             raise ValueError(
                 "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"
