@@ -241,7 +241,7 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
             raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
 
     def _check_data(self) -> None:
-        """Raise ValueError where records are to be read but none are named, and for a day that is none."""
+        """Raise ValueError where records are to be read, but none are named."""
         if self.data_source == "json_sft" and not self.dataset and not self.dry_run:
             raise ValueError(
                 "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"
