@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 from flexengine.lora import LoRA
 from flexengine.options import KeywordWords, Option, Words, options_of
-from flexengine.plan import Numerics
+from flexengine.plan import MOST_ROUNDED, Numerics, rounds_of_step
 from flexengine.wording import shown
 
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
@@ -67,7 +67,11 @@ class Job:
         StorageDtype, Option("precision of the master weights; bfloat16 = rounded stochastically, no extra bytes")
     ] = "float32"
     grad_dtype: Annotated[
-        ComputeDtype | None, Option("dtype in which gradients are stored (default: that of --dtype)")
+        ComputeDtype | None,
+        Option(
+            "dtype in which gradients are stored (default: that of --dtype, but float32 where --round-tokens makes more"
+            " than 64 rounds of a step, whose sum bfloat16 would leave off by over 1%)"
+        ),
     ] = None
     optimizer: Annotated[
         OptimizerName,
@@ -289,13 +293,23 @@ class Job:
     @property
     def numerics(self) -> Numerics:
         """The dtypes as a plan states them: a bf16 weight with an exact fp32 master is split into two halves."""
-        grad, base, keep = self.grad_dtype or self.dtype, self.stored_base, self.keep_dtype
+        grad, base, keep = self.grad_dtype or self._summing_dtype, self.stored_base, self.keep_dtype
         if self.dtype != "bfloat16":
             state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
             return Numerics(self.dtype, "full", grad, state, optimizer=self.optimizer, base=base, keep=keep)
         master = "split" if self.master_dtype == "float32" else "stochastic"
         state = self.optimizer_state_dtype
         return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base, keep)
+
+    @property
+    def _summing_dtype(self) -> ComputeDtype:
+        """What gradients are stored in by default: it follows from what was asked, never from a budget."""
+        if self.dtype != "bfloat16" or self.round_tokens is None:
+            return self.dtype
+        chunk = self.chunk_tokens or self.round_tokens
+        chunks = max(1, self.round_tokens // chunk)
+        rounds = rounds_of_step(self.max_seq_len, self.max_global_batch_tokens, chunk, chunks)
+        return "float32" if rounds > MOST_ROUNDED else self.dtype
 
     @property
     def stored_base(self) -> Literal["compute", "fp8", "int8", "nf4", "mxfp4"]:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.lora import adapter_counts
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
+from flexengine.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan
 from flexengine.reports.text_format import number_ranges, positions_by_value
 from flexengine.schedule.group_storage import GroupStorage, group_storage
 
@@ -63,6 +63,7 @@ def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         *_expert_lines(plan, model),
         *_frozen_lines(plan, model),
         *_adapter_lines(model),
+        *_gradient_lines(plan),
         _update_line(plan),
         *_graph_lines(plan),
         *_activation_lines(plan, model),
@@ -165,6 +166,17 @@ def _adapter_lines(model: ModelSpec | None) -> list[str]:
         return []
     counts = ", ".join(f"{name} {count:,}" for name, count in adapter_counts(model).items())
     return [f"adapters: rank {model.lora.rank}, {model.num_trained_parameters:,} parameters ({counts})"]
+
+
+def _gradient_lines(plan: Plan) -> list[str]:
+    """Tell of a step of so many rounds that 16 bits are too few for the sum of their gradients."""
+    numerics, rounds = plan.request.numerics, plan.num_rounds
+    if numerics.compute != "bfloat16" or rounds <= MOST_ROUNDED:
+        return []
+    why = f"sums of {rounds} rounds in bfloat16 would be off by more than 1%"
+    if numerics.grad == "bfloat16":
+        return [f"gradients: {why}; --grad-dtype float32 keeps them exact"]
+    return [f"gradients: stored in {numerics.grad}, as {why}"]
 
 
 def _update_line(plan: Plan) -> str:
