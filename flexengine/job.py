@@ -226,6 +226,13 @@ class Job:
             " step to step; auto = where the planner finds that faster, on one GPU"
         ),
     ] = "auto"
+    reproducible: Annotated[
+        bool,
+        Option(
+            "choose chunk and round sizes by a rule of model and batch alone, and deterministic kernels, so that any"
+            " budget gives the same bits on machines of one kind, and with --round-multiple any number of GPUs"
+        ),
+    ] = False
     deterministic: Annotated[
         bool, Option("allow only kernels that give the same bits in every run", decides_plan=False)
     ] = False
@@ -236,6 +243,7 @@ class Job:
             object.__setattr__(self, option.name, value)
             option.check(value, self.words)
         self._check_lengths()
+        self._check_sizes()
         self._check_dtypes()
         self._check_mode()
 
@@ -246,6 +254,18 @@ class Job:
                 f"{self.words.setting('max_seq_len', longest)} tokens exceeds"
                 f" {self.words.setting('max_global_batch_tokens', tokens)}: no such sequence would fit in a step"
             )
+
+    def _check_sizes(self) -> None:
+        """Refuse one of two sizes beside the rule for both; turn deterministic kernels on with the rule."""
+        if not self.reproducible:
+            return
+        given = [name for name in ("chunk_tokens", "round_tokens") if getattr(self, name) is not None]
+        if len(given) == 1:
+            raise ValueError(
+                f"{self.words.setting(given[0], getattr(self, given[0]))} is one of two sizes that"
+                f" {self.words.spelled('reproducible')} chooses; give both, or none"
+            )
+        object.__setattr__(self, "deterministic", True)
 
     def _check_dtypes(self) -> None:
         """Refuse dtypes that contradict each other."""

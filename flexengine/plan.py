@@ -148,7 +148,8 @@ class Request:
     ranks does not. nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
     transport: how ranks of a node share weights and gradients: relay, split (see `Plan.split`), stages (see
     `Plan.stages`), or as the planner finds fastest. graphs: whether blocks' commands are replayed as CUDA graphs; auto
-    is where the planner finds that faster, and its plan's request then says always.
+    is where the planner finds that faster, and its plan's request then says always. reproducible: where sizes are not
+    given, they follow from model and batch alone (`planner/reproducible.py`).
     """
 
     max_seq_len: int
@@ -165,6 +166,7 @@ class Request:
     nodes: int = 1
     transport: Literal["auto", "relay", "split", "stages"] = "auto"
     graphs: Literal["auto", "never", "always"] = "auto"
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -228,7 +230,8 @@ class Prediction:
 
     shared_host_bytes: of the host's bytes, those that several ranks have once for all. exchange_s: seconds of the step
     in which several nodes add up their gradients. after_clipping_s: seconds of a step after one that was clipped, where
-    the plan speculates; else 0.
+    the plan speculates; else 0. free_step_s, least_gpu_bytes: where the request is reproducible, seconds of a step of
+    sizes that the planner is free to choose, and the least GPU memory that the sizes of the rule fit in; else 0.
     """
 
     step_s: float = 0.0
@@ -243,6 +246,8 @@ class Prediction:
     shared_host_bytes: int = 0
     exchange_s: float = 0.0
     after_clipping_s: float = 0.0
+    free_step_s: float = 0.0
+    least_gpu_bytes: int = 0
 
 
 @dataclass(frozen=True)

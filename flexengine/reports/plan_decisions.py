@@ -9,6 +9,7 @@ from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.lora import adapter_counts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan
+from flexengine.reports.bits import bits_line
 from flexengine.reports.text_format import number_ranges, positions_by_value
 from flexengine.schedule.group_storage import GroupStorage, group_storage
 
@@ -58,6 +59,7 @@ def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         f"model {plan.model}{size}",
         f"step of {plan.request.max_global_batch_tokens} tokens: {plan.num_rounds} round(s) of {plan.chunks_per_round}"
         f" x {plan.chunk_tokens} tokens, sequences up to {plan.request.max_seq_len}",
+        *([] if model is None else [bits_line(model, plan)]),
         *gpu_lines(plan),
         *_residency_lines(plan, model),
         *_expert_lines(plan, model),
