@@ -156,7 +156,7 @@ def check_folder(config: TrainConfig, source: ModelSource, run: CheckedRun, repl
         check_disk(config, source)
     points = resume_points(config)
     if points:
-        wanted = training_of(optimizer_of(config), config.numerics, config.seed)
+        wanted = training_of(optimizer_of(config), points[0].pinned(config).numerics, config.seed)
         check_same_training(points[0].engine, points[0].checkpoint.folder, wanted)
         check_same_data(points[0], run.data, run.schedule.num_steps)
     return points

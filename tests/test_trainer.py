@@ -184,9 +184,7 @@ def test_instruction_data_and_sample(engine, tmp_path, capsys):
     assert len(engine.batches) == 2 * 2  # 19 tokens a record, so two records fit in a batch
     out = capsys.readouterr().out
     assert "3 of 3 records" in out
-    assert (
-        f"sample: 'What is 2 plus 3?' -> {ChatTokenizer.from_folder(ASSETS / 'demo').decode([40, 41])!r}" in out
-    )
+    assert f"sample: 'What is 2 plus 3?' -> {ChatTokenizer.from_folder(ASSETS / 'demo').decode([40, 41])!r}" in out
 
 
 def test_data_sets_are_mixed_by_weight_and_shown(engine, tmp_path, capsys):
