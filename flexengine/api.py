@@ -301,8 +301,9 @@ def build(
         max_grad_norm=job.max_grad_norm,
         seed=job.seed,
         deterministic=job.deterministic,
-        attention=planned.profile.attention_kernels,
-        attention_choices=planned.profile.attention_choices,
+        # what a probe found fastest may differ from one machine to the next of its kind, and kernels differ in bits
+        attention="flash" if job.reproducible else planned.profile.attention_kernels,
+        attention_choices=() if job.reproducible else planned.profile.attention_choices,
         matmul_flops_per_s=planned.profile.peak_matmul_flops_per_s,
         description=planned.describe(),
         adapter=None if job.adapter is None else Path(job.adapter),

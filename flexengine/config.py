@@ -228,8 +228,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         for name in ("dataset", "val_dataset", "sample_prompts", "report_to", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        if isinstance(self.template_date, datetime.date):  # YAML reads a day as one
-            object.__setattr__(self, "template_date", self.template_date.isoformat())
+        if self.template_date is not None:
+            object.__setattr__(self, "template_date", _day(self.template_date))
         super().__post_init__()
         if not self.model:
             raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
@@ -241,15 +241,7 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
             raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
 
     def _check_data(self) -> None:
-        """Raise ValueError where records are to be read but none are named, and for a day that is none."""
-        if self.template_date is not None:
-            try:
-                day = datetime.date.fromisoformat(self.template_date)
-                object.__setattr__(self, "template_date", day.isoformat())
-            except ValueError:
-                raise ValueError(
-                    f"--template-date {self.template_date!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31"
-                ) from None
+        """Raise ValueError where records are to be read, but none are named."""
         if self.data_source == "json_sft" and not self.dataset and not self.dry_run:
             raise ValueError(
                 "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"
@@ -319,6 +311,14 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         Raises: ValueError as `options_from_yaml` and for values that no run can have.
         """
         return TrainConfig(**options_from_yaml(text, "config"))
+
+
+def _day(given: object) -> str:
+    """A day as YYYY-MM-DD; YAML reads one without quotes as a date. Raises ValueError for what is none."""
+    try:
+        return datetime.date.fromisoformat(str(given)).isoformat()
+    except ValueError:
+        raise ValueError(f"--template-date {given!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31") from None
 
 
 def options_from_yaml(text: str, source: str) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from tqdm import tqdm
 from flexengine.api import PlannedRun
 from flexengine.config import TrainConfig
 from flexengine.data.batches import Batch
+from flexengine.hardware.nvml import IDLE, gpu_clocks
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.metrics import TIMED_STEP, StepMetrics, format_seconds
+from flexengine.metrics import FAR_OFF, TIMED_STEP, StepMetrics, format_seconds
 from flexengine.parallel.team import is_first
 from flexengine.plan import Plan, PlanError, Prediction
 from flexengine.plan_for_ranks import plan_for_ranks
@@ -130,6 +131,7 @@ class Reviewer:
         self._predictor = self._predict_by(planned.profile)
         self._steps: list[Reviewed] = []
         self._was_clipped = False
+        self._told_of: set[str] = set()
 
     def predict(self, batch: Batch) -> ExpectedStep:
         """What is expected of a step on a batch, from its own sequences and the step before."""
@@ -153,6 +155,22 @@ class Reviewer:
             self._review(metrics)
         if metrics.step == self.replan_step:
             self._replan(self._reviewed_again())
+        self._tell_of_clocks(metrics)
+
+    def _tell_of_clocks(self, metrics: StepMetrics) -> None:
+        """Say once what holds the GPU's clocks down, where that makes a step take more than predicted."""
+        device = self.engine.device
+        slow = metrics.off_prediction > FAR_OFF and metrics.step > self.timed_step
+        if device.type != "cuda" or not slow or self.recorder.disturbed(metrics.step):
+            return
+        clocks = gpu_clocks(device.index or 0)
+        new = set() if clocks is None else set(clocks.slowed_by) - {IDLE} - self._told_of
+        if clocks is not None and new:
+            self._told_of |= new
+            tqdm.write(
+                f"step {metrics.step}: took {metrics.off_prediction:.0%} more than predicted, while the GPU's clock is"
+                f" {clocks.describe()}; `flexengine doctor` says what to do"
+            )
 
     def _review(self, metrics: StepMetrics) -> None:
         found = self._found(self.timed_step, metrics.step_s, metrics.predicted_step_s)

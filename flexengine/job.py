@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from flexengine.lora import LoRA
 from flexengine.options import KeywordWords, Need, Option, Words, check_needs, options_of
-from flexengine.plan import Numerics
+from flexengine.plan import MOST_ROUNDED, Numerics, rounds_of_step
 from flexengine.wording import shown
 
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
@@ -82,7 +82,11 @@ class Job:
     ] = "float32"
     grad_dtype: Annotated[
         ComputeDtype | None,
-        Option("dtype in which gradients are stored (default: that of --dtype)", needs=FOR_WIDE),
+        Option(
+            "dtype in which gradients are stored (default: that of --dtype, but float32 where --round-tokens makes more"
+            " than 64 rounds of a step, whose sum bfloat16 would leave off by over 1%)",
+            needs=FOR_WIDE,
+        ),
     ] = None
     optimizer: Annotated[
         OptimizerName,
@@ -297,6 +301,13 @@ class Job:
             " step to step; auto = where the planner finds that faster, on one GPU"
         ),
     ] = "auto"
+    reproducible: Annotated[
+        bool,
+        Option(
+            "choose chunk and round sizes by a rule of model and batch alone, and deterministic kernels, so that any"
+            " budget gives the same bits on machines of one kind, and with --round-multiple any number of GPUs"
+        ),
+    ] = False
     deterministic: Annotated[
         bool, Option("allow only kernels that give the same bits in every run", decides_plan=False)
     ] = False
@@ -310,6 +321,7 @@ class Job:
             object.__setattr__(self, "mode", "full" if self.adapter is None else "lora")
         check_needs(self, self.words)
         self._check_lengths()
+        self._check_sizes()
         self._check_tokens()
         _ = self.lora_setup  # raises for adapters that cannot be
 
@@ -320,6 +332,18 @@ class Job:
                 f"{self.words.setting('max_seq_len', longest)} tokens exceeds"
                 f" {self.words.setting('max_global_batch_tokens', tokens)}: no such sequence would fit in a step"
             )
+
+    def _check_sizes(self) -> None:
+        """Refuse one of two sizes beside the rule for both; turn deterministic kernels on with the rule."""
+        if not self.reproducible:
+            return
+        given = [name for name in ("chunk_tokens", "round_tokens") if getattr(self, name) is not None]
+        if len(given) == 1:
+            raise ValueError(
+                f"{self.words.setting(given[0], getattr(self, given[0]))} is one of two sizes that"
+                f" {self.words.spelled('reproducible')} chooses; give both, or none"
+            )
+        object.__setattr__(self, "deterministic", True)
 
     def _check_tokens(self) -> None:
         """Refuse new tokens that would be none, or the same one twice."""
@@ -339,13 +363,23 @@ class Job:
     @property
     def numerics(self) -> Numerics:
         """The dtypes as a plan states them: a bf16 weight with an exact fp32 master is split into two halves."""
-        grad, base, keep = self.grad_dtype or self.dtype, self.stored_base, self.keep_dtype
+        grad, base, keep = self.grad_dtype or self._summing_dtype, self.stored_base, self.keep_dtype
         if self.dtype != "bfloat16":
             state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
             return Numerics(self.dtype, "full", grad, state, optimizer=self.optimizer, base=base, keep=keep)
         master = "split" if self.master_dtype == "float32" else "stochastic"
         state = self.optimizer_state_dtype
         return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base, keep)
+
+    @property
+    def _summing_dtype(self) -> ComputeDtype:
+        """What gradients are stored in by default: it follows from what was asked, never from a budget."""
+        if self.dtype != "bfloat16" or self.round_tokens is None:
+            return self.dtype
+        chunk = self.chunk_tokens or self.round_tokens
+        chunks = max(1, self.round_tokens // chunk)
+        rounds = rounds_of_step(self.max_seq_len, self.max_global_batch_tokens, chunk, chunks)
+        return "float32" if rounds > MOST_ROUNDED else self.dtype
 
     @property
     def stored_base(self) -> Literal["compute", "fp8", "int8", "nf4", "mxfp4"]:

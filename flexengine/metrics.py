@@ -24,6 +24,8 @@ MOST_PENDING_BYTES = 16 * MIB
 """Log lines kept for a disk that takes none: some 40000 steps."""
 TIMED_STEP = 2
 """The step whose commands every run times, which slows it. The first step loads kernels, so its times say little."""
+FAR_OFF = 0.1
+"""A step is told to be off its prediction from this share of it on."""
 
 
 def format_bytes(num_bytes: float | None) -> str:
@@ -129,15 +131,23 @@ class StepMetrics:
             host_peak_bytes=host_peak_bytes,
         )
 
+    @property
+    def off_prediction(self) -> float:
+        """What the step took beyond its prediction, as a share of it; below 0 for a faster step."""
+        return self.step_s / self.predicted_step_s - 1 if self.predicted_step_s > 0 else 0.0
+
     def describe(self, num_steps: int) -> str:
         """Describe the step in one line."""
         width = len(str(num_steps))
         light = "" if math.isnan(self.sol_pct) else "  above the predicted speed of light"
         if self.sol_pct < 100.5:  # more: a step smaller than planned for, or a profile too slow
             light = f"  {self.sol_pct:.0f}% of speed of light"
+        predicted = format_seconds(self.predicted_step_s)
+        if abs(self.off_prediction) > FAR_OFF:
+            predicted += f": {self.off_prediction:+.0%}"
         return (
             f"step {self.step:>{width}}/{num_steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}"
-            f"  lr {self.lr:.2e}  {format_seconds(self.step_s)} (predicted {format_seconds(self.predicted_step_s)})"
+            f"  lr {self.lr:.2e}  {format_seconds(self.step_s)} (predicted {predicted})"
             f"  {format_tokens_per_s(self.tokens_per_s)}  {format_tflops(self.effective_tflops * TERA)}"
             f"{light}"
         )

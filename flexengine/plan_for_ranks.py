@@ -26,6 +26,7 @@ from flexengine.planner.cost.memory import (
 from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError, shortage, shortage_message
 from flexengine.planner.planner import find_plan, make_plan
+from flexengine.planner.reproducible import with_sizes_of_rule
 from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, speculating_plans
 from flexengine.price_of_ranks import bytes_planned, predicted_together, times
 from flexengine.schedule.group_storage import group_storage
@@ -57,8 +58,24 @@ def plan_for_ranks(
 
     max_gpu_bytes of the request is each rank's, max_host_bytes all ranks' of a node together; predicted bytes are told
     alike. profile: of the node, with the rates of one GPU. network_bytes_per_s: of a node, each way, where there are
-    several. Raises: PlanError when nothing fits.
+    several. A reproducible request is planned twice, to tell what its sizes cost. Raises: PlanError when nothing fits.
     """
+    pinned = with_sizes_of_rule(model, request)
+    plan = _fastest(model, pinned, profile, network_bytes_per_s)
+    if pinned == request:
+        return plan
+    free = replace(request, reproducible=False)
+    of_rank = rank_profile(profile, request.ranks) if request.shares_node else profile
+    predicted = replace(
+        plan.predicted,
+        free_step_s=_fastest(model, free, profile, network_bytes_per_s).predicted.step_s,
+        least_gpu_bytes=Feasibility(in_parts(model), pinned.of_rank, of_rank).least_gpu().gpu_bytes,
+    )
+    return replace(plan, predicted=predicted)
+
+
+def _fastest(model: ModelSpec, request: Request, profile: HardwareProfile, network_bytes_per_s: float) -> Plan:
+    """The fastest plan of a request whose sizes are pinned or free."""
     if not request.shares_node:
         return make_plan(model, request, profile)
     with collector_paused():

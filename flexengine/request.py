@@ -190,6 +190,7 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: in
         round_multiple=job.round_multiple,
         transport=job.transport,
         recompute=job.recompute,
+        reproducible=job.reproducible,
         graphs=job.cuda_graphs,
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,

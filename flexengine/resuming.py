@@ -46,10 +46,12 @@ class ResumePoint:
     def pinned(self, config: TrainConfig) -> TrainConfig:
         """The options with what sets the order of sums, as the checkpoint has it, unless given.
 
-        It is the sizes of chunks and rounds, and the number whose multiple rounds are.
+        It is the sizes of chunks and rounds, the number whose multiple rounds are, and the dtype of the sums.
         """
-        multiple = self.engine.get("round_multiple", 1)
+        multiple, saved = self.engine.get("round_multiple", 1), self.engine["numerics"]
         pinned = config if config.round_multiple is not None else replace(config, round_multiple=multiple)
+        if config.grad_dtype is None and saved["compute"] == config.dtype:
+            pinned = replace(pinned, grad_dtype=saved["grad"])
         if config.chunk_tokens is not None or config.round_tokens is not None:
             return pinned
         return replace(pinned, chunk_tokens=self.engine["chunk_tokens"], round_tokens=self.engine["round_tokens"])

@@ -122,8 +122,13 @@ def _train(
         return told.ending_with(run(config, planned, checked.data, checked.schedule, prompts, told, points))
 
 
-def date_of_run(config: TrainConfig) -> str:
-    """Find the day that chat templates see: the given one, that of the run which goes on, or today."""
+def date_of_run(config: TrainConfig) -> str | None:
+    """Find the day that chat templates see: the given one, that of the run which goes on, or today.
+
+    None where no template is rendered.
+    """
+    if config.data_source == "synthetic":
+        return None
     return config.template_date or saved_date(config) or today().isoformat()
 
 
@@ -151,7 +156,7 @@ def check_folder(config: TrainConfig, source: ModelSource, run: CheckedRun, repl
         check_disk(config, source)
     points = resume_points(config)
     if points:
-        wanted = training_of(optimizer_of(config), config.numerics, config.seed)
+        wanted = training_of(optimizer_of(config), points[0].pinned(config).numerics, config.seed)
         check_same_training(points[0].engine, points[0].checkpoint.folder, wanted)
         check_same_data(points[0], run.data, run.schedule.num_steps)
     return points

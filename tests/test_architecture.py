@@ -119,7 +119,7 @@ ARROWS = {
     },
     "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options", "resuming", "wording"},
     "health": {"checkpoint", "data", "metrics", "runtime"},
-    "training_data": {"config", "data", "models", "wording"},
+    "training_data": {"checkpoint", "config", "data", "models", "wording"},
     "step_prediction": {"hardware", "models", "plan", "planner", "schedule"},
     "feedback": {
         "api",

@@ -206,6 +206,25 @@ def test_python_is_answered_in_keywords(options, message):
         Job(**options)
 
 
+@pytest.mark.parametrize(
+    ("sequences", "options", "grad"),
+    [
+        (64, {"round_tokens": 64}, "bfloat16"),
+        (65, {"round_tokens": 64}, "float32"),
+        (65, {"round_tokens": 128}, "bfloat16"),
+        (65, {"round_tokens": 96}, "float32"),  # a chunk of 96 tokens takes one sequence
+        (65, {"round_tokens": 96, "chunk_tokens": 32}, "float32"),  # a round takes one in two slices
+        (65, {"round_tokens": 64, "grad_dtype": "bfloat16"}, "bfloat16"),
+        (65, {"round_tokens": 64, "max_gpu_mem_gib": 0.01}, "float32"),
+        (65, {"round_tokens": 64, "dtype": "float64"}, "float64"),
+        (2**16, {}, "bfloat16"),  # the planner makes at most 64 rounds
+    ],
+    ids=str,
+)
+def test_gradients_of_many_pinned_rounds_are_stored_in_float32(sequences, options, grad):
+    assert Job(max_seq_len=64, max_global_batch_tokens=64 * sequences, **options).numerics.grad == grad
+
+
 def test_names_of_frozen_layers_in_any_form():
     for given in ("embed", ["embed"], ("embed",)):
         assert prepare("preset:demo", freeze=given, **SMALL).job.freeze == ("embed",)

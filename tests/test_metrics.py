@@ -127,6 +127,14 @@ def test_lines_that_waited_for_the_disk_are_whole(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("step_s", "told"),
+    [(4.2, "(predicted 3.00 s: +40%)"), (2.4, "(predicted 3.00 s: -20%)"), (3.2, "(predicted 3.00 s)")],
+)
+def test_a_step_says_how_far_off_its_prediction_it_is(step_s, told):
+    assert told in step_metrics(step_s=step_s, predicted_step_s=3.0).describe(9)
+
+
 def test_a_step_above_the_bound_is_said_in_words():
     assert "75% of speed of light" in step_metrics().describe(4)
     text = step_metrics(step_s=0.5).describe(4)

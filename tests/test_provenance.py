@@ -118,9 +118,9 @@ def test_an_export_says_where_options_differ(train, capsys):
     """config.yaml of a run may be edited; a checkpoint knows the options that it was saved with."""
     assert train(save_steps=2) == 0
     path = Path("run/config.yaml")
-    path.write_text(path.read_text().replace("train_on: assistant", "train_on: all"))
+    path.write_text(path.read_text().replace("train_on: null", "train_on: all"))
     assert cli.main(["export", "--run", "run"]) == 0
-    assert "other options than the checkpoint's run: --train-on assistant -> all" in capsys.readouterr().out
+    assert "other options than the checkpoint's run: --train-on None -> all" in capsys.readouterr().out
 
 
 def test_a_base_is_named_by_what_others_can_look_up(tmp_path):

@@ -15,12 +15,15 @@ from flexengine.checkpoint.manifest import FileRecord, read_manifest, verify_man
 from flexengine.checkpoint.run_checkpoints import checkpoint_folder, checkpoints_of, whole_checkpoints
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.state_files import STATE_FILE, read_description
+from flexengine.config import TrainConfig
 from flexengine.hardware.presets import preset
+from flexengine.resuming import ResumePoint
 from flexengine.run_state import RunState
 from flexengine.runtime.engine import Engine
 from tests.failures.provoke import arguments, fingerprint, half_written, write_model
 
 STEPS = 7
+SIZES = {"chunk_tokens": 64, "round_tokens": 64, "round_multiple": 1}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,23 @@ def stopped(monkeypatch, run):
             return run(folder, **options)
 
     return stopped
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "grad"),
+    [
+        ("bfloat16", {}, "bfloat16"),  # as before there was another default for many rounds
+        ("float32", {"round_tokens": 128}, "float32"),
+        ("bfloat16", {"grad_dtype": "float32"}, "float32"),
+        ("bfloat16", {"dtype": "float32"}, "float32"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_pins_what_gradients_are_stored_in(saved, options, grad):
+    point = ResumePoint(None, {**SIZES, "numerics": {"compute": "bfloat16", "grad": saved}}, {})  # type: ignore[arg-type]
+    many = {"max_seq_len": 64, "max_global_batch_tokens": 65 * 64}
+    config = TrainConfig(model="preset:demo", data_source="synthetic", **many, **options)
+    assert point.pinned(config).numerics.grad == grad
 
 
 def logged(folder):

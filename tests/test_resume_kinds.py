@@ -26,6 +26,7 @@ KINDS = {
         "optimizer": "muon", "optimizer_state_dtype": "int8", "master_dtype": "bfloat16"
     },
     "lion": {"optimizer": "lion"},
+    "reproducible": {"reproducible": True},
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from flexengine import cli, feedback, run_folder, trainer, training_data
 from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.config import TrainConfig
+from flexengine.data import ChatTokenizer
 from flexengine.data.batches import num_targets
 from flexengine.health import NotFinite
 from flexengine.metrics import StepMetrics
@@ -183,9 +184,7 @@ def test_instruction_data_and_sample(engine, tmp_path, capsys):
     assert len(engine.batches) == 2 * 2  # 19 tokens a record, so two records fit in a batch
     out = capsys.readouterr().out
     assert "3 of 3 records" in out
-    assert (
-        f"sample: 'What is 2 plus 3?' -> {trainer.ChatTokenizer.from_folder(ASSETS / 'demo').decode([40, 41])!r}" in out
-    )
+    assert f"sample: 'What is 2 plus 3?' -> {ChatTokenizer.from_folder(ASSETS / 'demo').decode([40, 41])!r}" in out
 
 
 def test_data_sets_are_mixed_by_weight_and_shown(engine, tmp_path, capsys):
@@ -240,8 +239,8 @@ def test_bad_records_that_are_skipped_are_told_and_recorded(engine, tmp_path, ca
 
 
 def test_a_template_that_was_made_up_is_exported(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer.ChatTokenizer, "from_folder", lambda _: bare)
-    bare = trainer.ChatTokenizer(Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json")), None, "", "<|end|>")
+    monkeypatch.setattr(ChatTokenizer, "from_folder", lambda _: bare)
+    bare = ChatTokenizer(Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json")), None, "", "<|end|>")
     (tmp_path / "a.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     dataset = str(tmp_path / "a.jsonl")
     trainer.train(config_in(tmp_path, data_source="json_sft", dataset=dataset, save=True, max_seq_len=32))
@@ -483,7 +482,7 @@ def test_plan_error_comes_before_the_run_folder(monkeypatch, tmp_path, capsys):
 def test_tokenizer_larger_than_the_vocabulary(engine, tmp_path, monkeypatch):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "x y z"}\n')
-    monkeypatch.setattr(trainer.ChatTokenizer, "max_id", 5000)
+    monkeypatch.setattr(ChatTokenizer, "max_id", 5000)
     with pytest.raises(ValueError, match="ids up to 5000, but the model's vocab_size is 2944"):
         trainer.train(config_in(tmp_path, data_source="json_sft", dataset=str(path)))
 

@@ -24,6 +24,6 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> FlagParser:
     return FlagParser(
         prog="flexengine doctor",
-        description="Says what this machine has and lacks: versions, GPU and driver, native library, memory and its"
-        " limits, page locks, huge pages, disk. Lines with ! tell what to do.",
+        description="Says what this machine has and lacks: versions, GPU, driver and what holds its clocks"
+        " down, native library, memory and its limits, page locks, huge pages, disk. Lines with ! tell what to do.",
     )

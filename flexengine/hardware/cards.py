@@ -27,10 +27,23 @@ PCIE_5_BYTES_PER_S = 50e9  # x16; 63 GB/s raw; 55 on good boards
 NVLINK_4_BYTES_PER_S = 300e9  # 900 GB/s both ways raw
 NVLINK_3_BYTES_PER_S = 200e9  # 600 GB/s both ways raw
 
-SERVER_HOST_BYTES_PER_S = 120e9  # by 16 cores of a current server
-DDR4_HOST_BYTES_PER_S = 40e9  # two channels of DDR4-3600: 57.6 GB/s raw
-DDR5_HOST_BYTES_PER_S = 60e9  # two channels of DDR5-5600: 89.6 GB/s raw
-FAST_DDR5_HOST_BYTES_PER_S = 75e9  # two channels of DDR5-6400: 102 GB/s raw
+
+class Host(NamedTuple):
+    """The usual host of a card: bytes per second of its memory that a copy attains, and cores."""
+
+    bytes_per_s: float
+    cores: int
+
+
+SERVER = Host(120e9, 16)  # 16 cores of a current server
+DDR4_DESKTOP = Host(40e9, 8)  # two channels of DDR4-3600: 57.6 GB/s raw
+DDR5_DESKTOP = Host(60e9, 8)  # two channels of DDR5-5600: 89.6 GB/s raw
+FAST_DDR5_DESKTOP = Host(75e9, 8)  # two channels of DDR5-6400: 102 GB/s raw
+
+CODES_PER_CORE = {"int8": 0.33e9, "int8 stochastic": 0.28e9}
+"""Parameters per second that a core updates with 8-bit states, whose decoding and encoding bound it, not memory: 15
+threads on Xeon hosts of H100 and H200 attain 4.4 to 5.5 and 3.7 to 4.6 G/s (rates of `h200_plan_accuracy*.json` and
+`h100_speeds.json`), a core of an AMD EPYC (Zen 4) 0.40 and 0.36 with AVX-512, 0.28 and 0.27 with AVX2."""
 
 # What a CUDA process takes before it allocates: context, kernels and cuBLAS workspace.
 DATA_CENTRE_CONTEXT_BYTES = int(0.75 * GIB)
@@ -57,7 +70,7 @@ class Card(NamedTuple):
     matmul_share: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    host_bytes_per_s: float
+    host: Host
     gpu_total_bytes: int
     gpu_context_bytes: int
     source: str
@@ -73,7 +86,7 @@ CARDS: dict[str, Card] = {
         HOPPER_SHARE,
         4.8e12,
         PCIE_5_BYTES_PER_S,
-        SERVER_HOST_BYTES_PER_S,
+        SERVER,
         int(139.8 * GIB),
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/data-center/h200/ (SXM, 141 GB; rates measured)",
@@ -87,7 +100,7 @@ CARDS: dict[str, Card] = {
         HOPPER_SHARE,
         3.35e12,
         PCIE_5_BYTES_PER_S,
-        SERVER_HOST_BYTES_PER_S,
+        SERVER,
         int(79.1 * GIB),
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
@@ -101,7 +114,7 @@ CARDS: dict[str, Card] = {
         A100_SHARE,
         2.039e12,
         PCIE_4_BYTES_PER_S,
-        SERVER_HOST_BYTES_PER_S,
+        SERVER,
         int(79.1 * GIB),
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
@@ -114,7 +127,7 @@ CARDS: dict[str, Card] = {
         A100_SHARE,
         1.555e12,
         PCIE_4_BYTES_PER_S,
-        SERVER_HOST_BYTES_PER_S,
+        SERVER,
         int(39.4 * GIB),
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
@@ -127,7 +140,7 @@ CARDS: dict[str, Card] = {
         WORKSTATION_SHARE,
         864e9,
         PCIE_4_BYTES_PER_S,
-        SERVER_HOST_BYTES_PER_S,
+        SERVER,
         int(44.4 * GIB),
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/data-center/l40s/",
@@ -139,7 +152,7 @@ CARDS: dict[str, Card] = {
         WORKSTATION_SHARE,
         1792e9,
         PCIE_5_BYTES_PER_S,
-        FAST_DDR5_HOST_BYTES_PER_S,
+        FAST_DDR5_DESKTOP,
         int(94.9 * GIB),
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/products/workstations/professional-desktop-gpus/rtx-pro-6000/ (600 W)",
@@ -151,7 +164,7 @@ CARDS: dict[str, Card] = {
         GEFORCE_BLACKWELL_SHARE,
         1792e9,
         PCIE_5_BYTES_PER_S,
-        FAST_DDR5_HOST_BYTES_PER_S,
+        FAST_DDR5_DESKTOP,
         int(31.3 * GIB),
         GEFORCE_CONTEXT_BYTES,
         "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf "
@@ -164,7 +177,7 @@ CARDS: dict[str, Card] = {
         GEFORCE_SHARE,
         1008e9,
         PCIE_4_BYTES_PER_S,
-        DDR5_HOST_BYTES_PER_S,
+        DDR5_DESKTOP,
         int(23.5 * GIB),
         GEFORCE_CONTEXT_BYTES,
         "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A)",
@@ -176,7 +189,7 @@ CARDS: dict[str, Card] = {
         GEFORCE_SHARE,
         936e9,
         PCIE_4_BYTES_PER_S,
-        DDR4_HOST_BYTES_PER_S,
+        DDR4_DESKTOP,
         int(23.6 * GIB),
         GEFORCE_CONTEXT_BYTES,
         "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf (appendix A)",

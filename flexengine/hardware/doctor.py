@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from flexengine.hardware.host_memory import host_memory
-from flexengine.hardware.nvml import nvidia_driver_version
+from flexengine.hardware.nvml import IDLE, gpu_clocks, nvidia_driver_version
 from flexengine.hardware.slurm import slurm_memory_bytes
 from flexengine.native.library import DISABLING_VARIABLE, library_path, load
 from flexengine.native.memory_limits import CGROUPS, PROC, host_memory_sizes, memlock_limit_bytes
@@ -24,6 +24,15 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LEAST_DISK_BYTES = 20 * GIB
 """Free bytes below which a model of 8B in 16 bits would not fit."""
 LEAST_TORCH = (2, 11)
+CLOCK_REMEDIES = {
+    "application clocks": "nvidia-smi -rac gives a GPU its own clocks back",
+    "its power limit": "more power makes it faster where its cooling allows: nvidia-smi -q -d POWER, then -pl",
+    "a hardware slowdown": "look at the GPU's cooling, power supply and cables",
+    "its temperature": "cool the GPU better",
+    "its temperature, in hardware": "cool the GPU better",
+    "the power brake": "look at the power supply and its cables",
+}
+"""What to do about what holds a GPU's clocks down, by the words of `nvml.SLOWED_BY`."""
 
 
 class Finding(NamedTuple):
@@ -36,7 +45,7 @@ class Finding(NamedTuple):
 
 def findings(folder: Path) -> list[Finding]:
     """Look at versions, GPU, driver, native code, memory, locks, huge pages and the disk of `folder`."""
-    looks = (_versions, _gpu, _kernels, _native, _memory, _slurm, _page_locks, _huge_pages)
+    looks = (_versions, _gpu, _clocks, _kernels, _native, _memory, _slurm, _page_locks, _huge_pages)
     return [*(look() for look in looks), _disk(folder)]
 
 
@@ -67,6 +76,15 @@ def _gpu() -> Finding:
         return Finding("GPU", f"none with CUDA_VISIBLE_DEVICES={visible!r}; driver {driver}", "unset or correct it")
     remedy = f"update the driver: this torch was built for CUDA {torch.version.cuda}"  # type: ignore[attr-defined]
     return Finding("GPU", f"none that torch can use; driver {driver}", remedy)
+
+
+def _clocks() -> Finding:
+    known = [clocks for index in range(torch.cuda.device_count()) if (clocks := gpu_clocks(index)) is not None]
+    if not known:
+        return Finding("GPU clocks", "unknown: NVML tells nothing of them")
+    slowed_by = dict.fromkeys(reason for clocks in known for reason in clocks.slowed_by if reason != IDLE)
+    remedies = dict.fromkeys(CLOCK_REMEDIES[reason] for reason in slowed_by)
+    return Finding("GPU clocks", ", ".join(clocks.describe() for clocks in known), "; ".join(remedies))
 
 
 def _kernels() -> Finding:

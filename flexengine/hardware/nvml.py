@@ -8,9 +8,55 @@ import os
 from contextlib import suppress
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+IDLE = "idle"
+SLOWED_BY = {
+    0x01: IDLE,
+    0x02: "application clocks",
+    0x04: "its power limit",
+    0x08: "a hardware slowdown",
+    0x20: "its temperature",
+    0x40: "its temperature, in hardware",
+    0x80: "the power brake",
+}
+"""What may hold a GPU's clocks down, by bits of NVML's clocks event reasons."""
+
+
+class Clocks(NamedTuple):
+    """The clock of a GPU's multiprocessors now and at most, in MHz, and what holds it down at this moment."""
+
+    sm_mhz: int
+    most_mhz: int
+    slowed_by: tuple[str, ...]
+
+    def describe(self) -> str:
+        """The clocks in words."""
+        held = f", held by {' and '.join(self.slowed_by)}" if self.slowed_by else ""
+        return f"{self.sm_mhz} of {self.most_mhz} MHz{' (idle)' if self.slowed_by == (IDLE,) else held}"
+
+
+def gpu_clocks(index: int) -> Clocks | None:
+    """Read the clocks of torch's device `index`; None where NVML tells nothing of them."""
+    nvml, handle = library(), _handle(index)
+    if nvml is None or handle is None:
+        return None
+    try:
+        now = int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+        most = int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
+        bits = _clock_reasons(nvml, handle)
+    except nvml.NVMLError:
+        return None
+    return Clocks(now, most, tuple(words for bit, words in SLOWED_BY.items() if bits & bit))
+
+
+def _clock_reasons(nvml: ModuleType, handle: Any) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    except nvml.NVMLError:  # drivers before 535 have the same bits under another name
+        return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
 
 
 def nvidia_driver_version() -> str:

@@ -11,15 +11,17 @@ from pathlib import Path
 
 from flexengine.hardware.cards import (
     CARDS,
+    CODES_PER_CORE,
     FLASH_ATTENTION_BACKWARD,
     FLASH_ATTENTION_FORWARD,
     FP8_GAIN,
     HOPPER_ATTENTION_BACKWARD,
     HOPPER_ATTENTION_FORWARD,
     Card,
+    Host,
 )
 from flexengine.hardware.curve import Points
-from flexengine.hardware.profile import ADAMW_BYTES, STOCHASTIC, HardwareProfile, ProbeShape, read_profile
+from flexengine.hardware.profile import ADAMW_BYTES, HardwareProfile, ProbeShape, read_profile
 from flexengine.wording import did_you_mean
 
 GIB = 2**30
@@ -89,8 +91,8 @@ def _published(card: Card) -> HardwareProfile:
         d2h_duplex_bytes_per_s=card.link_bytes_per_s * DUPLEX_SHARE,
         h2d_beside_cpu_bytes_per_s=card.link_bytes_per_s * H2D_BESIDE_CPU_SHARE,
         d2h_beside_cpu_bytes_per_s=card.link_bytes_per_s * D2H_BESIDE_CPU_SHARE,
-        host_bytes_per_s=card.host_bytes_per_s,
-        cpu_adamw_parameters_per_s=_adamw_rates(card.host_bytes_per_s),
+        host_bytes_per_s=card.host.bytes_per_s,
+        cpu_adamw_parameters_per_s=_adamw_rates(card.host),
         launch_s=LAUNCH_S,
         issue_s=ISSUE_S,
         copy_latency_s=COPY_LATENCY_S,
@@ -105,10 +107,14 @@ def _published(card: Card) -> HardwareProfile:
     )
 
 
-def _adamw_rates(host_bytes_per_s: float) -> tuple[tuple[str, float], ...]:
-    """Give rates of updates with split masters; those of stochastic ones follow from them."""
-    split = {name: num_bytes for name, num_bytes in ADAMW_BYTES.items() if not name.endswith(STOCHASTIC)}
-    return tuple((dtype, host_bytes_per_s / num_bytes) for dtype, num_bytes in split.items())
+def _adamw_rates(host: Host) -> tuple[tuple[str, float], ...]:
+    """Give rates of updates by all cores but one: what memory allows, with 8-bit states what arithmetic does.
+
+    Those of stochastic masters follow from split ones where memory bounds both.
+    """
+    rates = {name: host.bytes_per_s / ADAMW_BYTES[name] for name in ("float32", "bfloat16", *CODES_PER_CORE)}
+    codes = {name: min(rates[name], (host.cores - 1) * rate) for name, rate in CODES_PER_CORE.items()}
+    return tuple((rates | codes).items())
 
 
 def _h200() -> HardwareProfile:

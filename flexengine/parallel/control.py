@@ -65,12 +65,12 @@ class Control:
             control._join()
         return control
 
-    def close(self) -> None:
-        """Leave the others, all together unless a rank was lost; later calls raise."""
+    def close(self, together: bool = True) -> None:
+        """Leave the others, all together unless a rank was lost, as the caller may know; later calls raise."""
         if self._meeting is not None:
             self._timeout_s = _LEAVE_S
             with suppress(RankError):  # they wait no longer than that
-                if not self._broken:
+                if together and not self._broken:
                     self._exchange("leave", None)
             self._meeting.hub.close()
         self._meeting = None

@@ -20,7 +20,7 @@ class Team(NamedTuple):
         """Leave: this process makes no more calls. Order: after everything that the ranks share."""
         if self.watch is not None:
             self.watch.close()
-        self.control.close()
+        self.control.close(together=self.watch is None or self.watch.loss is None)
 
 
 def is_first(team: Team | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexengine.plan import Request
+from flexengine.plan import MOST_ROUNDED, Request, rounds_of_step
 
 CHUNK_TOKENS = tuple(1 << i for i in range(8, 15))
 CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -16,7 +16,8 @@ MOST_PARTS = 6
 def chunk_sizes(request: Request) -> list[tuple[int, int]]:
     """(chunk_tokens, chunks_per_round) worth a look. Raises PlanError when pinned sizes contradict each other.
 
-    A round is at most the batch, rounded up to chunks, and takes the longest sequence whole.
+    A round is at most the batch, rounded up to chunks, and takes the longest sequence whole. Where gradients are stored
+    in 16 bits, no size makes more rounds of a step than these bear, as far as others are left.
     """
     request.check_pinned_sizes()
     sizes = []
@@ -29,7 +30,13 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
             fitting, even = (n for n in CHUNKS_PER_ROUND if n <= units), request.shares_node  # ranks fill rounds evenly
             counts = sorted({slices * (-(-units // -(-units // n)) if even else n) for n in fitting})
         sizes += [(chunk, n) for n in counts if n >= slices]
-    return sizes
+    return [size for size in sizes if _sums_well(request, *size)] or sizes
+
+
+def _sums_well(request: Request, chunk_tokens: int, chunks: int) -> bool:
+    """Whether the gradients of a step's rounds, of all ranks, add up within 1% in the dtype that they are stored in."""
+    rounds = rounds_of_step(request.max_seq_len, request.max_global_batch_tokens, chunk_tokens, chunks)
+    return request.numerics.grad != "bfloat16" or rounds * request.ranks <= MOST_ROUNDED
 
 
 def _chunk_choices(request: Request) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
+from flexengine.reports.bits import bits_digest
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_decisions import GROUP_DATA, host_bytes_of_gpu, output_place
@@ -39,6 +40,7 @@ def as_json(picture: Picture) -> dict[str, Any]:
     return {
         "fits": True,
         "model": plan.model,
+        "bits": bits_digest(picture.model, plan),
         "parameters": picture.model.num_parameters,
         "request": asdict(request),
         "hardware": picture.profile.to_dict(),
@@ -46,6 +48,7 @@ def as_json(picture: Picture) -> dict[str, Any]:
         "predicted": {
             "step_s": p.step_s,
             "after_clipping_s": p.after_clipping_s or p.step_s,
+            "free_step_s": p.free_step_s or p.step_s,
             "tokens_per_s": picture.tokens_per_s,
             "effective_flops_per_s": picture.effective_flops_per_s,
             "recompute_share": p.recompute_share,

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.lora import adapter_counts
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
+from flexengine.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan
+from flexengine.reports.bits import bits_line
 from flexengine.reports.text_format import number_ranges, positions_by_value
 from flexengine.schedule.group_storage import GroupStorage, group_storage
 
@@ -58,11 +59,13 @@ def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         f"model {plan.model}{size}",
         f"step of {plan.request.max_global_batch_tokens} tokens: {plan.num_rounds} round(s) of {plan.chunks_per_round}"
         f" x {plan.chunk_tokens} tokens, sequences up to {plan.request.max_seq_len}",
+        *([] if model is None else [bits_line(model, plan)]),
         *gpu_lines(plan),
         *_residency_lines(plan, model),
         *_expert_lines(plan, model),
         *_frozen_lines(plan, model),
         *_adapter_lines(model),
+        *_gradient_lines(plan),
         _update_line(plan),
         *_graph_lines(plan),
         *_activation_lines(plan, model),
@@ -165,6 +168,17 @@ def _adapter_lines(model: ModelSpec | None) -> list[str]:
         return []
     counts = ", ".join(f"{name} {count:,}" for name, count in adapter_counts(model).items())
     return [f"adapters: rank {model.lora.rank}, {model.num_trained_parameters:,} parameters ({counts})"]
+
+
+def _gradient_lines(plan: Plan) -> list[str]:
+    """Tell of a step of so many rounds that 16 bits are too few for the sum of their gradients."""
+    numerics, rounds = plan.request.numerics, plan.num_rounds
+    if numerics.compute != "bfloat16" or rounds <= MOST_ROUNDED:
+        return []
+    why = f"sums of {rounds} rounds in bfloat16 would be off by more than 1%"
+    if numerics.grad == "bfloat16":
+        return [f"gradients: {why}; --grad-dtype float32 keeps them exact"]
+    return [f"gradients: stored in {numerics.grad}, as {why}"]
 
 
 def _update_line(plan: Plan) -> str:

@@ -49,6 +49,7 @@ def _answer_lines(picture: Picture) -> list[str]:
         f"predicted: {format_seconds(p.step_s)} per step, {format_tokens_per_s(picture.tokens_per_s)}{per_gpu},"
         f" effective {format_tflops(picture.effective_flops_per_s)}{light_words(p)}",
         *after_clipping_lines(picture.plan),
+        *cost_of_rule_lines(picture.plan),
         f"limited by: {p.limiter}",
     ]
 
@@ -134,6 +135,16 @@ def after_clipping_lines(plan: Plan) -> list[str]:
     return [f"after a step that was clipped: {format_seconds(plan.predicted.after_clipping_s)} per step"]
 
 
+def cost_of_rule_lines(plan: Plan) -> list[str]:
+    """Tell what sizes that any budget gives cost beside free ones, and what the least of these budgets is."""
+    p = plan.predicted
+    if not p.free_step_s:
+        return []
+    cost = f"{p.step_s / p.free_step_s - 1:+.1%} beside the {format_seconds(p.free_step_s)} per step of free ones"
+    least = f"they fit from {format_bytes(p.least_gpu_bytes)} of GPU memory on"
+    return [f"reproducible: sizes by the rule cost {cost}; {least}"]
+
+
 def _prediction_lines(plan: Plan) -> list[str]:
     """Tell what was predicted of a plan; nothing for a plan that was written by hand and never priced."""
     p, request = plan.predicted, plan.request
@@ -145,6 +156,7 @@ def _prediction_lines(plan: Plan) -> list[str]:
     return [
         f"predicted: {format_seconds(p.step_s)} per step, {speed}{light_words(p)}, {recomputed}",
         *after_clipping_lines(plan),
+        *cost_of_rule_lines(plan),
         f"limited by: {p.limiter}",
         _memory_line(f"GPU memory{each}", p.gpu_bytes, request.max_gpu_bytes, p.gpu_categories),
         _memory_line(f"host memory{node}", p.host_bytes, request.max_host_bytes, p.host_categories),

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from flexengine.ops.balance import ExpertBalance
 from flexengine.ops.base import DropoutDraws
+from flexengine.plan import MOST_ROUNDED
 from flexengine.runtime.batch import BatchWriter
 from flexengine.runtime.batch_input import Sequences
-from flexengine.runtime.gradients import MOST_ROUNDED, warn_of_rounding
+from flexengine.runtime.gradients import warn_of_rounding
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs, RoundKind

@@ -5,7 +5,18 @@ import pytest
 from flexengine import cli
 from flexengine.hardware import doctor
 
-NAMES = ["versions", "GPU", "Triton", "native library", "host memory", "Slurm", "page locks", "huge pages", "disk"]
+NAMES = [
+    "versions",
+    "GPU",
+    "GPU clocks",
+    "Triton",
+    "native library",
+    "host memory",
+    "Slurm",
+    "page locks",
+    "huge pages",
+    "disk",
+]
 
 
 def test_a_line_for_each(capsys):

@@ -72,7 +72,12 @@ def test_tokens_of_another_day_are_not_taken_from_the_cache(tmp_path):
 @pytest.mark.parametrize("day", ["tomorrow", "2024-13-01", "4.3.2024"])
 def test_what_is_no_day_is_refused(day):
     with pytest.raises(ValueError, match=rf"--template-date '{day}' is no day; give it as YYYY-MM-DD"):
-        TrainConfig(model="preset:demo", data_source="synthetic", template_date=day)
+        TrainConfig(model="preset:demo", dataset="chats.jsonl", template_date=day)
+
+
+def test_yaml_may_give_a_day_without_quotes():
+    config = TrainConfig.from_yaml("model: preset:demo\ndataset: [chats.jsonl]\ntemplate_date: 2026-01-31\n")
+    assert config.template_date == "2026-01-31"
 
 
 @pytest.fixture

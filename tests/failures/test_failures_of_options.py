@@ -25,6 +25,11 @@ FLAGS = (
     Case("lr_is_infinite", ["--lr", "inf"], ("--lr must be a finite number, got inf",)),
     Case("lr_is_nan", ["--lr", "nan"], ("--lr must be a finite number, got nan",)),
     Case("steps_with_a_fraction", ["--steps", "2.5"], ("--steps: invalid int value: '2.5'",)),
+    Case(
+        "one_of_two_sizes_beside_the_rule",
+        ["--reproducible", "--round-tokens", "32"],
+        ("--round-tokens 32 is one of two sizes that --reproducible chooses; give both, or none",),
+    ),
     Case("steps_and_epochs", ["--epochs", "1"], ("--steps 2 and --epochs 1.0", "give one")),
     Case("seed_too_large", ["--seed", str(2**40)], ("--seed is at most 4294967295, got 1099511627776",)),
     Case("template_date_is_no_day", ["--template-date", "4.3.2024"], ("'4.3.2024' is no day", "YYYY-MM-DD")),

@@ -4,6 +4,7 @@ import pytest
 
 from flexengine.hardware.cards import CARDS
 from flexengine.hardware.presets import PRESETS, preset, preset_source, with_memory
+from flexengine.hardware.profile import ADAMW_BYTES
 
 GIB = 2**30
 
@@ -60,6 +61,25 @@ def test_presets_are_plausible(name: str):
     assert profile.cpu_adamw_rate("float32") < profile.cpu_adamw_rate("bfloat16")
     assert profile.gpu_free_bytes + profile.gpu_context_bytes == profile.gpu_total_bytes
     assert profile.curves == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "int8", "stochastic"),
+    [
+        (("h200", "h100-80", "a100-40", "l40s"), (4.4e9, 5.5e9), (3.7e9, 4.6e9)),  # as probes of 16 cores found
+        (("rtx-4090", "rtx-5090", "rtx-3090", "rtx-pro-6000"), (1.9e9, 2.8e9), (1.8e9, 2.5e9)),  # 7 cores' 0.28 to 0.40
+    ],
+    ids=["servers", "desktops"],
+)
+def test_arithmetic_bounds_updates_with_8_bit_states(names: tuple[str, ...], int8: tuple, stochastic: tuple):
+    for profile in map(preset, names):
+        assert int8[0] < profile.cpu_adamw_rate("int8") < int8[1]
+        assert stochastic[0] < profile.cpu_adamw_rate("int8 stochastic") < stochastic[1]
+        bytes_per_s = profile.cpu_adamw_bytes_per_s("int8")
+        assert bytes_per_s == pytest.approx(ADAMW_BYTES["int8"] * profile.cpu_adamw_rate("int8"))
+        assert bytes_per_s <= (1 + 1e-9) * profile.host_bytes_per_s  # nor more than memory allows
+        if profile.host_bytes_per_s > 50e9:  # DDR4 is so slow that memory bounds bfloat16 states before
+            assert profile.cpu_adamw_rate("int8") < profile.cpu_adamw_rate("bfloat16")
 
 
 @pytest.mark.parametrize("name", CARDS)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
+from flexengine.models.vocabulary import with_rows
 from flexengine.ops.nf4 import Nf4, PlainNf4, codebook, dynamic_map
 from flexengine.plan import Numerics
 from flexengine.runtime.weight_store import check_checkpoint
@@ -131,6 +132,16 @@ def test_a_config_alone_names_what_is_left_out():
     storages = [{p.name: p.storage for p in group.params} for group in model.groups]
     assert storages[1]["down_proj.weight"] == storages[2]["qkv_proj.weight"] == "nf4"
     assert storages[2]["down_proj.weight"] == storages[0]["embed.weight"] == "compute"
+
+
+def test_rows_for_new_tokens_leave_the_rest_as_it_is_stored(published):
+    folder, plain = published
+    wider = with_rows(open_model(folder).spec, 72, in_checkpoint=True)
+    spec = with_base_dtype(with_frozen(check_checkpoint(wider, folder), ["blocks"]), "nf4")
+    with build_engine(open_model(folder)._replace(spec=spec), make_plan(spec, **SIZES, numerics=NF4)) as engine:
+        found = engine.state_dict()
+    same_bits({name: tensor[: len(plain[name])] for name, tensor in found.items()}, plain)
+    assert len(found["lm_head.weight"]) == 72
 
 
 def test_codes_of_another_size_are_refused(published):

@@ -16,6 +16,7 @@ from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.processes import Process
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost, Signals
+from flexengine.parallel.team import Team
 from flexengine.parallel.watch import Watch
 
 
@@ -144,3 +145,21 @@ def test_a_rank_that_learns_of_a_loss_by_a_wait_still_tells_of_it():
     other.abort("0 rank 1 is stopped")
     named.abort("rank 1 is stopped")
     assert named.loss == ("rank 1 is stopped", True)
+
+
+def leaves_after_a_loss(rank: int) -> float:
+    ranks, control, watch = opened()
+    team = Team(ranks, control, watch)
+    if rank == 1:
+        watch.abort("rank 1 gives up")
+        watch.close()
+        time.sleep(3.0)  # it does not come to leave
+        return 0.0
+    await_that(lambda: watch.loss is not None)
+    start_s = time.monotonic()
+    team.close()
+    return time.monotonic() - start_s
+
+
+def test_nobody_waits_to_leave_together_after_a_loss():
+    assert max(values_of(run_ranks(leaves_after_a_loss, 3))) < 2.5

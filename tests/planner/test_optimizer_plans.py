@@ -33,13 +33,14 @@ def test_plans_keep_within_their_budgets(plans):
         assert layout.host_bytes <= plan.predicted.host_bytes <= 60 * GIB, name
 
 
-def test_smaller_states_take_fewer_bytes_and_no_more_time(plans):
+def test_smaller_states_take_fewer_bytes_and_hardly_more_time(plans):
+    """The CPU decodes and encodes 8-bit states no faster than it moves bfloat16 ones."""
     states = {}
     for name in ("adamw", "8-bit"):
         layout = Layout(MODEL, plans[name])
         states[name] = sum(sum(g.plane_bytes[kind] for kind in g.rule_states) for g in layout.groups[1:])
     assert 0.50 <= states["8-bit"] / states["adamw"] <= 0.52
-    assert plans["8-bit"].predicted.step_s <= plans["adamw"].predicted.step_s
+    assert 0.99 <= plans["8-bit"].predicted.step_s / plans["adamw"].predicted.step_s <= 1.05
 
 
 def test_the_cpu_is_not_asked_for_products(plans):

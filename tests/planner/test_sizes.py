@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexengine.plan import Plan, Request
+from flexengine.plan import MOST_ROUNDED, Numerics, Plan, Request
 from flexengine.planner.sizes import chunk_sizes, filled
 from flexengine.schedule.packing import full_round, later_rounds, pack, rounds_per_step
 from flexengine.schedule.step_parts import full_step
@@ -62,3 +62,19 @@ def test_powers_of_two_stay():
 def test_equal_parts_of_a_batch():
     assert 5120 in {size for size, _ in chunk_sizes(request(512, 20480))}
     assert 10240 in {size for size, _ in chunk_sizes(request(512, 10240))}
+
+
+@pytest.mark.parametrize(("seq_len", "batch", "ranks"), [(64, 131072, 1), (2048, 1 << 20, 1), (300, 60000, 4)])
+def test_no_size_makes_more_rounds_than_sums_in_16_bits_bear(seq_len, batch, ranks):
+    asked = replace(request(seq_len, batch), ranks=ranks)
+    rounds = {}
+    for grad in ("bfloat16", "float32"):
+        sized = replace(asked, numerics=Numerics(grad=grad))
+        plans = [Plan("any", sized, *size, (), ()) for size in chunk_sizes(sized)]
+        rounds[grad] = [ranks * plan.num_rounds for plan in plans]
+    assert max(rounds["bfloat16"]) <= MOST_ROUNDED < max(rounds["float32"])
+    assert len(rounds["bfloat16"]) == sum(count <= MOST_ROUNDED for count in rounds["float32"])
+
+
+def test_pinned_sizes_stay_however_many_rounds_they_make():
+    assert chunk_sizes(request(64, 131072, chunk_tokens=256, round_tokens=512)) == [(256, 2)]

@@ -6,8 +6,7 @@ import pytest
 import torch
 from engine_helpers import build_engine, make_plan, random_batch, random_weights, tiny_config
 
-from flexengine.plan import Numerics
-from flexengine.runtime.gradients import MOST_ROUNDED
+from flexengine.plan import MOST_ROUNDED, Numerics
 
 
 def gradients(source, grad_dtype, num_calls, batch):

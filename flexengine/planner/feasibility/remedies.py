@@ -52,10 +52,14 @@ def remedies(request: Request, least: Least, judge: Try) -> Iterator[Remedy]:
     """Changes that make the job fit, nearest budgets first."""
     budgets = list(_budgets(request, least, judge))
     yield from budgets
-    yield from islice((r for r in _smaller_chunks(request) if judge.fits(r.request)), 1)
-    yield from islice((r for r in _shorter_rounds(request) if judge.fits(r.request)), 1)
-    yield from _longest_sequence(request, judge.fits)
-    yield from islice((r for r in _smaller_batches(request) if judge.fits(r.request)), 1)
+    chunks = islice((r for r in _smaller_chunks(request) if judge.fits(r.request)), 1)
+    if request.reproducible:  # whose rule has other sizes for another sequence or batch, and is given both or none
+        yield from (r._replace(flags=f"{r.flags} --round-tokens {request.round_tokens}") for r in chunks)
+    else:
+        yield from chunks
+        yield from islice((r for r in _shorter_rounds(request) if judge.fits(r.request)), 1)
+        yield from _longest_sequence(request, judge.fits)
+        yield from islice((r for r in _smaller_batches(request) if judge.fits(r.request)), 1)
     yield from _cheaper_types(request, judge.fits)
     if request.recompute == "none":
         changed = replace(request, recompute="auto")
