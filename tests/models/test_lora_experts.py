@@ -24,6 +24,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from flexengine import LoRA
+from flexengine.checkpoint.manifest import FOLDER_MANIFEST
 from flexengine.job import Job
 from flexengine.models import blocks
 from flexengine.models.base_dtype import with_base_dtype
@@ -49,6 +50,7 @@ def draw_adapter(folder, lora):
     with engine_on(folder, lora) as engine:
         engine.save_pretrained(folder / "adapter")
     path = folder / "adapter" / "adapter_model.safetensors"
+    (folder / "adapter" / FOLDER_MANIFEST).unlink()  # as of a file that others wrote
     torch.manual_seed(3)
     tensors = {n: torch.randn_like(t) * 0.2 if ".lora_B." in n else t for n, t in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})

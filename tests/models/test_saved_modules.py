@@ -25,6 +25,7 @@ from family_configs import CASES, FAMILY_CASES
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from flexengine import LoRA
+from flexengine.checkpoint.manifest import FOLDER_MANIFEST
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.hardware.presets import named_profile
 from flexengine.models.lora import adapter_counts, adapters, with_lora
@@ -145,6 +146,7 @@ def test_a_head_that_is_no_longer_tied(tmp_path):
     with engine_on(tmp_path, lora) as engine:
         engine.save_pretrained(tmp_path / "out")
     path = tmp_path / "out" / "adapter_model.safetensors"
+    (tmp_path / "out" / FOLDER_MANIFEST).unlink()  # as of a file that others wrote
     tensors = load_file(path)
     tensors["base_model.model.lm_head.weight"] += 1.0
     save_file(tensors, path, metadata={"format": "pt"})
