@@ -26,7 +26,7 @@ RECORDINGS = (
         ("--trace .*config.json cannot be made: .*is a file, not a folder; choose another path",),
     ),
     Case(
-        "trace_of_a_dry_run", {"trace": True, "dry_run": True}, ("--trace observes a step, but --dry-run takes none",)
+        "trace_of_a_dry_run", {"trace": True, "dry_run": True}, ("--trace and --dry-run contradict each other",)
     ),
     Case(
         "profile_backwards",
