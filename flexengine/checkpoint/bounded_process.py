@@ -26,12 +26,12 @@ from typing import Any, BinaryIO, NoReturn
 
 from flexengine.native.proc_files import keyed_number, read_text
 
-ALLOWED_CPU_S = 10.0
+ALLOWED_CPU_S = 6.0
 """CPU seconds between two signs of life, unless the work at hand is known to take longer (`report_alive`)."""
 SILENT_S = 600.0
 """Longest time without a sign of life of a process that computes nothing: it waits for a pipe, a disk or the hub."""
-MOST_BYTES = 2**31
-"""Memory beyond what the parent had: half of it is enough to tokenize 8 million characters, the longest text."""
+MOST_BYTES = 5 * 2**28
+"""Memory beyond what the parent had: 1.25 GiB, of which 8 million characters, the longest text, take two thirds."""
 LOOK_S = 0.1
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
