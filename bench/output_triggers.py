@@ -177,6 +177,7 @@ def _ended(trigger: str, at_once: bool, words: list[str], folder: Path, environm
     in_terminal = trigger == "terminal gone"
 
     def begin() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started this script
         if in_terminal:
             fcntl.ioctl(1, termios.TIOCSCTTY, 0)
         if at_once and trigger.startswith("closed") and trigger != "closed pipe":
