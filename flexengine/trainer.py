@@ -106,9 +106,7 @@ def _train(
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
     told = Callbacks([*open_trackers(config.report_to), *callbacks] if is_first(team) else ())
-    dated = config
-    if config.data_source == "json_sft":
-        dated = dataclasses.replace(config, template_date=told_by_first(team, lambda: date_of_run(config)))
+    dated = dataclasses.replace(config, template_date=told_by_first(team, lambda: date_of_run(config)))
     checked = first_rank_first(team, lambda: check_run(dated, source))
     if checked.data.writes_date:
         config = dated  # the run keeps its day, for those that resume it

@@ -137,21 +137,23 @@ def test_a_stream_that_is_not_there(name, options, monkeypatch):
     assert Path("🧮/final").is_dir()
 
 
-@pytest.mark.parametrize("moment", ["start", "send", "finish"])
-@pytest.mark.parametrize("error", [RuntimeError("no network 🧮"), SystemExit(3)], ids=type)
+@pytest.mark.parametrize(
+    ("moment", "error"),
+    [("start", SystemExit(3)), ("send", RuntimeError("no network 🧮")), ("finish", OSError(28, "no space"))],
+)
 def test_a_tracker_that_fails_ends_no_run(moment, error, options, monkeypatch, capsys):
     def fails(self, *_):
         raise error
 
     for name in ("start", "send", "finish"):
         monkeypatch.setattr(WandbTracker, name, fails if name == moment else lambda self, *_: None)
-    monkeypatch.setattr("flexengine.trackers.importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("flexengine.trainer.open_trackers", lambda names: [WandbTracker()])
     assert run({**options, "report_to": "wandb"}) == 0
     assert is_whole()
     assert capsys.readouterr().err.count("--report-to wandb failed, and the run goes on without it") == 1
 
 
-@pytest.mark.parametrize(("method", "step"), [("on_start", None), ("on_step", 1), ("on_eval", 2), ("on_end", 3)])
+@pytest.mark.parametrize(("method", "step"), [("on_step", 1), ("on_eval", 2), ("on_end", 3)])
 def test_an_error_of_a_callback_ends_the_run_and_loses_nothing(method, step, options, monkeypatch, capsys):
     """The others hear of the end, and it is the first error that is raised."""
     ended = []
