@@ -265,13 +265,28 @@ def faults_of(dice: random.Random, count: int) -> list[Fault]:
     return found
 
 
+def summary(outcomes: list[Outcome], first: int, seed: int) -> dict[str, Any]:
+    """Counts, and what came of each fault; first: the number of the first one."""
+    return {
+        "faults": len(outcomes),
+        "right": sum(outcome.is_right for outcome in outcomes),
+        "late": sum(outcome.late for outcome in outcomes),
+        "longest_s": round(max(outcome.seconds for outcome in outcomes), 2),
+        "seed": seed,
+        "outcomes": [
+            {"number": number, **outcome._asdict(), "fault": outcome.fault._asdict()}
+            for number, outcome in enumerate(outcomes, first)
+        ],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--first", type=int, default=0, help="the number of the first of them that is brought about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scratch", default=None, help="where runs are written; default: the temporary folder")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="written after every fault")
     args = parser.parse_args()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(dir=args.scratch, prefix="rank_faults") as name:
@@ -283,18 +298,9 @@ def main() -> None:
             if number >= args.first:
                 outcomes.append(run_fault(fault, scratch / "model", scratch / f"fault{number}", about))
                 print("right" if outcomes[-1].is_right else "WRONG", json.dumps(outcomes[-1]), flush=True)
-    found = {
-        "faults": len(outcomes),
-        "right": sum(outcome.is_right for outcome in outcomes),
-        "late": sum(outcome.late for outcome in outcomes),
-        "longest_s": round(max(outcome.seconds for outcome in outcomes), 2),
-        "seed": args.seed,
-        "outcomes": [{**outcome.fault._asdict(), **outcome._asdict(), "fault": number} for number, outcome in
-                     enumerate(outcomes, args.first)],
-    }  # fmt: skip
-    if args.json is not None:
-        write_json(args.json, found)
-    sys.exit(found["right"] != found["faults"])
+                if args.json is not None:
+                    write_json(args.json, summary(outcomes, args.first, args.seed))
+    sys.exit(not all(outcome.is_right for outcome in outcomes))
 
 
 if __name__ == "__main__":

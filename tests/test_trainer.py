@@ -50,6 +50,7 @@ class FakeEngine:
     """Loss falls by 0.5 a step; records what it was given. `interrupt_at` raises Ctrl-C in that step (from 1)."""
 
     team: None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(spec=None))
     loss: float = 4.0
     max_grad_norm: float = 1.0
@@ -503,7 +504,7 @@ def test_options_of_a_job_are_those_of_the_contract(tmp_path):
         " optimizer optimizer_state_dtype matmul_dtype keep_dtype freeze max_grad_norm seed chunk_tokens round_tokens"
         " recompute deterministic init mode lora_rank lora_alpha lora_targets lora_dropout use_rslora use_dora"
         " lora_init modules_to_save adapter base_dtype lr_groups weight_decay_groups round_multiple transport"
-        " cuda_graphs add_tokens resize_embeddings"
+        " cuda_graphs add_tokens resize_embeddings reproducible"
     )
     assert sorted(asdict(config.as_job())) == sorted(contract.split())
     assert config.as_job().max_gpu_mem_gib == 2.0

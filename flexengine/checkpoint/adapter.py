@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -87,7 +87,7 @@ def adapter_tensors(
                             f"{path}: {' and '.join(held[name])} differ: it holds two adapters; save one of them"
                         )
                     yield name, tensor
-    except (OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error}") from None
 
 

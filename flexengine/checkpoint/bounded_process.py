@@ -26,12 +26,12 @@ from typing import Any, BinaryIO, NoReturn
 
 from flexengine.native.proc_files import keyed_number, read_text
 
-ALLOWED_CPU_S = 10.0
+ALLOWED_CPU_S = 6.0
 """CPU seconds between two signs of life, unless the work at hand is known to take longer (`report_alive`)."""
 SILENT_S = 600.0
 """Longest time without a sign of life of a process that computes nothing: it waits for a pipe, a disk or the hub."""
-MOST_BYTES = 2**31
-"""Memory beyond what the parent had: half of it is enough to tokenize 8 million characters, the longest text."""
+MOST_BYTES = 5 * 2**28
+"""Memory beyond what the parent had: 1.25 GiB, of which 8 million characters, the longest text, take two thirds."""
 LOOK_S = 0.1
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -92,7 +92,7 @@ class BoundedProcess:
         Raises: what `open_calls` raises, as `call` does.
         """
         self._what, self._most_bytes, self._ended = what, most_bytes, ""
-        self._signs = _Signs()
+        self._signs, self._num_signs = _Signs(), 0
         to_child, from_child = os.pipe(), os.pipe()
         parent = os.getpid()
         self._pid = os.fork()
@@ -156,16 +156,15 @@ class BoundedProcess:
         _raise(kind, told)
 
     def _reply(self) -> list[Any]:
-        spent_s, heard_s, count = _cpu_seconds(self._pid), time.monotonic(), self._signs.last()[0]
-        allowed_s = ALLOWED_CPU_S
+        spent_s, heard_s, allowed_s = _cpu_seconds(self._pid), time.monotonic(), ALLOWED_CPU_S
         while True:
             if (message := self._receive()) is not None:
                 if message[0] != "log":
                     return message
                 _, name, level, text = message
                 logging.getLogger(name).log(level, "%s", text)
-            if self._signs.last()[0] != count:
-                count, allowed_s, _ = self._signs.last()
+            if self._signs.last()[0] != self._num_signs:
+                self._num_signs, allowed_s, _ = self._signs.last()
                 spent_s, heard_s = _cpu_seconds(self._pid), time.monotonic()
             elif _cpu_seconds(self._pid) - spent_s > allowed_s:
                 self._break(f"it did not end within {allowed_s:.3g} CPU seconds")

@@ -226,4 +226,4 @@ def test_python_face(tmp_path):
 def test_synthetic_data_has_no_epochs(command, model):
     outcome = command("train", *arguments(model=model, steps=None, epochs=1.0))
     assert outcome.status == 2
-    check_message(outcome.err, ("--epochs has no meaning.*give --steps",))
+    check_message(outcome.err, ("--epochs 1.0 counts passes over records, got --data-source synthetic",))

@@ -25,9 +25,7 @@ RECORDINGS = (
         {"trace": "model/config.json/x.json"},
         ("--trace .*config.json cannot be made: .*is a file, not a folder; choose another path",),
     ),
-    Case(
-        "trace_of_a_dry_run", {"trace": True, "dry_run": True}, ("--trace observes a step, but --dry-run takes none",)
-    ),
+    Case("trace_of_a_dry_run", {"trace": True, "dry_run": True}, ("--trace and --dry-run contradict each other",)),
     Case(
         "profile_backwards",
         {"profile_start_step": 2, "profile_stop_step": 1},

@@ -79,7 +79,9 @@ def check_read_as_peft_reads(config, folder, changed=None, save=None, **options)
         {"target_modules": ["q_proj"], "save": {"save_embedding_layers": True}},
         {"target_modules": ["q_proj"], "save": {"save_embedding_layers": True}, "modules_to_save": ["embed_tokens"]},
     ],
-    ids=str,
+    ids=lambda value: (
+        str({k: getattr(v, "__name__", v) for k, v in value.items()}) if isinstance(value, dict) else None
+    ),
 )
 def test_of_llama(options, tmp_path):
     check_read_as_peft_reads(tiny_config(), tmp_path, **options)
