@@ -117,8 +117,8 @@ def command(model: Path, folder: Path, transport: str, ranks: int) -> list[str]:
     return ["train", "--save", "--deterministic", *flags]
 
 
-def start(fault: Fault, model: Path, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a run; what ranks say goes to a file."""
+def start(fault: Fault, model: Path, folder: Path, mark: str) -> subprocess.Popen[bytes]:
+    """Start a run whose processes have a mark; what ranks say goes to a file."""
     arguments = command(model, folder, fault.transport, fault.ranks)
     if KINDS[fault.kind].number is None:
         failing = [str(fault.rank), str(1 + int(fault.share * COMMANDS)), fault.kind, str(folder / "fault")]
@@ -127,7 +127,7 @@ def start(fault: Fault, model: Path, folder: Path) -> subprocess.Popen[bytes]:
         program = ["-m", "flexengine", *arguments]
     temporary = folder / "tmp"
     temporary.mkdir(parents=True)
-    environment = {**os.environ, MARK: uuid.uuid4().hex, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder.parent / "inductor")  # which torch makes, and keeps on purpose
     with (folder / "stderr").open("wb") as said:
         return subprocess.Popen(
@@ -160,7 +160,7 @@ def known(model: Path, scratch: Path) -> Known:
     wanted, start_s, end_s = resume(model, scratch / "one"), {}, {}
     for ranks in (2, 3, 4):
         folder, begin_s = scratch / f"whole{ranks}", time.monotonic()
-        process = start(Fault("killed", "relay", ranks, 0, "end", 0.0), model, folder)
+        process = start(Fault("killed", "relay", ranks, 0, "end", 0.0), model, folder, uuid.uuid4().hex)
         await_that(lambda folder=folder: steps_of(folder) > 0)
         start_s[ranks] = time.monotonic() - begin_s
         await_that(lambda folder=folder: steps_of(folder) == STEPS)
@@ -176,11 +176,10 @@ def known(model: Path, scratch: Path) -> Known:
 
 def run_fault(fault: Fault, model: Path, folder: Path, about: Known) -> Outcome:
     """Let a fault come, wait for the end, and see what is left and whether the run goes on; nothing is left then."""
-    kind, shared = KINDS[fault.kind], shared_names()
-    process = start(fault, model, folder)
-    mark = marked(process.pid)[1]
+    kind, shared, mark = KINDS[fault.kind], shared_names(), uuid.uuid4().hex
+    process = start(fault, model, folder, mark)
     try:
-        begin_s, pid = bring(fault, process, folder, about)
+        begin_s, pid = bring(fault, process, mark, folder, about)
         await_that(lambda: process.poll() is not None and not running(mark), LIMIT_S * 2)
         seconds = time.monotonic() - begin_s
     finally:
@@ -200,7 +199,7 @@ def run_fault(fault: Fault, model: Path, folder: Path, about: Known) -> Outcome:
     return Outcome(fault, seconds, status, messages, left, late, equal, right)
 
 
-def bring(fault: Fault, process: subprocess.Popen[bytes], folder: Path, about: Known) -> tuple[float, int]:
+def bring(fault: Fault, process: subprocess.Popen[bytes], mark: str, folder: Path, about: Known) -> tuple[float, int]:
     """Bring the fault about, or wait for it; returns when it came, and the process that it came to."""
     kind = KINDS[fault.kind]
     if kind.number is None:
@@ -212,36 +211,35 @@ def bring(fault: Fault, process: subprocess.Popen[bytes], folder: Path, about: K
         wanted = STEPS if fault.phase == "end" else 1 + int(fault.share * (STEPS - 2))
         await_that(lambda: steps_of(folder) >= wanted or process.poll() is not None)
         time.sleep(fault.share * about.end_s[fault.ranks] if fault.phase == "end" else 0.05 * fault.share)
-    pid = process.pid if kind.to_launcher else rank_of(process, fault.rank)
+    pid = process.pid if kind.to_launcher else rank_of(process, mark, fault.rank)
     with suppress(ProcessLookupError):  # it has just ended
         os.kill(pid, kind.number)
     return time.monotonic(), pid
 
 
-def rank_of(process: subprocess.Popen[bytes], rank: int) -> int:
+def rank_of(process: subprocess.Popen[bytes], mark: str, rank: int) -> int:
     """The process of a rank, once there is one; that of the launcher where all have ended."""
-    mark, found = marked(process.pid)[1], list[int]()
+    found: list[int] = []
 
     def is_there() -> bool:
-        found[:] = [pid for pid in running(mark) if f"RANK={rank}" in marked(pid)[0]]
+        found[:] = [pid for pid in running(mark) if f"RANK={rank}" in environment_of(pid)]
         return bool(found) or process.poll() is not None
 
     await_that(is_there)
     return found[0] if found else process.pid
 
 
-def marked(pid: int) -> tuple[list[str], str]:
-    """The environment of a process, and its run's mark."""
-    found: list[str] = []
+def environment_of(pid: int) -> list[str]:
+    """The environment of a process: empty where it has ended, or has not begun its program yet."""
     with suppress(OSError):
-        found = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    return found, next((entry.partition("=")[2] for entry in found if entry.startswith(f"{MARK}=")), "")
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return []
 
 
 def running(mark: str) -> list[int]:
-    """The processes of a run that have not ended."""
+    """The processes of a run that have not ended, by the mark that they were started with."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return [pid for pid in pids if marked(pid)[1] == mark]  # one that has ended has no environment
+    return [pid for pid in pids if f"{MARK}={mark}" in environment_of(pid)]
 
 
 def shared_names() -> set[str]:

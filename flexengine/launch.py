@@ -96,7 +96,13 @@ class _Rank:
 
     @property
     def runs(self) -> bool:
+        """Whether it has not been seen to end."""
         return self.process.returncode is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, and is still there to be waited for."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     @property
     def chose_its_end(self) -> bool:
@@ -150,7 +156,7 @@ class _Run:
     def look(self) -> None:
         """See who has ended or is stopped, pass on what was asked, and end ranks that had time to end by themselves."""
         for number, rank in enumerate(self._ranks):
-            if rank.runs and rank.process.poll() is not None:
+            if rank.runs and rank.has_ended:
                 self._see_end(number, rank)
         self._look_for_stopped()
         self._forward()
@@ -181,8 +187,8 @@ class _Run:
 
     def _see_end(self, number: int, rank: _Rank) -> None:
         self._listen()
-        rank.kill()
-        code = rank.process.returncode
+        rank.kill()  # what it has started; its own number means no other process yet
+        code = rank.process.wait()
         if (code < 0 or not rank.ends) and -code not in self.asked:
             self._lose(f"rank {number} (process {rank.process.pid}) {_end_in_words(code)}")
         elif code != 0 and not rank.left:
