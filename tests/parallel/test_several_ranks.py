@@ -373,7 +373,8 @@ def test_ranks_load_and_export_the_files_of_one(tmp_path):
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "3").iterdir())
     for name in names:
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes(), name
+        if name != "flexengine_manifest.json":  # it names the plan, which is another one
+            assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes(), name
 
 
 def check_same(shown: Shown, expected: Shown) -> None:
