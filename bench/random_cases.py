@@ -1,0 +1,122 @@
+"""Random small jobs for `bench.random_runs`: a model of any family, what is trained of it and how, in which variants.
+
+A seed is a job, the same on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TESTS = str(Path(__file__).resolve().parents[1] / "tests")
+if TESTS not in sys.path:
+    sys.path.append(TESTS)  # tiny configs of all families are those of the tests, which import each other so
+
+from family_configs import CASES as CONFIGS  # noqa: E402
+
+MAX_SEQ_LEN, BATCH_TOKENS, STEPS = 32, 192, 2
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+WIDE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+"""Widths that formats of blocks and FP8 products can take."""
+
+
+class Variant(NamedTuple):
+    """One way to run a job: a share of the GPU memory between the least and all (0 to 1), options that change no bit,
+    and ranks."""
+
+    share: float
+    options: dict[str, Any]
+    ranks: int = 1
+
+
+class Case(NamedTuple):
+    """A job: the config's name and values, options that decide bits, batches by lengths, and its variants."""
+
+    seed: int
+    name: str
+    config: dict[str, Any]
+    options: dict[str, Any]
+    lengths: list[list[int]]
+    variants: list[Variant]
+
+    @property
+    def family(self) -> str:
+        """The family of the model, as configs name it."""
+        return self.config["model_type"]
+
+
+def draw_case(seed: int, most_ranks: int = 3) -> Case:
+    """Draw a job. most_ranks: 1 for jobs of one process alone."""
+    rng = random.Random(seed)
+    names = sorted(CONFIGS)
+    name = names[seed % len(names)]  # so many seeds in a row take every config
+    config, options = dict(CONFIGS[name]), _sizes(rng)
+    has_experts = any(key in config for key in EXPERT_KEYS)
+    _draw_numerics(rng, config, options, is_gated=not has_experts and config["model_type"] != "gpt2")
+    _draw_training(rng, config, options, has_experts)
+    ranks = rng.choice(range(2, most_ranks + 1)) if most_ranks > 1 else 1
+    options["round_multiple"] = 6 if most_ranks > 1 else rng.choice((1, 6))
+    longest = [rng.randint(2, MAX_SEQ_LEN), *(rng.randint(1, MAX_SEQ_LEN) for _ in range(rng.randint(0, 4)))]
+    lengths = [longest, [rng.randint(2, MAX_SEQ_LEN), *(rng.randint(1, MAX_SEQ_LEN) for _ in range(3))]]
+    stages = not config.get("tie_word_embeddings", True) and not options.keys() & {"freeze", "mode"}
+    transports = ("relay", "split", *(("stages",) if stages else ()))
+    return Case(seed, name, config, options, lengths, _variants(rng, ranks, transports))
+
+
+def _sizes(rng: random.Random) -> dict[str, Any]:
+    """Chunks that take whole sequences, or cut them into slices."""
+    chunk = rng.choice((12, 16, 32, 48))
+    chunks = -(-MAX_SEQ_LEN // chunk) + rng.randint(0, 2)
+    return {
+        "max_seq_len": MAX_SEQ_LEN, "max_global_batch_tokens": BATCH_TOKENS, "chunk_tokens": chunk,
+        "round_tokens": chunk * chunks, "max_grad_norm": rng.choice((1.0, 1e-3, None)), "seed": rng.randint(0, 99),
+    }  # fmt: skip
+
+
+def _draw_numerics(rng: random.Random, config: dict[str, Any], options: dict[str, Any], is_gated: bool) -> None:
+    options["dtype"] = rng.choice(("float32", "bfloat16", "bfloat16"))
+    options["optimizer"] = rng.choice(("adamw", "adamw", "muon", "lion", "sgd"))
+    states = ("float32", "bfloat16") + (("int8",) if options["optimizer"] in ("adamw", "muon") else ())
+    options["optimizer_state_dtype"] = rng.choice(states)
+    if options["dtype"] == "bfloat16":
+        options["master_dtype"] = rng.choice(("float32", "bfloat16"))
+        options["grad_dtype"] = rng.choice((None, "float32"))
+        if rng.random() < 0.2:
+            options["matmul_dtype"] = "fp8"
+            _widen(config)
+    if rng.random() < 0.2 and is_gated:
+        options["keep_dtype"] = "fp8"
+
+
+def _draw_training(rng: random.Random, config: dict[str, Any], options: dict[str, Any], has_experts: bool) -> None:
+    """All of the model, a part of it, or adapters, over a base that may be stored in fewer bytes."""
+    kind = rng.choice(("full", "full", "frozen", "lora", "lora"))
+    if kind == "frozen":
+        options["freeze"] = rng.choice((("embed",), ("blocks",), ("embed", "block.0"), ("head", "block.1")))
+    if kind == "lora":
+        options |= {"mode": "lora", "lora_rank": rng.choice((1, 2, 4)), "lora_dropout": rng.choice((0.0, 0.2))}
+        options["use_dora"], options["use_rslora"] = rng.random() < 0.25, rng.random() < 0.25
+        if has_experts:
+            options["lora_targets"] = rng.choice((("all-linear",), ("all-linear", "all-experts")))
+    if options.get("freeze") != ("embed",) and kind != "full" and rng.random() < 0.4:
+        options["base_dtype"] = rng.choice(("nf4", "int8", "fp8"))
+        _widen(config)
+
+
+def _widen(config: dict[str, Any]) -> None:
+    config.update({name: size for name, size in WIDE.items() if name in config})
+
+
+def _variants(rng: random.Random, ranks: int, transports: tuple[str, ...]) -> list[Variant]:
+    """All of the memory, little of it with another choice of what is recomputed, and several ranks where these are
+    drawn.
+
+    Where the planner may choose, it looks at all subsets of what a block could keep, which takes seconds for many ops.
+    """
+    most, least = rng.choice((("auto", "auto"), ("auto", "full"), *[("none", "full")] * 6))
+    little = Variant(rng.choice((0.0, 0.0, 0.3, rng.random())), {"recompute": least})
+    several = {"transport": rng.choice(transports), "recompute": rng.choice((most, least))}
+    more = [Variant(rng.random(), several, ranks)] if ranks > 1 else []
+    return [Variant(1.0, {"recompute": most}), little, *more]

@@ -1,0 +1,223 @@
+"""Does a plan ever change a result, or break its promise of memory? Random jobs, each under several plans.
+
+    python -m bench.random_runs --seeds 0 2000 --minutes 30 --json out.json
+    python -m bench.random_runs --seeds 17 18          # look into one
+
+A job (`bench.random_cases`) is trained for two steps with all the memory that it could use, with about as little as it
+can do with, and with a share between, on one rank or on two or three that relay, split or have stages. Losses, norms
+and all weights have to be equal in every bit, and arenas no larger than promised. What the options forbid of each other
+is refused with a message; any other error is a complaint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks end while others ask after them
+
+import torch
+
+from bench.environment import write_json
+from bench.random_cases import STEPS, Case, Variant, draw_case
+from flexengine.api import PlannedRun, build, prepare
+from flexengine.data.batches import Batch
+from flexengine.models.in_parts import in_parts
+from flexengine.optim import OPTIMIZERS
+from flexengine.parallel.team import leave
+from flexengine.planner.feasibility.shortage import Feasibility
+from tests.parallel.ranks_helper import run_ranks
+
+MIB = 2**20
+MOST_BYTES, HOST_GIB = 256 * MIB, 12.0  # a process counts as 1 GiB of the host
+REFUSALS = ("ValueError", "PlanError", "ShortageError")
+
+
+class Outcome(NamedTuple):
+    """What a variant showed: a digest of losses, norms and weights, what it took, and how ranks shared it."""
+
+    digest: str
+    losses: list[float]
+    gpu_bytes: int
+    plan: str
+
+
+class Result(NamedTuple):
+    """What came of a case. outcome: same, refused, or a complaint."""
+
+    seed: int
+    name: str
+    options: dict[str, Any]
+    outcome: str
+    message: str = ""
+    variants: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+# ---- one variant ------------------------------------------------------------------------------------------------
+
+
+def planned_run(folder: Path, case: Case, variant: Variant, gpu_bytes: int) -> PlannedRun:
+    """Plan a variant. Raises: ValueError for what the options forbid, or where nothing fits."""
+    budgets = {"max_gpu_mem_bytes": gpu_bytes, "max_host_mem_gib": HOST_GIB}
+    options = {**case.options, **variant.options, **budgets}
+    return prepare(folder, **options, device="cpu", hardware="cpu-test", init="random")
+
+
+def train(case: Case, planned: PlannedRun) -> Outcome:
+    """Take the steps of a case. Raises: AssertionError where an arena is larger than promised."""
+    plan, losses, digest = planned.plan, list[float](), hashlib.sha256()
+    with build(planned, OPTIMIZERS[case.options["optimizer"]](lr=1e-2)) as engine:
+        promised = plan.predicted
+        assert engine.layout.gpu_bytes <= promised.gpu_bytes <= plan.request.max_gpu_bytes, "GPU arena above promise"
+        assert engine.layout.host_bytes <= promised.host_bytes <= plan.request.max_host_bytes, "host arena above it"
+        for step in range(STEPS):
+            batch = _batch(case, step, engine.model.vocab_size)
+            output, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels)
+            losses += [float(output.loss), float(update.grad_norm)]
+        for name, tensor in sorted(engine.state_dict().items()):
+            digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    digest.update(repr(losses).encode())
+    return Outcome(digest.hexdigest(), losses, plan.predicted.gpu_bytes, f"{plan.request.ranks} {plan.transport}")
+
+
+def _batch(case: Case, step: int, vocab_size: int) -> Batch:
+    generator = torch.Generator().manual_seed(1000 * case.seed + step)
+    ids = [
+        torch.randint(vocab_size, (n,), generator=generator).tolist() for n in case.lengths[step % len(case.lengths)]
+    ]
+    return Batch(ids, ids)
+
+
+def on_ranks(train_one: Callable[[], Outcome], ranks: int) -> Outcome:
+    """What ranks found, which has to be one thing; each is a process that is forked. Raises: ValueError for what they
+    refuse, RuntimeError for other errors of theirs."""
+
+    def as_rank(_: int) -> Outcome:
+        os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+        try:
+            return train_one()
+        finally:
+            leave()
+
+    found = run_ranks(as_rank, ranks)
+    errors = [outcome.error for outcome in found if outcome.error is not None]
+    refused = [error for error in errors if error.startswith(REFUSALS)]
+    if errors:
+        raise ValueError(refused[0]) if refused else RuntimeError(errors[0])
+    assert len({outcome.value.digest for outcome in found}) == 1, "ranks differ from each other"
+    return found[0].value
+
+
+# ---- one case ---------------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case, folder: Path) -> Result:
+    """Train a case in all variants and compare them."""
+    start_s, told = time.perf_counter(), list[str]()
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(case.config))
+
+    def result(outcome: str, message: str = "") -> Result:
+        seconds = round(time.perf_counter() - start_s, 2)
+        return Result(case.seed, case.name, case.options, outcome, message, tuple(told), seconds)
+
+    try:
+        planned = planned_run(folder, case, case.variants[0], MOST_BYTES)
+    except ValueError as error:
+        return result("refused", str(error))
+    except Exception:
+        return result("crash", traceback.format_exc()[-3000:])
+    first: Outcome | None = None
+    for variant in case.variants:
+        gpu_bytes = budget_of(planned, variant)
+        try:
+            found = train(case, planned) if first is None else _found(folder, case, variant, gpu_bytes)
+        except ValueError as error:
+            if variant.ranks == 1:
+                return result("refused a budget", f"{variant}, {gpu_bytes} bytes: {error}")
+            told.append(f"refused: {variant.ranks} ranks {variant.options}: {str(error).splitlines()[0]}")
+            continue  # ranks that need more than one does
+        except Exception:
+            return result("crash", f"{variant}, {gpu_bytes} bytes: {traceback.format_exc()[-3000:]}")
+        told.append(f"{found.plan}, {found.gpu_bytes} bytes")
+        first = first or found
+        if found.digest != first.digest:
+            return result("bits differ", f"{variant}, {gpu_bytes} bytes: {found.losses} instead of {first.losses}")
+    return result("same")
+
+
+def _found(folder: Path, case: Case, variant: Variant, gpu_bytes: int) -> Outcome:
+    def train_one() -> Outcome:
+        return train(case, planned_run(folder, case, variant, gpu_bytes))
+
+    return train_one() if variant.ranks == 1 else on_ranks(train_one, variant.ranks)
+
+
+def budget_of(planned: PlannedRun, variant: Variant) -> int:
+    """A budget between the least that a job can do with and what it takes with all; all for split ranks and for stages,
+    which have other slots."""
+    if variant.share >= 1 or variant.options.get("transport") in ("split", "stages"):
+        return MOST_BYTES
+    model, request = in_parts(planned.source.spec), replace(planned.plan.request, **variant.options)
+    least = Feasibility(model, request, planned.profile).least_gpu().gpu_bytes
+    return int(least + variant.share * max(0, planned.plan.predicted.gpu_bytes - least))
+
+
+def run_cases(seeds: Iterable[int], most_ranks: int = 3, until_s: float = float("inf")) -> list[Result]:
+    """The results of cases, until the clock says so."""
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        for seed in seeds:
+            if time.monotonic() > until_s:
+                break
+            results.append(run_case(draw_case(seed, most_ranks), Path(name) / "model"))
+            if results[-1].outcome not in ("same", "refused"):
+                print(results[-1], flush=True)
+    return results
+
+
+def summary(results: list[Result]) -> dict[str, Any]:
+    """Counts by outcome, family, optimizer and what else was drawn, and every complaint."""
+    passed = [result for result in results if result.outcome == "same"]
+    kinds = ("optimizer", "dtype", "optimizer_state_dtype", "mode", "base_dtype", "matmul_dtype", "keep_dtype")
+    return {
+        "cases": len(results),
+        "outcomes": Counter(result.outcome for result in results),
+        "same": {
+            "family": Counter(result.name.split(",")[0] for result in passed),
+            **{kind: Counter(str(result.options.get(kind, "default")) for result in passed) for kind in kinds},
+            "ranks and transport": Counter(text.split(",")[0] for result in passed for text in result.variants),
+        },
+        "refused": Counter(result.message.split(";")[0][:120] for result in results if result.outcome == "refused"),
+        "complaints": [result._asdict() for result in results if result.outcome not in ("same", "refused")],
+    }
+
+
+def main() -> None:
+    """Run the cases of a range of seeds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 300), help="first seed, and the one after the last")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after so long")
+    parser.add_argument("--ranks", type=int, default=3, help="most ranks of a case")
+    parser.add_argument("--json", default=None, help="write the figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = run_cases(range(*args.seeds), args.ranks, time.monotonic() + 60 * args.minutes)
+    found = summary(results)
+    print(json.dumps(found["outcomes"]))
+    write_json(args.json, found)
+
+
+if __name__ == "__main__":
+    main()
