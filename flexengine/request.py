@@ -94,7 +94,8 @@ def with_new_tokens(source: ModelSource, job: Job) -> ModelSource:
     folder = source.tokenizer_folder
     tokenizer, tokens = read_tokenizer(folder), tuple(job.add_tokens)
     if job.adapter is not None and not tokens and of_adapter > rows:
-        tokens = tokens_beyond(Path(job.adapter), tokenizer)
+        own = source.support_folder or folder  # folder may be the adapter's, whose tokenizer has the tokens already
+        tokens = tokens_beyond(Path(job.adapter), read_tokenizer(own))
     add_tokens(tokenizer, tokens)
     texts = files_with_tokens(folder, tokenizer, tokens) if tokens else {}
     last = max(tokenizer.get_vocab(with_added_tokens=True).values())

@@ -278,8 +278,8 @@ def test_adapters_of_peft_with_new_tokens_are_read(models, tmp_path, name, targe
         engine.save_pretrained(tmp_path / "again")
     names = {f"base_model.model.{n}" for n in ("lm_head.weight", "model.embed_tokens.weight")}
     if name != "gpt2":
-        again = dict(adapter_tensors(tmp_path / "again", shapes_of(tmp_path / "adapter")))
-        first = dict(adapter_tensors(tmp_path / "adapter", shapes_of(tmp_path / "adapter")))
+        again = dict(adapter_tensors(tmp_path / "again", shapes_of(tmp_path / "adapter"), {}))
+        first = dict(adapter_tensors(tmp_path / "adapter", shapes_of(tmp_path / "adapter"), {}))
         assert names <= again.keys()
         same_bits(again, first)
 
