@@ -93,8 +93,8 @@ def _measure_peers(team: Team, device: torch.device, at_once: AtOnce) -> tuple[P
         buffers = at_once(lambda: _peer_buffers(team.ranks, device))
         collectives.share(buffers.memory)
         found = at_once(lambda: _peer_rate(team.ranks, collectives, buffers))
-    except BaseException:
-        collectives.abort()
+    except BaseException as error:
+        collectives.abort(f"rank {team.ranks.rank}: {type(error).__name__}: {error}")
         raise
     way = collectives.way
     collectives.close()

@@ -135,15 +135,23 @@ class Collectives:
             self._control.leave_link(self._leaving, self._rank, self._size)
         elif self._group is not None:
             self._control.leave_link(self._leaving, self._rank, self._size)
-            self.abort()
+            self._abort_group()
         elif self._host is not None:
             self._host.close()
             self._host = None
 
-    def abort(self) -> None:
-        """Give up calls that others may never join; what is called from now on fails, or is worth nothing."""
+    def abort(self, message: str) -> None:
+        """Give up calls that others may never join; what is called from now on fails, or is worth nothing.
+
+        message: what RankLost says to ranks that wait on the host.
+        """
         if self._copies is not None:
             self._copies.abort()
+        if self._host is not None:
+            self._host.abort(message)
+        self._abort_group()
+
+    def _abort_group(self) -> None:
         if self._group is not None:
             with suppress(RuntimeError):  # of a GPU that is lost itself
                 self._group.abort()

@@ -63,6 +63,10 @@ class HostCopies:
             total += other
         table.copy_(total)
 
+    def abort(self, message: str) -> None:
+        """End the waits of all ranks, which raise RankLost(message); what is copied from now on is worth nothing."""
+        self._signals.abort(message)
+
     def close(self) -> None:
         """Let go of the memory."""
         if self._watch is not None:

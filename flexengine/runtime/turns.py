@@ -198,11 +198,12 @@ class Turns:
 
         What another rank has told is passed on as it is: a third may see this rank's message first.
         """
-        if self.collectives is not None:
-            self.collectives.abort()
-        end = self._signals if self._watch is None else self._watch
         own = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
-        end.abort(str(error) if isinstance(error, RankLost) else own)
+        message = str(error) if isinstance(error, RankLost) else own
+        if self.collectives is not None:
+            self.collectives.abort(message)
+        end = self._signals if self._watch is None else self._watch
+        end.abort(message)
 
     # -- calls that all ranks make -----------------------------------------------------------------------------------
 
