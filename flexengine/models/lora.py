@@ -7,13 +7,13 @@ the model is frozen (models/freezing.py). Names are PEFT's, so that files of bot
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from flexengine.checkpoint.expressions import full_matches
 from flexengine.lora import ALL_EXPERTS, ALL_LINEAR, LoRA
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.lora_units import with_sums_in_units
@@ -76,13 +76,13 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
     Raises: ValueError for a target that no linear layer of the blocks has, or adapters that cannot be.
     """
     named = with_named_experts(model)
-    _check_targets(named, lora)
-    if any(modules[0].expert for layer in named.layers for _, modules in _targeted(named, layer, lora)):
+    meant = _named_by_targets(named, lora)
+    if any(modules[0].expert for layer in named.layers for _, modules in _targeted(named, layer, lora, meant)):
         model = named  # a checkpoint may hold experts without adapters one by one
     known: dict[tuple[tuple[Op, ...], tuple], tuple[Op, ...]] = {}
     layers, groups = list(model.layers), list(model.groups)
     for index, layer in enumerate(model.layers):
-        found = {op.name: modules for op, modules in _targeted(named, layer, lora)}
+        found = {op.name: modules for op, modules in _targeted(named, layer, lora, meant)}
         if not found:
             continue
         # Equal blocks must go on sharing one tuple of ops: everything derived from ops is cached by it.
@@ -170,7 +170,11 @@ def _magnitudes(op: DoRALinear | DoRAGroupedLinear, modules: Sequence[_Module]) 
 # -- which modules ---------------------------------------------------------------------------------------------------
 
 
-def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA) -> list[tuple[Op, tuple[_Module, ...]]]:
+_Meant = dict[str, frozenset[str]]
+"""Names that targets mean, by target, but for those of all of a kind."""
+
+
+def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA, meant: _Meant) -> list[tuple[Op, tuple[_Module, ...]]]:
     """List the linear layers, experts and routers of a block that have targets, with these."""
     found: list[tuple[Op, tuple[_Module, ...]]] = []
     of_op = {op: tuple(_modules(model, layer, op)) for op in _adaptable(layer)} if layer.kind == "block" else {}
@@ -178,7 +182,7 @@ def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA) -> list[tuple[Op, 
     linear = {module.short for modules in of_op.values() for module in modules if not module.one_tensor}
     for op, everything in of_op.items():
         targets = [t for t in lora.targets if not (everything[0].one_tensor and t in linear)]
-        modules = tuple(m for m in everything if any(_hits(t, m) for t in targets))
+        modules = tuple(m for m in everything if any(_hits(t, m, meant) for t in targets))
         if modules:
             _check_experts(everything, modules, lora)
             found.append((op, modules))
@@ -244,32 +248,38 @@ def _spans(sources: Sequence[WeightSource], op: _Target) -> Iterator[tuple[Weigh
         start = end % op.out_features
 
 
-def _hits(target: str, module: _Module) -> bool:
+def _hits(target: str, module: _Module, meant: _Meant) -> bool:
     """Whether a target means a module: all of a kind, its name or the end of it, or an expression for the whole
     name."""
     if target in (ALL_LINEAR, ALL_EXPERTS):
         return not module.router and module.expert == (target == ALL_EXPERTS)
-    names = [module.name]
+    return not meant[target].isdisjoint(_names(module))
+
+
+def _names(module: _Module) -> list[str]:
+    """The names by which targets may mean a module: its own, and that of the tensor that transformers has it in."""
     if module.expert and not module.one_tensor:
-        names.append(f"{module.name.rsplit('.', 2)[0]}.{STACKED[module.short]}")
-    return any(_is_named(target, name) for name in names)
+        return [module.name, f"{module.name.rsplit('.', 2)[0]}.{STACKED[module.short]}"]
+    return [module.name]
 
 
-def _is_named(target: str, name: str) -> bool:
-    """Whether a target is a name or its end, or an expression for all of it. PEFT names some modules' parameters."""
-    return f".{name}".endswith(f".{target.removesuffix('.weight')}") or bool(re.fullmatch(target, name))
+def _named_by(target: str, names: Collection[str]) -> frozenset[str]:
+    """The names that a target is or ends, or that it matches as an expression. PEFT names some modules' parameters."""
+    end = f".{target.removesuffix('.weight')}"
+    return full_matches(target, names, "lora target") | {name for name in names if f".{name}".endswith(end)}
 
 
-def _check_targets(model: ModelSpec, lora: LoRA) -> None:
-    """Raise ValueError for a target that is no expression, or that no module has."""
+def _named_by_targets(model: ModelSpec, lora: LoRA) -> _Meant:
+    """Find what targets mean. Raises ValueError for one that is no expression, or that no module has."""
     modules = [module for layer in model.blocks for op in _adaptable(layer) for module in _modules(model, layer, op)]
     short = Counter(module.short for module in modules)
+    names = {name for module in modules for name in _names(module)}.union(edge_modules(model))
+    meant: _Meant = {}
     for target in lora.targets:
-        try:
-            hit = any(_hits(target, module) for module in modules)
-        except re.error as error:
-            raise ValueError(f"lora target {shown(target)} is no regular expression: {error}") from None
-        edges = [module for module in edge_modules(model) if _is_named(target, module)]
+        if target not in (ALL_LINEAR, ALL_EXPERTS):
+            meant[target] = _named_by(target, names)
+        hit = any(_hits(target, module, meant) for module in modules)
+        edges = [module for module in edge_modules(model) if module in meant.get(target, ())]
         trained = [module for module in edges if any(module.endswith(name) for name in lora.modules_to_save)]
         if len(trained) < len(edges):
             raise ValueError(
@@ -284,6 +294,7 @@ def _check_targets(model: ModelSpec, lora: LoRA) -> None:
                 f"lora target {shown(target)}: no linear layer of {model.name}'s blocks has that name{guess}; there are"
                 f" {there}, and {ALL_LINEAR} for all of them"
             )
+    return meant
 
 
 def _check_ranks(adapted: ModelSpec, lora: LoRA) -> None:

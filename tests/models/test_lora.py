@@ -27,6 +27,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from flexengine import LoRA
+from flexengine.checkpoint import bounded_process
 from flexengine.hardware.presets import named_profile
 from flexengine.job import Job
 from flexengine.lora import ALL_LINEAR
@@ -183,7 +184,8 @@ def test_planned_bytes_are_those_of_the_layout():
         assert [home for home, group in zip(plan.groups, spec.groups, strict=True) if group.adapter] == [ON_GPU] * 6
 
 
-def test_targets():
+def test_targets(monkeypatch):
+    monkeypatch.setattr(bounded_process, "ALLOWED_CPU_S", 0.2)
     spec = build_model("tiny", tiny_config())
     names = {adapter.module for adapter in adapters(with_lora(spec, LoRA(["q_proj", r".*layers\.1\.mlp\.up_proj"])))}
     assert names == {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
@@ -193,6 +195,8 @@ def test_targets():
         with_lora(spec, LoRA("q_prj"))
     with pytest.raises(ValueError, match="no regular expression"):
         with_lora(spec, LoRA("q_proj("))
+    with pytest.raises(ValueError, match=r"lora target .* did not end within 0.2 CPU seconds"):
+        with_lora(spec, LoRA("(.*.*)*(.*.*)*x"))
 
 
 def test_only_adapters_are_trained():
