@@ -132,7 +132,7 @@ def prepare_sources(
     cache: Path | None,
     bad_records: Policy = "stop",
 ) -> list[Prepared]:
-    """The sequences of each source, from the cache where it has them; without a cache from a nameless file.
+    """The sequences of each source, from the cache where it has them; without a cache from a scratch folder.
 
     Raises ValueError for records that cannot be read, unless bad_records says to skip them, or when a source leaves
     nothing to train on, saying why.
