@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bench.environment import require_gpu, write_json
-from flexengine.hardware.timing import cuda_timer
-from flexengine.ops.attention_choice import KERNEL_NAMES, KernelName
-from flexengine.ops.attention_kernels import KERNELS, Kernels, Lengths, Rows, can_serve
-from flexengine.ops.attention_reference import attention_backward_reference, attention_forward_reference
-from flexengine.ops.attention_style import CAUSAL, AttentionStyle
+from flexengine.hardware.measure.timing import cuda_timer
+from flexengine.ops.attention.choice import KERNEL_NAMES, KernelName
+from flexengine.ops.attention.kernels import KERNELS, Kernels, Lengths, Rows, can_serve
+from flexengine.ops.attention.reference import attention_backward_reference, attention_forward_reference
+from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 
 LEAST_S = 0.2  # of calls back to back
 CHECK_LENGTHS = (512, 512)

@@ -24,10 +24,10 @@ from torch import Tensor
 from bench.attention import CASES, Case, operands_of, relative
 from bench.compiling import compile_all
 from bench.environment import require_gpu, write_json
-from flexengine.hardware.timing import cuda_timer
+from flexengine.hardware.measure.timing import cuda_timer
 from flexengine.kernels import attention, attention_backward
 from flexengine.kernels.attention_tilings import ShortTiling, Tiling
-from flexengine.ops.attention_kernels import _operands
+from flexengine.ops.attention.kernels import _operands
 
 LEAST_S = 0.03
 TRIED = ("gpt-oss-20b", "gpt-oss-20b, window", "llama-3.1-8b", "gemma-2-9b", "deepseek-v2-lite")

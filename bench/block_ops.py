@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.hardware.timing import Timer
+from flexengine.hardware.measure.timing import Timer
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Work
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from bench.environment import write_json
-from flexengine.hardware.measure_host import thread_counts
-from flexengine.hardware.timing import cpu_timer
+from flexengine.hardware.measure.host import thread_counts
+from flexengine.hardware.measure.timing import cpu_timer
 from flexengine.native import allocate_host
 from flexengine.native.adamw import adamw_update_, instruction_sets
 from flexengine.native.update import HostUpdate, Targets, update_into

@@ -25,11 +25,11 @@ from torch.nn.functional import softplus
 
 from bench.block_ops import block_env
 from bench.environment import require_gpu, write_json
-from flexengine.hardware.timing import cuda_timer
+from flexengine.hardware.measure.timing import cuda_timer
 from flexengine.models.registry import open_model
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import OpEnv
-from flexengine.ops.delta_rule import DeltaRule
+from flexengine.ops.delta.delta_rule import DeltaRule
 
 LEAST_S = 0.3  # of calls back to back
 CHECK_LENGTHS = (700, 1, 64, 65, 173)

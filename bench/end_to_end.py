@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from bench.environment import write_json
-from flexengine.run_saver import STOPPED
+from flexengine.run.saver import STOPPED
 
 FLEXENGINE = [sys.executable, "-m", "flexengine"]
 PROMPT = "Tom has 3 apples and buys 5 more. How many apples has he?"

@@ -19,7 +19,7 @@ STATUS = 5
 
 def fail_in(number: int, kind: str, file: Path) -> None:
     """Have the command of this number raise, or end the process."""
-    from flexengine.runtime.command_handlers import CommandHandlers  # noqa: PLC0415, the other ranks start as ever
+    from flexengine.runtime.execution.handlers import CommandHandlers  # noqa: PLC0415, the other ranks start as ever
 
     carry_out, count = CommandHandlers.run, 0
 

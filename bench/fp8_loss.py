@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from bench.environment import write_json
-from flexengine.config import LOG_FILE
+from flexengine.options.train_config import LOG_FILE
 
 WINDOW = 20
 MOST_DIFFERENCE = 0.005

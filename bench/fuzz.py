@@ -32,12 +32,12 @@ from bench.environment import write_json
 from bench.fuzz_cases import Damaged, Originals, damage
 from flexengine import from_pretrained
 from flexengine.hardware.presets import preset
-from flexengine.job import Job
 from flexengine.models.registry import open_model
+from flexengine.options.job import Job
 from flexengine.plan import PlanError
 from flexengine.planner.planner import make_plan
 from flexengine.request import make_request
-from flexengine.runtime.weight_store import check_checkpoint
+from flexengine.runtime.weights.weight_store import check_checkpoint
 
 MIB, GIB = 2**20, 2**30
 ALLOWED = (ValueError, OSError)

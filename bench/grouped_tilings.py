@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.compiling import compile_all
 from bench.environment import require_gpu, write_json
 from bench.kernels import copy_rate
-from flexengine.hardware.timing import cuda_timer
+from flexengine.hardware.measure.timing import cuda_timer
 from flexengine.kernels import grouped, grouped_gradient_tma
 from flexengine.kernels.grouped_gradient_tma import ADDED, WRITTEN, GradientTiling
 from flexengine.kernels.grouped_tiles import Tiling

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from flexengine.flags import add_flag, from_flags
-from flexengine.job import Job
-from flexengine.options import options_of
+from flexengine.options.flags import add_flag, from_flags
+from flexengine.options.job import Job
+from flexengine.options.option import options_of
 
 SHORT = {
     "max_seq_len": "--seq-len",

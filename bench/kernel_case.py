@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flexengine.models.spec import ModelSpec
-from flexengine.ops.attention import CausalAttention
+from flexengine.ops.attention.attention import CausalAttention
 from flexengine.ops.cross_entropy import block_tokens
-from flexengine.ops.experts import WeightedGLU
+from flexengine.ops.experts.experts import WeightedGLU
 from flexengine.ops.glu import GLU
 from flexengine.optim.rounding import join_fp32
 from flexengine.schedule.fixed_slots import PARTIAL_SQUARES

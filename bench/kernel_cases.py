@@ -19,8 +19,8 @@ from flexengine.ops import layernorm as layernorm_op
 from flexengine.ops import linear as linear_op
 from flexengine.ops import rmsnorm as norm_op
 from flexengine.ops import rope as rope_op
-from flexengine.ops.weight_format import WeightFormat
-from flexengine.ops.weight_formats import FORMATS
+from flexengine.ops.formats.weight_format import WeightFormat
+from flexengine.ops.formats.weight_formats import FORMATS
 from flexengine.optim.adamw import adamw_factors, adamw_update_reference
 from flexengine.optim.rounding import split_fp32
 from flexengine.random_bits import stream_keys

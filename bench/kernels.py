@@ -29,7 +29,7 @@ from bench.block_ops import KINDS, OpTime, block_times, microseconds_per_token
 from bench.environment import require_gpu, write_json
 from bench.kernel_case import Case, Random, Sizes, check_error, has_gated_unit, sizes_of
 from bench.kernel_cases import kernel_cases
-from flexengine.hardware.timing import Timer, cuda_timer, hold_stream
+from flexengine.hardware.measure.timing import Timer, cuda_timer, hold_stream
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model
 

@@ -35,9 +35,9 @@ from flexengine.hardware.devices import choose_device
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.probe import probe
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.job import Job
 from flexengine.models.registry import open_initial
 from flexengine.optim import AdamW
+from flexengine.options.job import Job
 from flexengine.plan import PlanError
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.request import described, make_request, probe_shape

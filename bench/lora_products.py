@@ -3,9 +3,9 @@
     python -m bench.lora_products --model preset:llama-3.1-8b --tokens 16384 --json out.json
 
 Times linear layers and gated units of a block, back to back, in four forms: frozen without adapters; with adapters,
-each layer by itself; where gated units take passes over (ops/lora_glu.py); and as adapters are trained, where besides
-one pass over the gradient of an output serves both products with it (ops/lora_grads.py). The frozen form has no weight
-halves. --matmul-dtype fp8: beside FP8 products.
+each layer by itself; where gated units take passes over (ops/adapters/lora_glu.py); and as adapters are trained, where
+besides one pass over the gradient of an output serves both products with it (ops/adapters/lora_grads.py). The frozen
+form has no weight halves. --matmul-dtype fp8: beside FP8 products.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 
 from bench.block_ops import HALVES, OpTime, block_times
 from bench.environment import require_gpu, write_json
-from flexengine.hardware.timing import Timer, cuda_timer
-from flexengine.lora import LoRA
+from flexengine.hardware.measure.timing import Timer, cuda_timer
 from flexengine.models import lora as adapting
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
+from flexengine.ops.adapters.lora import LoRALinear
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
-from flexengine.ops.lora import LoRALinear
+from flexengine.options.lora import LoRA
 
 LEAST_S = 0.1  # of every half of an op, back to back
 FORMS = ("no adapters", "by themselves", "with gated units", "joint gradients")

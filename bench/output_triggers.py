@@ -69,7 +69,7 @@ class Result(NamedTuple):
 
 def arm() -> None:
     """Have the run of this process meet the trigger that the environment names."""
-    from flexengine import trackers, trainer  # noqa: PLC0415, the parent stays small
+    from flexengine.run import trackers, trainer  # noqa: PLC0415, the parent stays small
 
     trigger, moment = os.environ["TRIGGER"], os.environ["MOMENT"]
     if trigger.startswith("tracker"):
@@ -120,7 +120,7 @@ def _happens(trigger: str) -> None:
 
 
 def _tracker(method: str, moment: str) -> object:
-    from flexengine.trackers import Tracker  # noqa: PLC0415
+    from flexengine.run.trackers import Tracker  # noqa: PLC0415
 
     error = ERRORS[MOMENTS.index(moment)]
 

@@ -248,7 +248,7 @@ def measured_row(
     import torch  # noqa: PLC0415
 
     from flexengine.api import build  # noqa: PLC0415
-    from flexengine.step_prediction import StepPredictor  # noqa: PLC0415
+    from flexengine.run.step_prediction import StepPredictor  # noqa: PLC0415
 
     engine, job = build(prepared, optimizer), prepared.job
     generator = torch.Generator().manual_seed(0)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from bench.environment import write_json
 from flexengine.hardware.presets import matmul_curve, preset, with_memory
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.lora import LoRA
 from flexengine.metrics import GIB
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
+from flexengine.options.lora import LoRA
 from flexengine.plan import Numerics, PlanError, Request
 from flexengine.planner.planner import make_plan
 

@@ -13,9 +13,9 @@ import torch
 from torch.cuda import nccl
 
 from bench.rank_processes import save
+from flexengine.hardware.measure.timing import ISSUE_S, MOST_SHORT_CALLS, hold_stream
 from flexengine.hardware.memory_usage import gpu_used_bytes, resident_bytes
 from flexengine.hardware.nodes import PEER_MEMORY_BYTES
-from flexengine.hardware.timing import ISSUE_S, MOST_SHORT_CALLS, hold_stream
 from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.team import Team
 

@@ -32,8 +32,8 @@ from bench.end_to_end import lines
 from bench.environment import write_json
 from bench.kill_runs import outcome
 from bench.plan_accuracy import write_config
-from flexengine.config import TrainConfig
-from flexengine.trainer import train
+from flexengine.options.train_config import TrainConfig
+from flexengine.run.trainer import train
 
 LIMIT_S, GIVE_UP_S = 15.0, 120.0
 STEPS, SAVE_STEPS, COMMANDS = 12, 3, 400  # commands of a run that may fail
@@ -47,7 +47,7 @@ OPTIONS: dict[str, Any] = {
     "chunk_tokens": 32, "round_tokens": 32, "round_multiple": 12, "dtype": "float32", "device": "cpu",
     "max_gpu_mem_gib": 0.5, "max_host_mem_gib": 8.0, "save": True, "save_steps": SAVE_STEPS, "lr": 1e-3,
 }  # fmt: skip
-LAUNCH = "import sys; from flexengine.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
+LAUNCH = "import sys; from flexengine.run.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
 MESSAGE = re.compile(r"flexengine( \w+)?: |\w+(Error|Interrupt)\b|SIG[A-Z0-9]+: ")
 """How a line begins that says what was wrong."""
 

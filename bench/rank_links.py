@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bench.links import DIRECTIONS, Direction, HostWork, Together, all_together, host_works, together
 from bench.shared_pages import huge_bytes
-from flexengine.hardware.measure_host import copy_curve
-from flexengine.hardware.measure_links import LinkBuffers, link_buffers
+from flexengine.hardware.measure.host import copy_curve
+from flexengine.hardware.measure.links import LinkBuffers, link_buffers
 from flexengine.native.adamw import update_threads
 from flexengine.native.page_lock import lock_pages, unlock_pages
 from flexengine.native.transfer import open_transfers

@@ -38,14 +38,14 @@ from bench.environment import write_json
 from bench.rank_hops import hops
 from bench.rank_processes import required, told
 from bench.shared_pages import KINDS, pages
-from flexengine.hardware.timing import cpu_timer
+from flexengine.hardware.measure.timing import cpu_timer
 from flexengine.models.registry import ModelSource, build_model
 from flexengine.optim import AdamW
 from flexengine.parallel.team import Team, join, leave
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.runtime.engine import Engine, EngineSettings
-from flexengine.runtime.executor import STREAM_SIGNALS_VARIABLE
-from flexengine.runtime.turns import RankGroup
+from flexengine.runtime.execution.executor import STREAM_SIGNALS_VARIABLE
+from flexengine.runtime.ranks.turns import RankGroup
 
 PARTS = ("train", "hops", "pages", "adamw")
 GIB = 2**30

@@ -27,7 +27,7 @@ from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Plan, PlanError, Request
-from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.planner.ranks.plan import plan_for_ranks
 
 SEQ_LEN = 2048
 HOST_GIB = 110

@@ -15,7 +15,7 @@ from flexengine.hardware.presets import preset, with_memory
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Request
-from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.planner.ranks.plan import plan_for_ranks
 
 
 class Case(NamedTuple):

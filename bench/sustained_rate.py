@@ -40,7 +40,7 @@ def measured(seconds: float) -> list[dict]:
     """Multiply for so long; one row per batch."""
     import torch  # noqa: PLC0415 (--help needs none)
 
-    from flexengine.hardware.timing import timed_calls  # noqa: PLC0415
+    from flexengine.hardware.measure.timing import timed_calls  # noqa: PLC0415
 
     a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product, state, rows, after_s = torch.empty_like(a), state_reader(), [], 0.0

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 import flexengine
 from flexengine import from_pretrained
-from flexengine.lora import LoRA
 from flexengine.optim import AdamW
+from flexengine.options.lora import LoRA
 from flexengine.runtime.engine import Engine
 
 BUNDLED = Path(flexengine.__file__).parent / "assets" / "demo"

@@ -8,7 +8,7 @@ from flexengine.version import __version__
 
 if TYPE_CHECKING:
     from flexengine.api import from_pretrained
-    from flexengine.lora import LoRA
+    from flexengine.options.lora import LoRA
 
 __all__ = ["LoRA", "__version__", "from_pretrained"]
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return from_pretrained
     if name == "LoRA":
-        from flexengine.lora import LoRA  # noqa: PLC0415
+        from flexengine.options.lora import LoRA  # noqa: PLC0415
 
         return LoRA
     raise AttributeError(f"module 'flexengine' has no attribute {name!r}")

@@ -14,24 +14,24 @@ import torch
 
 from flexengine.hardware.devices import choose_device
 from flexengine.hardware.memory_usage import release_unused_heap
+from flexengine.hardware.node_probe import with_ranks_at_work
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.job import ADAPTER_LR, LORA_OPTIONS, Job, OptimizerName, meant_by
-from flexengine.keywords import takes
-from flexengine.lora import LoRA
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
 from flexengine.native.host_memory import gpu_numa_node
-from flexengine.node_probe import with_ranks_at_work
 from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
-from flexengine.options import options_of
+from flexengine.options.job import ADAPTER_LR, LORA_OPTIONS, Job, OptimizerName, meant_by
+from flexengine.options.keywords import takes
+from flexengine.options.lora import LoRA
+from flexengine.options.option import options_of
 from flexengine.parallel.cores import take_cores
 from flexengine.parallel.devices import device_of_rank, gpus_of_ranks
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import Team, join
 from flexengine.plan import Plan
-from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import step_timeline
 from flexengine.reports.plan_text import describe
@@ -48,10 +48,10 @@ from flexengine.request import (
     with_read_adapter,
     without_cache,
 )
-from flexengine.runtime.batches_of_ranks import Batches
 from flexengine.runtime.engine import Engine, EngineSettings
-from flexengine.runtime.turns import RankGroup
-from flexengine.runtime.weight_store import check_checkpoint
+from flexengine.runtime.ranks.batches import Batches
+from flexengine.runtime.ranks.turns import RankGroup
+from flexengine.runtime.weights.weight_store import check_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from flexengine import __version__
-from flexengine.config import TrainConfig, options_from_yaml
-from flexengine.flags import add_flag, overlay
-from flexengine.hf_names import renamed_flag
-from flexengine.job import Job
-from flexengine.launch import is_rank, launch
-from flexengine.options import options_of
+from flexengine.options.flags import add_flag, overlay
+from flexengine.options.hf_names import renamed_flag
+from flexengine.options.job import Job
+from flexengine.options.option import options_of
+from flexengine.options.train_config import TrainConfig, options_from_yaml
 from flexengine.output import INTERRUPTED, command_output, loading, steady_messages
+from flexengine.run.launch import is_rank, launch
 from flexengine.wording import (
     WRONG_USAGE,
     FlagParser,
@@ -169,7 +169,7 @@ def _train(config: TrainConfig, command: list[str], **keywords: Any) -> int:
         return launch(config.gpus, ["-m", "flexengine", *command])
     logging.basicConfig(level=config.logging.upper(), format="%(message)s", handlers=[StderrHandler()], force=True)
     with loading():
-        from flexengine.trainer import train  # noqa: PLC0415, loads torch
+        from flexengine.run.trainer import train  # noqa: PLC0415, loads torch
 
     return train(config, **keywords)
 

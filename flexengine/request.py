@@ -13,8 +13,6 @@ from flexengine.checkpoint.adapter_config import embedding_rows, read_lora, toke
 from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.tokenizer_files import add_tokens, files_with_tokens, read_tokenizer, tokens_beyond
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
-from flexengine.job import LORA_OPTIONS, Job
-from flexengine.lora import LoRA
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import forward_only, with_frozen
@@ -27,6 +25,8 @@ from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
+from flexengine.options.job import LORA_OPTIONS, Job
+from flexengine.options.lora import LoRA
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import shown
 

@@ -5,10 +5,10 @@ import torch
 from flexengine.kernels import attention as attention_kernel
 from flexengine.kernels import attention_backward
 from flexengine.kernels.attention_tilings import Tiling
-from flexengine.ops import attention
-from flexengine.ops.attention import CausalAttention
-from flexengine.ops.attention_kernels import OWN, Kernels
-from flexengine.ops.attention_style import CAUSAL
+from flexengine.ops.attention import attention
+from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.kernels import OWN, Kernels
+from flexengine.ops.attention.style import CAUSAL
 
 SMALL_TILE = Tiling(16, 16, 4, 1)
 """For Triton's interpreter."""

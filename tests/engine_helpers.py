@@ -16,7 +16,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.runtime.engine import Engine, EngineSettings
-from flexengine.runtime.turns import together
+from flexengine.runtime.ranks.turns import together
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import STREAMS, Command, Program, Stream
 from flexengine.schedule.save_sets import savable_ops

@@ -148,8 +148,8 @@ def _hazards_of(code: str, body: list[str]) -> list[str]:
 
 def delta_rule(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
     """Both halves of the gated delta rule."""
-    from flexengine.ops import delta_kernels  # noqa: PLC0415
-    from flexengine.ops.delta_tiles import Ends, Operands, Sizes  # noqa: PLC0415
+    from flexengine.ops.delta import kernels as delta_kernels  # noqa: PLC0415
+    from flexengine.ops.delta.tiles import Ends, Operands, Sizes  # noqa: PLC0415
 
     sizes, lengths = Sizes(1, 2, key_dim, value_dim), (65, 3)
     tokens = sum(lengths)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from flexengine import __version__, cli
-from flexengine.config import TrainConfig
-from flexengine.options import flag_of, options_of
+from flexengine.options.option import flag_of, options_of
+from flexengine.options.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SYNTHETIC = ["--model", "preset:demo", "--data-source", "synthetic"]

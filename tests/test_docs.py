@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from flexengine.commands.plan_flags import FILES
-from flexengine.config import TrainConfig
-from flexengine.hf_names import OTHERWISE, SAME
-from flexengine.options import flag_of, options_of
+from flexengine.options.hf_names import OTHERWISE, SAME
+from flexengine.options.option import flag_of, options_of
+from flexengine.options.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]

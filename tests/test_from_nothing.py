@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexengine.checkpoint.run_checkpoints import whole_checkpoints
 from flexengine.models.registry import ASSETS
-from flexengine.run_saver import STOPPED
+from flexengine.run.saver import STOPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, LENGTH, NUM_NEW = 8, 64, 6

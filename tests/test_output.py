@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from flexengine import cli, output
-from flexengine.callbacks import Callback
-from flexengine.config import TrainConfig
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS
+from flexengine.options.train_config import TrainConfig
 from flexengine.output import Output
-from flexengine.trackers import WandbTracker
-from flexengine.trainer import train
+from flexengine.run.callbacks import Callback
+from flexengine.run.trackers import WandbTracker
+from flexengine.run.trainer import train
 from tests.failures.provoke import arguments, write_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,7 +147,7 @@ def test_a_tracker_that_fails_ends_no_run(moment, error, options, monkeypatch, c
 
     for name in ("start", "send", "finish"):
         monkeypatch.setattr(WandbTracker, name, fails if name == moment else lambda self, *_: None)
-    monkeypatch.setattr("flexengine.trainer.open_trackers", lambda names: [WandbTracker()])
+    monkeypatch.setattr("flexengine.run.trainer.open_trackers", lambda names: [WandbTracker()])
     assert run({**options, "report_to": "wandb"}) == 0
     assert is_whole()
     assert capsys.readouterr().err.count("--report-to wandb failed, and the run goes on without it") == 1

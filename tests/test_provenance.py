@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from flexengine import cli, trainer
+from flexengine import cli
 from flexengine.checkpoint.atomic import sha256_of
 from flexengine.checkpoint.manifest import FileRecord, read_manifest, verify_manifest, write_manifest
 from flexengine.checkpoint.provenance import base_of
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS
+from flexengine.run import trainer
 from flexengine.wording import without_folders
 from tests.failures.provoke import arguments, write_model
 

@@ -9,15 +9,15 @@ import yaml
 
 from flexengine import cli, from_pretrained
 from flexengine.api import prepare
-from flexengine.config import TrainConfig
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import preset
-from flexengine.job import Job
 from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
+from flexengine.options.job import Job
+from flexengine.options.train_config import TrainConfig
 from flexengine.plan import MOST_ROUNDED, Numerics, Plan, PlanError, Request
-from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.feasibility.remedies import Least, Try, remedies
+from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.reproducible import sizes_of_rule
 from flexengine.reports.bits import bits_digest, bits_line
 from flexengine.reports.plan_text import describe

@@ -17,10 +17,10 @@ from mkdocs.structure.pages import Page
 import flexengine
 from flexengine import optim
 from flexengine.api import PlannedRun, build, prepare
-from flexengine.config import TrainConfig
-from flexengine.job import Job
 from flexengine.ops.custom_loss import LogitsBlock
-from flexengine.options import Option, options_of
+from flexengine.options.job import Job
+from flexengine.options.option import Option, options_of
+from flexengine.options.train_config import TrainConfig
 from flexengine.plan import PlanError
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from flexengine.checkpoint.layout import ADAPTER_CONFIG, TOKENIZERS
 from flexengine.checkpoint.manifest import check_acted_on
-from flexengine.lora import ALL_LINEAR, PISSA, LoRA, Targets
+from flexengine.options.lora import ALL_LINEAR, PISSA, LoRA, Targets
 from flexengine.wording import parse_json, shown
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

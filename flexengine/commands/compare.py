@@ -10,9 +10,9 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Request
-from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
+from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.plan_data import shortage_json
 from flexengine.reports.text_format import align_columns, percent
 

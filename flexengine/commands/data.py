@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexengine.config import TrainConfig
-from flexengine.flags import add_flag, from_flags, positive_count
-from flexengine.job import Job
 from flexengine.metrics import format_bytes
-from flexengine.options import options_of
+from flexengine.options.flags import add_flag, from_flags, positive_count
+from flexengine.options.job import Job
+from flexengine.options.option import options_of
+from flexengine.options.train_config import TrainConfig
 from flexengine.wording import FlagParser
 
 PREVIEWED = [

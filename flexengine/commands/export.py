@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.checkpoint.layout import ADAPTER_CONFIG, TOKENIZERS
 from flexengine.checkpoint.layout import CONFIG_FILE as MODEL_CONFIG
-from flexengine.config import CONFIG_FILE, FINAL_FOLDER, TrainConfig
-from flexengine.flags import add_flag, from_flags
-from flexengine.job import LORA_OPTIONS, Job
-from flexengine.options import options_of
+from flexengine.options.flags import add_flag, from_flags
+from flexengine.options.job import LORA_OPTIONS, Job
+from flexengine.options.option import options_of
+from flexengine.options.train_config import CONFIG_FILE, FINAL_FOLDER, TrainConfig
 from flexengine.wording import FlagParser
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def _export_checkpoint(config: TrainConfig, arguments: argparse.Namespace, merge
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
     from flexengine.checkpoint.layout import RUN_FILE  # noqa: PLC0415
     from flexengine.checkpoint.manifest import read_manifest  # noqa: PLC0415
-    from flexengine.resuming import differing_options, load_point, resume_points  # noqa: PLC0415
-    from flexengine.run_folder import run_record  # noqa: PLC0415
+    from flexengine.run.folder import run_record  # noqa: PLC0415
+    from flexengine.run.resuming import differing_options, load_point, resume_points  # noqa: PLC0415
 
     points = resume_points(replace(config, resume=str(arguments.checkpoint or config.run_folder)))
     planned = prepare_job(config.model, points[0].pinned(config).as_job())

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexengine.config import TrainConfig
-from flexengine.flags import add_flag, from_flags, positive_count
-from flexengine.job import ForwardJob, Job
 from flexengine.metrics import format_bytes
-from flexengine.options import options_of
+from flexengine.options.flags import add_flag, from_flags, positive_count
+from flexengine.options.job import ForwardJob, Job
+from flexengine.options.option import options_of
+from flexengine.options.train_config import TrainConfig
 from flexengine.wording import FlagParser, parse_json
 
 if TYPE_CHECKING:

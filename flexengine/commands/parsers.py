@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flexengine.commands.plan_flags import plan_parser
-from flexengine.flags import add_flag
 from flexengine.hardware.presets import PRESETS
 from flexengine.hardware.profile import DEFAULT_SHAPE
-from flexengine.job import Job
-from flexengine.options import options_of
+from flexengine.options.flags import add_flag
+from flexengine.options.job import Job
+from flexengine.options.option import options_of
 from flexengine.wording import FlagParser
 
 DEVICE, DTYPE = options_of(Job)["device"], options_of(Job)["dtype"]

@@ -18,14 +18,14 @@ from flexengine.commands.plan_flags import FILES, budget_of_case, parse
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, with_gpus
 from flexengine.hardware.presets import PRESETS, named_profile, with_memory
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.job import Job
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
-from flexengine.options import flag_of
+from flexengine.options.job import Job
+from flexengine.options.option import flag_of
 from flexengine.plan import Plan, PlanError, Request
-from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.feasibility.shortage import ShortageError
+from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page

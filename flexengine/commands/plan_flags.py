@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexengine.commands.files import check_target
-from flexengine.flags import add_flag, from_flags, positive_count, positive_number
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S
 from flexengine.hardware.presets import PRESETS
-from flexengine.job import Job
 from flexengine.models.preset_files import preset_names
-from flexengine.options import flag_of, options_of
+from flexengine.options.flags import add_flag, from_flags, positive_count, positive_number
+from flexengine.options.job import Job
+from flexengine.options.option import flag_of, options_of
 from flexengine.wording import FlagParser
 
 FILES = ("timeline", "html", "plan_json")

@@ -16,10 +16,10 @@ from flexengine.hardware.devices import choose_device
 from flexengine.hardware.presets import preset, preset_source
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult, run_probe
 from flexengine.hardware.profile import HardwareProfile, masters_and_states
-from flexengine.job import Job
 from flexengine.metrics import format_bytes, format_seconds, format_tflops
 from flexengine.models.registry import open_model
-from flexengine.options import options_of
+from flexengine.options.job import Job
+from flexengine.options.option import options_of
 from flexengine.request import probe_shape
 
 LABEL_WIDTH = 52

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flexengine.config import (
+from flexengine.metrics import TIMED_STEP
+from flexengine.options.train_config import (
     EVAL_LOG_FILE,
     LOG_FILE,
     PLAN_FILE,
@@ -16,7 +17,6 @@ from flexengine.config import (
     TrainConfig,
     options_from_yaml,
 )
-from flexengine.metrics import TIMED_STEP
 from flexengine.plan import Plan
 from flexengine.reports.run_record import LoggedEvaluation, LoggedStep, RunRecord
 from flexengine.schedule.timeline import MEASURED, SIMULATED

@@ -8,7 +8,7 @@ from pathlib import Path
 from flexengine.commands.files import check_target, write_whole
 from flexengine.commands.parsers import report_parser
 from flexengine.commands.read_run import read_run
-from flexengine.config import LOG_FILE
+from flexengine.options.train_config import LOG_FILE
 from flexengine.reports.run_page import HOW_TO_TRACE, run_page
 
 REPORT_FILE = "report.html"

@@ -13,7 +13,7 @@ from typing import Any
 
 from flexengine.checkpoint.manifest import ManifestError, accept, compare, listed, manifest_path, read_manifest
 from flexengine.checkpoint.run_checkpoints import checkpoints_of
-from flexengine.config import BEST_FOLDER, FINAL_FOLDER
+from flexengine.options.train_config import BEST_FOLDER, FINAL_FOLDER
 from flexengine.wording import FlagParser
 
 

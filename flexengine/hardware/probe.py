@@ -12,9 +12,9 @@ import torch
 from flexengine.hardware.cache import age_s, profile_path, read_cached, write_cached
 from flexengine.hardware.host_memory import host_memory
 from flexengine.hardware.host_samples import pooled
-from flexengine.hardware.measure import measure_cuda
-from flexengine.hardware.measure_cpu import HEAD_DIM as CPU_HEAD_DIM
-from flexengine.hardware.measure_cpu import measure_cpu
+from flexengine.hardware.measure.cpu import HEAD_DIM as CPU_HEAD_DIM
+from flexengine.hardware.measure.cpu import measure_cpu
+from flexengine.hardware.measure.gpu import measure_cuda
 from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, release_unused_heap, resident_bytes
 from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import DEFAULT_SHAPE, HardwareProfile, ProbeShape

@@ -22,9 +22,9 @@ from flexengine.hardware.curve import (
     is_finite,
     is_whole,
 )
-from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName
-from flexengine.ops.attention_style import AttentionShape
-from flexengine.ops.expert_shape import ExpertShape
+from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice, KernelName
+from flexengine.ops.attention.style import AttentionShape
+from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.linear_shape import HeadShape, LinearShape
 from flexengine.wording import parse_json, shown
 

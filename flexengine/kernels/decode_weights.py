@@ -1,7 +1,7 @@
 """Decode matrices that are stored in fewer bytes: codes and scales in, elements of the compute dtype out.
 
-Bit for bit what the torch paths of ops/nf4.py, ops/scaled_codes.py and ops/mxfp4.py give: products in float32, rounded
-once. Elements are counted in 32 bits within a matrix, in 64 over a stack of matrices.
+Bit for bit what the torch paths of ops/formats/nf4.py, ops/formats/scaled_codes.py and ops/formats/mxfp4.py give:
+products in float32, rounded once. Elements are counted in 32 bits within a matrix, in 64 over a stack of matrices.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Gated delta rule, backward of all that needs no order once states and their gradients are known.
 
-Source: Yang et al. 2024, "Gated Delta Networks", and the formulas of `flexengine.ops.delta_tiles`. With grad_R and
+Source: Yang et al. 2024, "Gated Delta Networks", and the formulas of `flexengine.ops.delta.tiles`. With grad_R and
 X = (I + A)^-T grad_R: grad_v = b X, grad_A = -X R^T below the diagonal, and W's part of grad_k is -b exp(c) X S^T, so
 that neither U nor W is needed. With D_ij = d_ij for j <= i, M = grad_A D b + its transpose and Q = (grad_o R^T) D:
 

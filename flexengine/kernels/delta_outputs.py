@@ -1,6 +1,6 @@
 """Gated delta rule: what queries read from states and from their own tile, and the part of backward like it.
 
-Source: Yang et al. 2024, "Gated Delta Networks", and the formulas of `flexengine.ops.delta_tiles`. Every program works
+Source: Yang et al. 2024, "Gated Delta Networks", and the formulas of `flexengine.ops.delta.tiles`. Every program works
 on one tile of one value head. Shapes: those of `delta_prepare`; o and grad_o [T, N * V] in bf16 or fp32.
 """
 

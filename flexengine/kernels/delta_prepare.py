@@ -1,6 +1,6 @@
 """Gated delta rule, what tiles of 64 tokens need before any state is known: sums of decays, U and W.
 
-Source: Yang et al. 2024, "Gated Delta Networks", and the formulas of `flexengine.ops.delta_tiles`. Every program works
+Source: Yang et al. 2024, "Gated Delta Networks", and the formulas of `flexengine.ops.delta.tiles`. Every program works
 on one tile of one value head, so all are independent. Rows of queries and keys stay as they came, and products are
 scaled by their rows' 1 / sqrt(|x|^2 + eps): what came in bf16 is multiplied exactly.
 

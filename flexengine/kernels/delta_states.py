@@ -1,6 +1,6 @@
 """Gated delta rule: states from tile to tile, and their gradients back.
 
-Source: Yang et al. 2024, "Gated Delta Networks", and the formulas of `flexengine.ops.delta_tiles`. A program takes some
+Source: Yang et al. 2024, "Gated Delta Networks", and the formulas of `flexengine.ops.delta.tiles`. A program takes some
 columns of the values of one head of one sequence and goes through all its tiles, the state's columns in registers; what
 needs no order is left to the other kernels. Shapes: those of `delta_prepare`; R over u.
 """

@@ -10,9 +10,9 @@ from collections import defaultdict
 from dataclasses import replace
 
 from flexengine.models.spec import GroupSpec, ModelSpec, ParamSpec
-from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.experts.experts import GroupedLinear
+from flexengine.ops.formats.weight_format import BaseDtype, Storage
 from flexengine.ops.linear import Linear
-from flexengine.ops.weight_format import BaseDtype, Storage
 
 
 def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:

@@ -11,20 +11,20 @@ from typing import Literal, NamedTuple, Protocol
 
 from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.models.stacked_experts import stacked_options, stacked_params
-from flexengine.ops.attention import CausalAttention
-from flexengine.ops.attention_style import CAUSAL, AttentionStyle
+from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.head_gate import HeadGate
+from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
 from flexengine.ops.columns import Columns
-from flexengine.ops.expert_rows import Combine, Dispatch
-from flexengine.ops.experts import GroupedLinear, WeightedGLU
+from flexengine.ops.experts.experts import GroupedLinear, WeightedGLU
+from flexengine.ops.experts.router import SOFTMAX, Router, RouterStyle
+from flexengine.ops.experts.rows import Combine, Dispatch
+from flexengine.ops.experts.shared_gate import SharedGate
 from flexengine.ops.glu import GLU, Activation
-from flexengine.ops.head_gate import HeadGate
 from flexengine.ops.linear import Linear
 from flexengine.ops.qk_norm import NormSpan, QKNorm
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 from flexengine.ops.rope import RoPE
-from flexengine.ops.router import SOFTMAX, Router, RouterStyle
-from flexengine.ops.shared_gate import SharedGate
 
 Norms = Literal["pre", "post", "both"]
 """Where a block has norms: before attention and FFN, after them (within the residual branch), or both."""

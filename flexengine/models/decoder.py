@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from flexengine.models.blocks import BlockNames, BlockShape, block_buffers, block_ops, block_params, norm_param
 from flexengine.models.fields import Fields
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, Table, WeightSource
-from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.embedding import Embedding
+from flexengine.ops.experts.balance import Balancing
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 
 

@@ -15,10 +15,10 @@ from flexengine.models.latent_block import LatentAttention
 from flexengine.models.rope import rope_table, score_scale
 from flexengine.models.sizes import read_activation, read_rms_norm_eps
 from flexengine.models.spec import ModelSpec
-from flexengine.ops.attention_style import AttentionStyle
-from flexengine.ops.latent_heads import HeadSizes
+from flexengine.ops.attention.latent_heads import HeadSizes
+from flexengine.ops.attention.style import AttentionStyle
+from flexengine.ops.experts.router import RouterStyle
 from flexengine.ops.rmsnorm import NormStyle
-from flexengine.ops.router import RouterStyle
 from flexengine.wording import shown
 
 NAMES = BlockNames(shared="mlp.shared_experts")

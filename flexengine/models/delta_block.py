@@ -15,7 +15,7 @@ from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.causal_conv import CausalConv
 from flexengine.ops.columns import Columns, whole
-from flexengine.ops.delta_rule import DeltaRule
+from flexengine.ops.delta.delta_rule import DeltaRule
 from flexengine.ops.gated_rmsnorm import GatedRMSNorm
 from flexengine.ops.linear import Linear
 

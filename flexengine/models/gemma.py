@@ -26,7 +26,7 @@ from flexengine.models.sizes import (
     with_class_defaults,
 )
 from flexengine.models.spec import ModelSpec, Table
-from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.attention.style import AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
 
 NAMES = BlockNames(mlp_norm="pre_feedforward_layernorm")

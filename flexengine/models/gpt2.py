@@ -10,8 +10,8 @@ from flexengine.models.decoder import LayerContent, assemble
 from flexengine.models.fields import Fields
 from flexengine.models.sizes import read_activation
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
-from flexengine.ops.attention import CausalAttention
-from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.style import AttentionStyle
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.embedding import Embedding
 from flexengine.ops.gelu import Gelu

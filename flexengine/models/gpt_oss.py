@@ -24,7 +24,7 @@ from flexengine.models.sizes import (
     read_window,
 )
 from flexengine.models.spec import ModelSpec, Table
-from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.attention.style import AttentionStyle
 from flexengine.ops.glu import ClampedSwiGLU
 from flexengine.ops.rmsnorm import NormStyle
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
-from flexengine.ops.experts import WeightedGLU
+from flexengine.ops.experts.experts import WeightedGLU
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
 from flexengine.ops.rounded_glu import Codes, GLUFromCodes, RoundedGLU, RoundGateUp

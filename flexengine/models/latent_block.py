@@ -20,9 +20,9 @@ from flexengine.models.blocks import (
     weight_names,
 )
 from flexengine.models.spec import ParamSpec
-from flexengine.ops.attention import CausalAttention
+from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.latent_heads import HeadSizes, LatentHeads
 from flexengine.ops.base import Op
-from flexengine.ops.latent_heads import HeadSizes, LatentHeads
 from flexengine.ops.linear import Linear
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 

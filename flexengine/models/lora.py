@@ -14,22 +14,22 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from flexengine.checkpoint.expressions import full_matches
-from flexengine.lora import ALL_EXPERTS, ALL_LINEAR, LoRA
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.lora_units import with_sums_in_units
 from flexengine.models.saved_modules import edge_modules, saved_tensors, with_saved_modules
 from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
+from flexengine.ops.adapters.dora import DoRALinear
+from flexengine.ops.adapters.dora_experts import DoRAGroupedLinear
+from flexengine.ops.adapters.lora import AdaptedRows, LoRALinear
+from flexengine.ops.adapters.lora_experts import LoRAGroupedLinear
+from flexengine.ops.adapters.lora_fp8 import Fp8LoRALinear
+from flexengine.ops.adapters.lora_router import LoRARouter
 from flexengine.ops.base import Op
-from flexengine.ops.dora import DoRALinear
-from flexengine.ops.dora_experts import DoRAGroupedLinear
-from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.experts.experts import GroupedLinear
+from flexengine.ops.experts.router import Router
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
-from flexengine.ops.lora import AdaptedRows, LoRALinear
-from flexengine.ops.lora_experts import LoRAGroupedLinear
-from flexengine.ops.lora_fp8 import Fp8LoRALinear
-from flexengine.ops.lora_router import LoRARouter
-from flexengine.ops.router import Router
+from flexengine.options.lora import ALL_EXPERTS, ALL_LINEAR, LoRA
 from flexengine.wording import did_you_mean, shown
 
 PEFT_PREFIX = "base_model.model."

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from flexengine.lora import Targets
 from flexengine.models.lora import INNER, STACKED, adapters
 from flexengine.models.saved_modules import saved_names
 from flexengine.models.spec import ModelSpec
+from flexengine.options.lora import Targets
 
 TRANSLATED = ("mixtral", "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3")
 """Families whose targets PEFT (0.21) turns into tensors of experts."""

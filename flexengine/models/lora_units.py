@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from flexengine.ops.adapters.dora import DoRALinear
+from flexengine.ops.adapters.lora import LoRALinear
+from flexengine.ops.adapters.lora_fp8 import Fp8LoRALinear
+from flexengine.ops.adapters.lora_glu import LoRAGLU
+from flexengine.ops.adapters.rounded_lora_glu import LoRAGLUFromCodes, RoundedLoRAGLU, RoundGateUpSum
 from flexengine.ops.base import Op
-from flexengine.ops.dora import DoRALinear
 from flexengine.ops.glu import GLU, ClampedSwiGLU
-from flexengine.ops.lora import LoRALinear
-from flexengine.ops.lora_fp8 import Fp8LoRALinear
-from flexengine.ops.lora_glu import LoRAGLU
 from flexengine.ops.rounded_glu import GLUFromCodes, RoundedGLU, RoundGateUp
-from flexengine.ops.rounded_lora_glu import LoRAGLUFromCodes, RoundedLoRAGLU, RoundGateUpSum
 
 
 def with_sums_in_units(ops: tuple[Op, ...]) -> tuple[Op, ...]:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Literal
 
 from flexengine.models.spec import LayerSpec, ModelSpec
+from flexengine.ops.adapters.lora_fp8 import Fp8LoRALinear
 from flexengine.ops.base import Op
-from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
-from flexengine.ops.lora_fp8 import Fp8LoRALinear
 
 MatmulDtype = Literal["compute", "fp8"]
 """Type of the operands in linear layers of blocks: the compute dtype, or FP8."""

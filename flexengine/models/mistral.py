@@ -19,7 +19,7 @@ from flexengine.models.sizes import (
     read_window,
 )
 from flexengine.models.spec import ModelSpec
-from flexengine.ops.attention_style import CAUSAL, AttentionStyle
+from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
 
 

@@ -25,7 +25,7 @@ from flexengine.models.sizes import (
     read_window,
 )
 from flexengine.models.spec import ModelSpec
-from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.attention.style import AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
 

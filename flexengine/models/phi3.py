@@ -12,7 +12,7 @@ from flexengine.models.fields import Fields
 from flexengine.models.rope import rope_table
 from flexengine.models.sizes import read_activation, read_rms_norm_eps, read_sizes, read_window
 from flexengine.models.spec import ModelSpec
-from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.attention.style import AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
 

@@ -6,11 +6,11 @@ import math
 from collections import Counter
 
 from flexengine.models.spec import ModelSpec
-from flexengine.ops.attention import CausalAttention
-from flexengine.ops.attention_style import AttentionShape
+from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.cross_entropy import LMHeadLoss
-from flexengine.ops.expert_shape import ExpertShape
-from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.experts.experts import GroupedLinear
+from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.linear import Linear
 from flexengine.ops.linear_shape import HeadShape, LinearShape
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
-from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.linear import Linear
 from flexengine.wording import did_you_mean, shown
 

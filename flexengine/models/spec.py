@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from flexengine.lora import LoRA
-from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
-from flexengine.ops.weight_format import Storage
+from flexengine.ops.experts.balance import Balancing
+from flexengine.ops.formats.weight_format import Storage
+from flexengine.options.lora import LoRA
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
-from flexengine.ops.attention_choice import AttentionChoice, KernelName
+from flexengine.ops.attention.choice import AttentionChoice, KernelName
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexengine.ops.attention_choice import AttentionChoice
-    from flexengine.ops.balance import ExpertBalance
+    from flexengine.ops.attention.choice import AttentionChoice
     from flexengine.ops.custom_loss import CustomLoss
+    from flexengine.ops.experts.balance import ExpertBalance
 
 DType = Literal["compute", "float32", "int32", "uint8"]
 FLOAT64_BYTES = 8

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.collector import collector_paused
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.base_dtype import check_base_dtype
 from flexengine.models.in_parts import in_parts, may_be_in_parts
@@ -25,6 +24,7 @@ from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
 from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, speed_of_light_s
+from flexengine.planner.collector import collector_paused
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import (
     excess_bytes,

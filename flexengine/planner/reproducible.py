@@ -13,7 +13,7 @@ from math import ceil, floor, log2
 
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.base import Op
-from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.plan import MOST_ROUNDED, Numerics, Request
 from flexengine.planner.sizes import filled
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage

@@ -15,8 +15,8 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks_simulator import TimedRankRun, simulate_ranks
-from flexengine.schedule.stage_layout import layout_of
+from flexengine.schedule.ranks.simulator import TimedRankRun, simulate_ranks
+from flexengine.schedule.ranks.stage_layout import layout_of
 from flexengine.schedule.step_parts import StepPart, simulated_rounds, simulated_update
 
 

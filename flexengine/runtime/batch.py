@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.attention_choice import AttentionChoice, KernelName
+from flexengine.ops.attention.choice import AttentionChoice, KernelName
 from flexengine.ops.base import ChunkContext, Window
 from flexengine.ops.custom_loss import CustomLoss, LossFunction
 from flexengine.runtime.arena import Arenas, wide_dtype

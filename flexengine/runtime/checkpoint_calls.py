@@ -10,10 +10,11 @@ from flexengine.checkpoint.provenance import made_by
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.state_files import STATE_FILE, STATE_INDEX_FILE, read_description
 from flexengine.checkpoint.state_writer import StateSave
-from flexengine.runtime.dealt_states import gather_states
 from flexengine.runtime.one_caller import one_caller
+from flexengine.runtime.ranks.dealt_states import gather_states
+from flexengine.runtime.ranks.turns import Turns, together, while_nobody_writes
 from flexengine.runtime.step_state import StepState, nobody_reads
-from flexengine.runtime.training_state import (
+from flexengine.runtime.weights.training_state import (
     check_same_tensors,
     check_same_training,
     dealt_tensors,
@@ -23,15 +24,14 @@ from flexengine.runtime.training_state import (
     state_tensors,
     training_of,
 )
-from flexengine.runtime.turns import Turns, together, while_nobody_writes
 
 if TYPE_CHECKING:
     from flexengine.models.registry import ModelSource
     from flexengine.optim import Optimizer
     from flexengine.plan import Plan
-    from flexengine.runtime.executor import Executor
-    from flexengine.runtime.stage_planes import StagePlanes
-    from flexengine.runtime.weight_store import WeightStore
+    from flexengine.runtime.execution.executor import Executor
+    from flexengine.runtime.ranks.stage_planes import StagePlanes
+    from flexengine.runtime.weights.weight_store import WeightStore
 
 CLOSED = "it was closed"
 HALF_LOADED = "a checkpoint was loaded half-way"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.weight_formats import FORMATS
+from flexengine.ops.formats.weight_formats import FORMATS
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.fetch_experts import bounds_of_experts
 from flexengine.schedule.commands import DecodeWeights, Touched

@@ -21,38 +21,38 @@ from flexengine.models.base_dtype import check_base_dtype
 from flexengine.models.keep_dtype import check_keep_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
-from flexengine.ops.attention_choice import AttentionChoice, KernelName
+from flexengine.ops.attention.choice import AttentionChoice, KernelName
 from flexengine.ops.custom_loss import LossFunction
 from flexengine.optim import Optimizer
 from flexengine.plan import Plan, Request
-from flexengine.runtime.adapters import Begin, start_adapters
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
 from flexengine.runtime.batch_input import Sequences, read_batch, read_call
-from flexengine.runtime.batches_of_ranks import Batches, read_on_ranks
 from flexengine.runtime.checkpoint_calls import CLOSED, CheckpointCalls
-from flexengine.runtime.command_handlers import CommandHandlers
-from flexengine.runtime.executor import CommandOrder, Executor
+from flexengine.runtime.execution.executor import CommandOrder, Executor
+from flexengine.runtime.execution.handlers import CommandHandlers
+from flexengine.runtime.execution.measurement import StepMeasurement
+from flexengine.runtime.execution.program_runner import ProgramRunner
+from flexengine.runtime.execution.programs import Programs
+from flexengine.runtime.execution.replay import Replay
 from flexengine.runtime.generation import GenerationRequest, Generator, Sampling
 from flexengine.runtime.layer_runner import LayerRunner
-from flexengine.runtime.measurement import StepMeasurement
 from flexengine.runtime.one_caller import one_caller, training_call
 from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput, evaluate_output
-from flexengine.runtime.program_runner import ProgramRunner
-from flexengine.runtime.programs import Programs
+from flexengine.runtime.ranks.batches import Batches, read_on_ranks
+from flexengine.runtime.ranks.stage_planes import StagePlanes
+from flexengine.runtime.ranks.turns import RankGroup, give_up, nothing_newer, open_turns, together
 from flexengine.runtime.reading_calls import ReadingCalls
-from flexengine.runtime.replay import Replay
 from flexengine.runtime.rounds import RoundRunner
-from flexengine.runtime.stage_planes import StagePlanes
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
-from flexengine.runtime.turns import RankGroup, give_up, nothing_newer, open_turns, together
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
-from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights
+from flexengine.runtime.weights.adapters import Begin, start_adapters
+from flexengine.runtime.weights.weight_store import WeightStore, empty_buffers, fill_weights
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.ranks.shares import ALONE
+from flexengine.schedule.ranks.stage_layout import layout_of
 from flexengine.schedule.relocation import relocation
-from flexengine.schedule.shares import ALONE
-from flexengine.schedule.stage_layout import layout_of
 
 
 @dataclass(frozen=True)

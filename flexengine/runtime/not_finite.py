@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexengine.models.spec import ModelSpec
-from flexengine.runtime.weight_store import WeightStore
+from flexengine.runtime.weights.weight_store import WeightStore
 
 
 class NotFiniteError(ValueError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from flexengine.runtime.executor import Executor
+from flexengine.runtime.execution.executor import Executor
 
 
 class ProfiledSteps:

@@ -12,16 +12,16 @@ from flexengine.checkpoint.provenance import made_by
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
-from flexengine.runtime.adapters import magnitudes
-from flexengine.runtime.executor import Executor
-from flexengine.runtime.export import export_adapter, export_checkpoint
-from flexengine.runtime.measurement import StepMeasurement
-from flexengine.runtime.node_gradients import gradients_of_nodes
+from flexengine.runtime.execution.executor import Executor
+from flexengine.runtime.execution.measurement import StepMeasurement
 from flexengine.runtime.one_caller import one_caller
-from flexengine.runtime.stage_planes import StagePlanes
+from flexengine.runtime.ranks.node_gradients import gradients_of_nodes
+from flexengine.runtime.ranks.stage_planes import StagePlanes
+from flexengine.runtime.ranks.turns import Turns, while_nobody_writes
 from flexengine.runtime.step_state import StepState
-from flexengine.runtime.turns import Turns, while_nobody_writes
-from flexengine.runtime.weight_store import WeightStore
+from flexengine.runtime.weights.adapters import magnitudes
+from flexengine.runtime.weights.export import export_adapter, export_checkpoint
+from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.timeline import PROCESS, Event, TimedRun, run_events
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.balance import ExpertBalance
 from flexengine.ops.base import DropoutDraws
+from flexengine.ops.experts.balance import ExpertBalance
 from flexengine.plan import MOST_ROUNDED
 from flexengine.runtime.batch import BatchWriter
 from flexengine.runtime.batch_input import Sequences
+from flexengine.runtime.execution.program_runner import ProgramRunner
+from flexengine.runtime.execution.programs import Programs, RoundKind
+from flexengine.runtime.execution.replay import Replay
 from flexengine.runtime.gradients import warn_of_rounding
 from flexengine.runtime.layer_runner import LayerRunner
-from flexengine.runtime.program_runner import ProgramRunner
-from flexengine.runtime.programs import Programs, RoundKind
-from flexengine.runtime.replay import Replay
+from flexengine.runtime.ranks.turns import Turns
 from flexengine.runtime.step_state import HALF_UPDATED, StepState
-from flexengine.runtime.turns import Turns
 from flexengine.runtime.update import UpdateSettings
 from flexengine.schedule.commands import LayerCall, Program
 from flexengine.schedule.lowering import ChunkShape, RoundShape

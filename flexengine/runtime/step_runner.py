@@ -9,19 +9,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flexengine.ops.balance import ExpertBalance
+from flexengine.ops.experts.balance import ExpertBalance
 from flexengine.optim.clipping import unclipped_scale
 from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.determinism import deterministic_kernels
-from flexengine.runtime.node_gradients import NodeGradients
+from flexengine.runtime.execution.program_runner import ProgramRunner
+from flexengine.runtime.execution.programs import CpuPart
 from flexengine.runtime.not_finite import first_bad_gradient
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, without_loss
-from flexengine.runtime.program_runner import ProgramRunner
-from flexengine.runtime.programs import CpuPart
+from flexengine.runtime.ranks.node_gradients import NodeGradients
+from flexengine.runtime.ranks.stage_planes import StagePlanes
+from flexengine.runtime.ranks.turns import Turns
 from flexengine.runtime.rounds import RoundRunner
-from flexengine.runtime.stage_planes import StagePlanes
 from flexengine.runtime.step_state import HALF_UPDATED, StepState, interruptible
-from flexengine.runtime.turns import Turns
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import Program
 from flexengine.schedule.following import cpu_commands

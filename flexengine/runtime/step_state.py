@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flexengine.runtime.executor import Executor
+from flexengine.runtime.execution.executor import Executor
 
 HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
 

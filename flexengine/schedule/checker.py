@@ -33,10 +33,10 @@ from flexengine.schedule.commands import (
 )
 from flexengine.schedule.layer_program import ALIGNMENT
 from flexengine.schedule.program_builder import merge_regions
+from flexengine.schedule.ranks.split_commands import AddTables, ExchangeParts, FoldParts, GatherShares, ShareOfFetch
+from flexengine.schedule.ranks.waves import own_regions
 from flexengine.schedule.slots import HOST_SIDE, overlapping_slots
 from flexengine.schedule.speculation_checker import check_speculation
-from flexengine.schedule.split_commands import AddTables, ExchangeParts, FoldParts, GatherShares, ShareOfFetch
-from flexengine.schedule.waves import own_regions
 
 
 class ProgramError(AssertionError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flexengine.models.spec import ModelSpec
-from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts, SlotOffset, Touched
 from flexengine.schedule.layer_program import Stage
 

@@ -12,10 +12,10 @@ from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_s
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.parts import Part
-from flexengine.schedule.relay_pieces import Piece, pieces_of, whole_piece
+from flexengine.schedule.ranks.relay_pieces import Piece, pieces_of, whole_piece
+from flexengine.schedule.ranks.shares import DealtStates
+from flexengine.schedule.ranks.waves import Section, owned_pieces, sections_of
 from flexengine.schedule.second_planes import may_speculate
-from flexengine.schedule.shares import DealtStates
-from flexengine.schedule.waves import Section, owned_pieces, sections_of
 from flexengine.schedule.window import WindowPlaces, window_places
 
 

@@ -18,7 +18,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.lowering.update import late_groups
 from flexengine.schedule.packing import even_rounds, full_round, later_rounds
-from flexengine.schedule.shares import Share
+from flexengine.schedule.ranks.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
 
 

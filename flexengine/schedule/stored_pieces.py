@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from flexengine.models.spec import GroupSpec, ParamSpec
 from flexengine.ops.base import Work
-from flexengine.ops.weight_format import StoredMatrix
-from flexengine.ops.weight_formats import FORMATS
+from flexengine.ops.formats.weight_format import StoredMatrix
+from flexengine.ops.formats.weight_formats import FORMATS
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Part, Run
 

@@ -5,7 +5,7 @@ import torch
 from attention_helpers import PlainKernels
 
 from bench import attention
-from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.attention.style import AttentionStyle
 
 CPU = torch.device("cpu")
 SMALL = attention.Case("small", (4, 2), (8, 4), AttentionStyle(window=5))

@@ -18,7 +18,7 @@ from bench import kernels
 from bench.block_ops import HALVES, KINDS, block_times, microseconds_per_token
 from bench.kernel_case import Random, check_error, sizes_of
 from bench.kernel_cases import kernel_cases
-from flexengine.hardware.timing import cpu_timer
+from flexengine.hardware.measure.timing import cpu_timer
 from flexengine.models.registry import open_model
 
 ROOT = Path(__file__).resolve().parents[2]

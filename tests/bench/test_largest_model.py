@@ -8,8 +8,8 @@ from bench.largest_model import most_layers, parameters_that_fit, update_traffic
 from bench.state_losses import compare
 from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import ADAMW_BYTES
-from flexengine.job import Job
 from flexengine.models.registry import open_model
+from flexengine.options.job import Job
 from flexengine.plan import Numerics, Request
 from flexengine.planner.planner import find_plan
 from flexengine.schedule.layout import Layout

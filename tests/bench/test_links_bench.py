@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bench import links
-from flexengine.hardware import measure_links
 from flexengine.hardware.curve import Curve
-from flexengine.hardware.measure_links import CURVE_NAMES, LinkBuffers, LinkRates
+from flexengine.hardware.measure import links as measure_links
+from flexengine.hardware.measure.links import CURVE_NAMES, LinkBuffers, LinkRates
 from flexengine.native import allocate_host
 from flexengine.native.transfer_operations import Copy, Record
 

@@ -5,7 +5,7 @@ from engine_helpers import spec_of, tiny_config
 
 from bench.lora_products import FORMS, forms, measure, table
 from flexengine.models.matmul_dtype import with_matmul_dtype
-from flexengine.ops.lora_glu import LoRAGLU
+from flexengine.ops.adapters.lora_glu import LoRAGLU
 
 
 def timer(work, least_s):

@@ -20,8 +20,8 @@ from bench.plan_accuracy import (
     summary,
     write_config,
 )
-from flexengine.job import Job
 from flexengine.models.registry import open_initial
+from flexengine.options.job import Job
 from flexengine.request import described
 
 

@@ -6,10 +6,10 @@ import shlex
 import pytest
 
 from flexengine.cli import main
-from flexengine.config import TrainConfig
 from flexengine.hardware.presets import preset
-from flexengine.job import Job
-from flexengine.options import flag_of, options_of
+from flexengine.options.job import Job
+from flexengine.options.option import flag_of, options_of
+from flexengine.options.train_config import TrainConfig
 from flexengine.plan import Plan
 
 CONFIG = {

@@ -14,10 +14,10 @@ from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
-from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.planner import make_plan
+from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.plan_text import describe
-from flexengine.schedule.node_exchange import PIECE_ELEMENTS, WIDENED_BYTES
+from flexengine.schedule.ranks.node_exchange import PIECE_ELEMENTS, WIDENED_BYTES
 from flexengine.schedule.timeline import SIMULATED
 from flexengine.schedule.trace_reader import read_trace
 

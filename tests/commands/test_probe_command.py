@@ -16,8 +16,8 @@ from flexengine.hardware.curve import Curve
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult
 from flexengine.hardware.profile import HardwareProfile, ProbeShape, read_profile
-from flexengine.ops.attention_choice import AttentionChoice
-from flexengine.ops.attention_style import AttentionShape
+from flexengine.ops.attention.choice import AttentionChoice
+from flexengine.ops.attention.style import AttentionShape
 
 MEASURED = replace(
     preset("h200"),

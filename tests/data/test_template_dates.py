@@ -9,12 +9,12 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from flexengine import cli
-from flexengine.config import TrainConfig
 from flexengine.data import templates
 from flexengine.data.records import Message, Record
 from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS
+from flexengine.options.train_config import TrainConfig
 from tests.failures.provoke import write_model
 
 DEMO = ASSETS / "demo"

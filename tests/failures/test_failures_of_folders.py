@@ -10,10 +10,12 @@ import pytest
 import torch
 from provoke import Case, arguments, cases, check_error, check_message, fingerprint, half_written
 
-from flexengine import from_pretrained, run_folder, trainer
+from flexengine import from_pretrained
 from flexengine.checkpoint import staged_folder, writer
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.checkpoint.writer import TensorSource, write_checkpoint
+from flexengine.run import folder as run_folder
+from flexengine.run import trainer
 
 pytestmark = pytest.mark.usefixtures("known_machine")
 
@@ -80,7 +82,7 @@ def test_places(case, model, command, tmp_path):
 def test_folder_of_a_run_that_goes_on(model, command, tmp_path):
     """The lock goes with the process that holds it, so nothing of a run that was killed blocks the next."""
     (tmp_path / "run").mkdir()
-    holder = "import sys; from flexengine.run_folder import held; from pathlib import Path\nwith held(Path('run')): "
+    holder = "import sys; from flexengine.run.folder import held; from pathlib import Path\nwith held(Path('run')): "
     with subprocess.Popen(
         [sys.executable, "-c", f"{holder}print('held', flush=True), sys.stdin.read()"],
         stdin=subprocess.PIPE,

@@ -4,8 +4,8 @@ import pytest
 from provoke import Case, arguments, cases, check_error, check_message
 
 from flexengine import cli
-from flexengine.config import TrainConfig
-from flexengine.trainer import train
+from flexengine.options.train_config import TrainConfig
+from flexengine.run.trainer import train
 
 FLAGS = (
     Case(

@@ -7,8 +7,8 @@ import pytest
 from provoke import Case, arguments, cases, check_message, write_model
 
 from flexengine import cli
-from flexengine.config import LOG_FILE, PLAN_FILE, TIMELINE_FILE, TRACE_FILE
 from flexengine.hardware.presets import preset
+from flexengine.options.train_config import LOG_FILE, PLAN_FILE, TIMELINE_FILE, TRACE_FILE
 
 RECORDINGS = (
     Case("trace_step_without_trace", {"trace_step": 2}, ("--trace-step 2 says which step --trace measures; give",)),

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexengine.feedback import Reviewer
 from flexengine.hardware import doctor, nvml
+from flexengine.run.feedback import Reviewer
 
 
 class FakeNvml:

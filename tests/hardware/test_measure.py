@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexengine.hardware import measure_host
-from flexengine.hardware.measure_attention import (
+from flexengine.hardware.measure import host as measure_host
+from flexengine.hardware.measure.attention import (
     KERNEL_ROWS,
     AttentionRates,
     _kernel_calls,
@@ -21,7 +21,7 @@ from flexengine.hardware.measure_attention import (
     serves,
     shape_of,
 )
-from flexengine.hardware.measure_host import (
+from flexengine.hardware.measure.host import (
     FIRST_PARAMETERS,
     SLOW_PARAMETERS_PER_S,
     adamw_rates,
@@ -32,8 +32,8 @@ from flexengine.hardware.measure_host import (
     thread_counts,
     working_bytes,
 )
-from flexengine.hardware.measure_links import CURVE_NAMES, SIZES, _link_rates
-from flexengine.hardware.measure_matmul import (
+from flexengine.hardware.measure.links import CURVE_NAMES, SIZES, _link_rates
+from flexengine.hardware.measure.matmul import (
     PASSES,
     Buffers,
     _work,
@@ -43,9 +43,9 @@ from flexengine.hardware.measure_matmul import (
     operand_bytes,
     usual_layers,
 )
-from flexengine.hardware.timing import cpu_timer
-from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName, order_of
-from flexengine.ops.attention_style import AttentionShape
+from flexengine.hardware.measure.timing import cpu_timer
+from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice, KernelName, order_of
+from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.linear import accumulate_weight_grad
 from flexengine.ops.linear_shape import LinearShape
 

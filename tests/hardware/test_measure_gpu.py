@@ -7,19 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexengine.hardware import (
-    measure,
-    measure_experts,
-    measure_head,
-    measure_links,
-    measure_matmul,
-    measure_node,
-    timing,
-)
+from flexengine.hardware.measure import experts as measure_experts
+from flexengine.hardware.measure import gpu as measure
+from flexengine.hardware.measure import head as measure_head
+from flexengine.hardware.measure import links as measure_links
+from flexengine.hardware.measure import matmul as measure_matmul
+from flexengine.hardware.measure import node as measure_node
+from flexengine.hardware.measure import timing
 from flexengine.hardware.node_rates import RankRates
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.native import allocate_host
-from flexengine.ops.expert_shape import ExpertShape
+from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.linear_shape import HeadShape, LinearShape
 
 MIB = 2**20

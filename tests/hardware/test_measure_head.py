@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flexengine.hardware import measure_head
-from flexengine.hardware.measure_head import Head, head_shares
+from flexengine.hardware.measure import head as measure_head
+from flexengine.hardware.measure.head import Head, head_shares
 from flexengine.ops.linear_shape import HeadShape
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import torch
 from flexengine.hardware import cache
 from flexengine.hardware import probe as probe_module
 from flexengine.hardware.host_memory import HostMemory
-from flexengine.hardware.measure import Rates
-from flexengine.hardware.measure_cpu import measure_cpu
+from flexengine.hardware.measure.cpu import measure_cpu
+from flexengine.hardware.measure.gpu import Rates
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import probe, run_probe
 from flexengine.hardware.profile import HardwareProfile, ProbeShape

@@ -20,8 +20,8 @@ from flexengine.hardware.profile import (
     masters_and_states,
     read_profile,
 )
-from flexengine.ops.attention_choice import AttentionChoice
-from flexengine.ops.attention_style import AttentionShape
+from flexengine.ops.attention.choice import AttentionChoice
+from flexengine.ops.attention.style import AttentionShape
 from flexengine.plan import Numerics
 from flexengine.schedule.simulator import cpu_share
 

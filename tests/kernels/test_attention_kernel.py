@@ -10,9 +10,9 @@ from flexengine.kernels import attention, attention_backward, attention_tilings
 from flexengine.kernels.attention import Operands, attention_forward
 from flexengine.kernels.attention_backward import Forward, Gradients
 from flexengine.kernels.attention_tilings import Scoring, Tiling, Widths, short_tiling
-from flexengine.ops.attention_reference import attention_backward_reference, attention_forward_reference
-from flexengine.ops.attention_sinks import add_sinks
-from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.attention.reference import attention_backward_reference, attention_forward_reference
+from flexengine.ops.attention.sinks import add_sinks
+from flexengine.ops.attention.style import AttentionStyle
 
 STYLES = {
     "all keys": AttentionStyle(),

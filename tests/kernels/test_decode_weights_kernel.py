@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexengine.kernels.decode_weights import decode_mxfp4, decode_scaled
-from flexengine.ops.weight_formats import FORMATS
+from flexengine.ops.formats.weight_formats import FORMATS
 
 
 def stored(name, units, rows, columns, device):
@@ -25,7 +25,7 @@ def check(name, units, rows, columns, dtype, device, monkeypatch):
     layout, matrices = stored(name, units, rows, columns, device)
     out = torch.full((units, layout.numel), -1.0, dtype=dtype, device=device)
     FORMATS[name].decode(matrices, layout, out)
-    monkeypatch.setattr("flexengine.ops.weight_format.use_kernel", lambda tensor: False)
+    monkeypatch.setattr("flexengine.ops.formats.weight_format.use_kernel", lambda tensor: False)
     expected = torch.empty_like(out)
     FORMATS[name].decode(matrices, layout, expected)
     monkeypatch.undo()
@@ -53,7 +53,7 @@ def test_matrices_without_rows_are_left_out(name, device, monkeypatch):
     left_out = torch.full_like(whole, -1.0)
     expected = torch.where(rows[:, None] > 0, whole, left_out)
     assert torch.equal(chosen.nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0))
-    monkeypatch.setattr("flexengine.ops.weight_format.use_kernel", lambda tensor: False)
+    monkeypatch.setattr("flexengine.ops.formats.weight_format.use_kernel", lambda tensor: False)
     FORMATS[name].decode(matrices, layout, left_out, rows)
     assert torch.equal(left_out.nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0))
 
@@ -101,7 +101,7 @@ def test_matrices_that_lie_beyond_2_to_the_31_bytes(name, device, monkeypatch):
     apart.copy_(matrices)
     out = torch.full((3, layout.numel), -1.0, device=device)
     FORMATS[name].decode(apart, layout, out)
-    monkeypatch.setattr("flexengine.ops.weight_format.use_kernel", lambda tensor: False)
+    monkeypatch.setattr("flexengine.ops.formats.weight_format.use_kernel", lambda tensor: False)
     expected = torch.empty_like(out)
     FORMATS[name].decode(matrices, layout, expected)
     assert torch.equal(out.nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0))

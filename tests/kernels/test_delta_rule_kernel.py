@@ -5,8 +5,10 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from flexengine.kernels.delta_prepare import Tiles, delta_prepare
-from flexengine.ops import delta_kernels, delta_plain, delta_segments
-from flexengine.ops.delta_tiles import Ends, Operands, Sizes
+from flexengine.ops.delta import kernels as delta_kernels
+from flexengine.ops.delta import plain as delta_plain
+from flexengine.ops.delta import segments as delta_segments
+from flexengine.ops.delta.tiles import Ends, Operands, Sizes
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {("cpu", torch.float32): (5e-6, 1e-5), ("cpu", torch.bfloat16): (2.2e-3, 1e-5)}

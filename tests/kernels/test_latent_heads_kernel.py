@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flexengine.kernels import latent_heads
-from flexengine.ops import latent_heads as plain
-from flexengine.ops.latent_heads import HeadSizes, Rotation
+from flexengine.ops.attention import latent_heads as plain
+from flexengine.ops.attention.latent_heads import HeadSizes, Rotation
 
 DTYPES = [torch.float32, torch.bfloat16]
 LAYOUTS = [HeadSizes(1, 1, 2, 1), HeadSizes(3, 20, 12, 17), HeadSizes(5, 16, 8, 24)]

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from flexengine.kernels import lora_glu, lora_sum
+from flexengine.ops.adapters.lora import AdaptedRows, LoRALinear
+from flexengine.ops.adapters.lora_glu import LoRAGLU
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
-from flexengine.ops.lora import AdaptedRows, LoRALinear
-from flexengine.ops.lora_glu import LoRAGLU
 
 UNITS = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda z: torch.nn.functional.gelu(z, approximate="tanh")}
 WIDTH = 70

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flexengine.kernels import lora_grads
+from flexengine.ops.adapters.lora import AdaptedRows, LoRALinear
+from flexengine.ops.adapters.lora_grads import MOST_RANK, partial_sums, runs
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.ops.linear import Linear
-from flexengine.ops.lora import AdaptedRows, LoRALinear
-from flexengine.ops.lora_grads import MOST_RANK, partial_sums, runs
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_matches_float64(checks, device, tokens, widths, rank, spans, dtype):
 @pytest.mark.parametrize("columns", [16, 256])  # modules share a call, or not
 def test_a_layer_has_the_gradients_of_separate_passes(form, columns, checks, monkeypatch):
     torch.manual_seed(2)
-    monkeypatch.setattr("flexengine.ops.lora_grads.COLUMNS", columns)
+    monkeypatch.setattr("flexengine.ops.adapters.lora_grads.COLUMNS", columns)
     linear = LoRALinear(Linear("l", "x", "y", 24, 48, "w"), 3, 2.0, (AdaptedRows(0, 32), AdaptedRows(32, 48)))
     op = {
         "alone": linear,
@@ -63,7 +63,7 @@ def test_a_layer_has_the_gradients_of_separate_passes(form, columns, checks, mon
     params = {name: torch.randn(*shape).bfloat16() for name, shape in shapes.items()}
     x, grad_y, found = torch.randn(70, 24).bfloat16(), torch.randn(70, 48).bfloat16(), []
     for kernel in (False, True):
-        monkeypatch.setattr("flexengine.ops.lora_grads.use_kernel", lambda tensor, kernel=kernel: kernel)
+        monkeypatch.setattr("flexengine.ops.adapters.lora_grads.use_kernel", lambda tensor, kernel=kernel: kernel)
         found.append(gradients(op, params, x, grad_y))
     assert found[0].keys() == found[1].keys()
     for name, expected in found[0].items():

@@ -10,9 +10,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from flexengine.checkpoint.adapter_config import ADAPTER_WEIGHTS
-from flexengine.job import Job
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
+from flexengine.options.job import Job
 from flexengine.request import with_read_adapter
 
 UNSLOTH = (

@@ -11,12 +11,12 @@ from family_configs import CASES, FAMILY_CASES
 from peft import PeftModel
 
 from flexengine import LoRA
-from flexengine.job import Job
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.lora_files import unread_by_peft
 from flexengine.models.registry import open_model
+from flexengine.options.job import Job
 from flexengine.request import described, with_read_adapter
-from flexengine.runtime.weight_store import check_checkpoint
+from flexengine.runtime.weights.weight_store import check_checkpoint
 
 EXPERTS = [["all-experts"], ["all-linear", "all-experts"], ["down_proj"], ["gate_proj", "up_proj"], ["gate_proj"]]
 OF_FAMILY = {

@@ -16,7 +16,7 @@ from engine_helpers import (
 from family_configs import experts, gpt_oss, without_head_dim
 
 from flexengine.models.registry import open_model
-from flexengine.ops.balance import Balancing, ExpertBalance
+from flexengine.ops.experts.balance import Balancing, ExpertBalance
 
 ASKED = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
 CASES = {

@@ -10,10 +10,10 @@ from engine_helpers import build_engine, random_batch, same_bits, saved_model, s
 from family_configs import CASES, FAMILY_CASES
 from safetensors.torch import load_file, save_file
 
-from flexengine.lora import LoRA
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
-from flexengine.runtime.weight_store import check_checkpoint
+from flexengine.options.lora import LoRA
+from flexengine.runtime.weights.weight_store import check_checkpoint
 
 LLAMA, QWEN = tiny_config(), CASES[FAMILY_CASES["qwen3_5_text"]]
 VISION = {

@@ -15,7 +15,7 @@ from flexengine import from_pretrained
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 from flexengine.plan import Numerics
-from flexengine.runtime import weight_store
+from flexengine.runtime.weights import weight_store
 
 SIZES = {"hidden_size": 136, "intermediate_size": 200, "kv_lora_rank": 132, "q_lora_rank": 130, "vocab_size": 71}
 CONFIG = deepseek(3, **SIZES, first_k_dense_replace=1, num_hidden_layers=2)

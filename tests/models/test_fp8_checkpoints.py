@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
-from flexengine.ops.weight_formats import FORMATS
+from flexengine.ops.formats.weight_formats import FORMATS
 from flexengine.plan import Numerics
-from flexengine.runtime.weight_store import check_checkpoint
+from flexengine.runtime.weights.weight_store import check_checkpoint
 
 CONFIGS = {
     "qwen3": tiny_config(model_type="qwen3", hidden_size=136, intermediate_size=200, head_dim=8),

@@ -22,15 +22,15 @@ from family_configs import gpt_oss
 from safetensors.torch import load_file, save_file
 
 from flexengine import LoRA, from_pretrained
-from flexengine.job import Job
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
+from flexengine.options.job import Job
 from flexengine.plan import Numerics
 from flexengine.request import described
-from flexengine.runtime import weight_store
+from flexengine.runtime.weights import weight_store
 
 CONFIG = gpt_oss(hidden_size=64, intermediate_size=32, vocab_size=71, sliding_window=9)
 QUANTISED = {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"}

@@ -29,16 +29,16 @@ from safetensors.torch import load_file
 from flexengine import LoRA
 from flexengine.checkpoint import bounded_process
 from flexengine.hardware.presets import named_profile
-from flexengine.job import Job
-from flexengine.lora import ALL_LINEAR
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import build_model, open_model
+from flexengine.ops.adapters.dropout import drop
+from flexengine.ops.adapters.lora import LoRALinear
 from flexengine.ops.base import DropoutDraws
-from flexengine.ops.dropout import drop
-from flexengine.ops.lora import LoRALinear
 from flexengine.optim import AdamW
+from flexengine.options.job import Job
+from flexengine.options.lora import ALL_LINEAR
 from flexengine.plan import Numerics, Request
 from flexengine.planner import planner
 from flexengine.request import with_read_adapter

@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 
 from flexengine import LoRA
 from flexengine.checkpoint.manifest import FOLDER_MANIFEST
-from flexengine.job import Job
 from flexengine.models import blocks
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.optim import AdamW
+from flexengine.options.job import Job
 from flexengine.request import with_read_adapter
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-4}

@@ -24,12 +24,12 @@ from family_configs import CASES, FAMILY_CASES
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from flexengine import LoRA
-from flexengine.job import Job
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import build_model, open_model
-from flexengine.ops.dora import adapted_norms
+from flexengine.ops.adapters.dora import adapted_norms
 from flexengine.optim import AdamW
+from flexengine.options.job import Job
 from flexengine.plan import Numerics
 from flexengine.request import with_read_adapter
 

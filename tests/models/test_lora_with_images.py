@@ -14,7 +14,7 @@ from flexengine import LoRA
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
-from flexengine.runtime.weight_store import check_checkpoint
+from flexengine.runtime.weights.weight_store import check_checkpoint
 
 SIGLIP = {
     "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,

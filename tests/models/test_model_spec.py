@@ -12,7 +12,7 @@ from engine_helpers import spec_of, tiny_config
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.registry import ASSETS, open_model, preset_names
-from flexengine.ops.attention_style import AttentionShape
+from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
 from flexengine.ops.linear_shape import HeadShape, LinearShape

@@ -11,9 +11,9 @@ from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
 from flexengine.models.vocabulary import with_rows
-from flexengine.ops.nf4 import Nf4, PlainNf4, codebook, dynamic_map
+from flexengine.ops.formats.nf4 import Nf4, PlainNf4, codebook, dynamic_map
 from flexengine.plan import Numerics
-from flexengine.runtime.weight_store import check_checkpoint
+from flexengine.runtime.weights.weight_store import check_checkpoint
 
 CONFIG = tiny_config(num_hidden_layers=2, hidden_size=32, intermediate_size=48, head_dim=8)
 OPTIONS = {

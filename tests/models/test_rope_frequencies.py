@@ -9,8 +9,8 @@ from engine_helpers import spec_of, tiny_config
 from family_configs import CASES, FAMILY_CASES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from flexengine.job import Job
 from flexengine.models.rope import rope_parameters
+from flexengine.options.job import Job
 from flexengine.request import described
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -11,8 +11,8 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 from flexengine.plan import Numerics, Plan
-from flexengine.runtime import command_handlers as handlers_module
 from flexengine.runtime import fetch_experts as fetch_module
+from flexengine.runtime.execution import handlers as handlers_module
 from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.expert_fetch import touched_share

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from flexengine.ops.attention_choice import KernelName
+from flexengine.ops.attention.choice import KernelName
 from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Window
 
 BYTES_UNWRITTEN = {"uint8": (0x7F, torch.uint8), "int32": (-(2**31), torch.int32)}

@@ -10,10 +10,11 @@ import pytest
 import torch
 from attention_helpers import PlainKernels, make, masked, random_rows, use_own_kernels
 
-from flexengine.ops import attention, attention_reference
-from flexengine.ops.attention_choice import AttentionChoice
-from flexengine.ops.attention_kernels import KERNELS, Lengths, choose_kernels
-from flexengine.ops.attention_style import CAUSAL, AttentionShape, AttentionStyle
+from flexengine.ops.attention import attention
+from flexengine.ops.attention import reference as attention_reference
+from flexengine.ops.attention.choice import AttentionChoice
+from flexengine.ops.attention.kernels import KERNELS, Lengths, choose_kernels
+from flexengine.ops.attention.style import CAUSAL, AttentionShape, AttentionStyle
 from flexengine.ops.base import KeyValueWindow
 
 HEADS = [(4, 2), (3, 3), (6, 1)]  # grouped, multi-head, multi-query

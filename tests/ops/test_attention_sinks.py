@@ -8,8 +8,8 @@ import torch
 from attention_helpers import PlainKernels, make, masked, random_rows, use_own_kernels
 
 from flexengine.kernels import attention_sinks as kernel
-from flexengine.ops import attention
-from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.attention import attention
+from flexengine.ops.attention.style import AttentionStyle
 from flexengine.ops.base import OpEnv
 
 STYLES = {

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from flexengine.ops import delta_segments
 from flexengine.ops.base import OpEnv
 from flexengine.ops.columns import Columns, whole
-from flexengine.ops.delta_rule import DeltaRule
-from flexengine.ops.delta_segments import SEGMENT_TILES, batches, most_tile_heads, runs
-from flexengine.ops.delta_tiles import TILE, Sizes, unit_lower_inverse
+from flexengine.ops.delta import segments as delta_segments
+from flexengine.ops.delta.delta_rule import DeltaRule
+from flexengine.ops.delta.segments import SEGMENT_TILES, batches, most_tile_heads, runs
+from flexengine.ops.delta.tiles import TILE, Sizes, unit_lower_inverse
 
 SIZES = [(2, 4, 5, 3), (3, 3, 4, 6), (1, 3, 2, 7)]  # key heads, value heads, their widths
 SIZE_IDS = ["grouped", "equal heads", "one key head"]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from flexengine.ops.dora import DoRALinear
+from flexengine.ops.adapters.dora import DoRALinear
+from flexengine.ops.adapters.lora import AdaptedRows
 from flexengine.ops.linear import Linear
-from flexengine.ops.lora import AdaptedRows
 
 TOKENS, INPUTS, OUTPUTS, RANK = 64, 96, 80, 4
 ADAPTED = (AdaptedRows(0, 32), AdaptedRows(48, 80))

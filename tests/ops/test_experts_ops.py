@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from flexengine.ops.base import OpEnv
-from flexengine.ops.expert_rows import Combine, Dispatch
-from flexengine.ops.experts import GroupedLinear, WeightedGLU
-from flexengine.ops.router import Router, RouterStyle
-from flexengine.ops.shared_gate import SharedGate
+from flexengine.ops.experts.experts import GroupedLinear, WeightedGLU
+from flexengine.ops.experts.router import Router, RouterStyle
+from flexengine.ops.experts.rows import Combine, Dispatch
+from flexengine.ops.experts.shared_gate import SharedGate
 
 D, F, EXPERTS = 6, 5, 4
 CASES = [(1, True), (2, True), (2, False), (EXPERTS, False)]

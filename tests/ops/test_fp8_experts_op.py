@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from flexengine.ops.experts import GroupedLinear
-from flexengine.ops.fp8_experts import CODES, LARGEST, round_columns, round_rows
-from flexengine.ops.lora import AdaptedRows
-from flexengine.ops.lora_experts import LoRAGroupedLinear
+from flexengine.ops.adapters.lora import AdaptedRows
+from flexengine.ops.adapters.lora_experts import LoRAGroupedLinear
+from flexengine.ops.experts.experts import GroupedLinear
+from flexengine.ops.experts.fp8_experts import CODES, LARGEST, round_columns, round_rows
 
 EXPERTS, D, F = 4, 48, 80
 ROUNDING = 4.4e-3  # of a result in bf16

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from flexengine.ops.attention.head_gate import HeadGate
 from flexengine.ops.columns import Columns, whole
 from flexengine.ops.gated_rmsnorm import GatedRMSNorm
-from flexengine.ops.head_gate import HeadGate
 
 EPS, HEADS, HEAD_DIM, WIDTH = 1e-3, 4, 5, 43
 GATES = {"side by side": whole(3, HEADS * HEAD_DIM), "in two groups": Columns(2, 2, 21, 2 * HEAD_DIM)}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexengine.ops.latent_heads import HeadSizes, LatentHeads
+from flexengine.ops.attention.latent_heads import HeadSizes, LatentHeads
 
 LAYOUTS = [HeadSizes(1, 1, 2, 1), HeadSizes(3, 5, 4, 7), HeadSizes(4, 3, 6, 9)]
 LATENT, SCALING = 5, 1.3

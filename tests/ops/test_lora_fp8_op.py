@@ -7,15 +7,15 @@ import torch
 from engine_helpers import ON_GPU, build_engine, make_plan, random_batch, random_weights, streamed_plan, tiny_config
 from family_configs import experts
 
-from flexengine.job import Job
 from flexengine.models.matmul_dtype import check_matmul_dtype
+from flexengine.ops.adapters.dropout import drop
+from flexengine.ops.adapters.lora import AdaptedRows
+from flexengine.ops.adapters.lora_fp8 import Fp8LoRALinear
 from flexengine.ops.base import DropoutDraws
-from flexengine.ops.dropout import drop
 from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, Fp8Linear
 from flexengine.ops.linear import Linear
-from flexengine.ops.lora import AdaptedRows
-from flexengine.ops.lora_fp8 import Fp8LoRALinear
 from flexengine.optim import AdamW
+from flexengine.options.job import Job
 from flexengine.plan import Numerics
 from flexengine.request import described
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from flexengine.ops.mxfp4 import MAGNITUDES
-from flexengine.ops.nf4 import CODEBOOK, dynamic_map
-from flexengine.ops.weight_formats import FORMATS
+from flexengine.ops.formats.mxfp4 import MAGNITUDES
+from flexengine.ops.formats.nf4 import CODEBOOK, dynamic_map
+from flexengine.ops.formats.weight_formats import FORMATS
 
 SHAPES = [(8, 64), (130, 192), (5, 48), (259, 330), (1, 2)]
 
@@ -178,8 +178,8 @@ def test_what_was_decoded_is_stored_again_within_a_step(name):
 def test_slabs_do_not_change_bits(name, monkeypatch):
     values = weights(416, 96)
     _, whole = stored_as(name, values)
-    monkeypatch.setattr("flexengine.ops.weight_format.SLAB_ELEMENTS", 1)
-    monkeypatch.setattr("flexengine.ops.nf4.SLAB_ELEMENTS", 256)
+    monkeypatch.setattr("flexengine.ops.formats.weight_format.SLAB_ELEMENTS", 1)
+    monkeypatch.setattr("flexengine.ops.formats.nf4.SLAB_ELEMENTS", 256)
     layout, parts = stored_as(name, values)
     for field in layout.fields:
         assert torch.equal(layout.views(parts)[field].view(torch.uint8), layout.views(whole)[field].view(torch.uint8))

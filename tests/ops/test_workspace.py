@@ -10,13 +10,16 @@ from engine_helpers import peak_bytes, spec_of, tiny_config
 from family_configs import CASES, gemma2, gemma3, gpt2
 
 from bench.block_ops import block_env
-from flexengine.ops import attention_reference, cross_entropy, delta_plain, delta_segments, linear
-from flexengine.ops.attention import CausalAttention
-from flexengine.ops.attention_style import CAUSAL, AttentionStyle
+from flexengine.ops import cross_entropy, linear
+from flexengine.ops.attention import reference as attention_reference
+from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 from flexengine.ops.base import ChunkContext, KeyValueWindow, OpEnv
 from flexengine.ops.columns import whole
 from flexengine.ops.cross_entropy import LMHeadLoss
-from flexengine.ops.delta_rule import DeltaRule
+from flexengine.ops.delta import plain as delta_plain
+from flexengine.ops.delta import segments as delta_segments
+from flexengine.ops.delta.delta_rule import DeltaRule
 from flexengine.optim.adamw import adamw_update
 from flexengine.runtime.gradients import Squares, finish_gradient
 
@@ -218,7 +221,7 @@ def test_the_delta_rule(case, dtype):
 @pytest.mark.parametrize("case", DELTA_CASES)
 def test_buffers_of_the_delta_rules_kernels(case, tile_heads, monkeypatch):
     """The kernels themselves take nothing: they are left out."""
-    from flexengine.ops import delta_kernels  # noqa: PLC0415 (Triton is imported when first used)
+    from flexengine.ops.delta import kernels as delta_kernels  # noqa: PLC0415 (Triton is imported when first used)
 
     monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
     monkeypatch.setattr(delta_segments, "TILE_HEADS", tile_heads)

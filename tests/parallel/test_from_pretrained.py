@@ -24,8 +24,8 @@ from flexengine.parallel.devices import SHARED_GPU_VARIABLE, device_of_rank, gpu
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import leave
 from flexengine.plan import PlanError, Request
-from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.cost.memory import host_required_bytes
+from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.schedule.layout import Layout
 
 JOB = {

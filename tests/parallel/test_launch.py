@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flexengine import launch
+from flexengine.run import launch
 
 RANK = """
 from flexengine.parallel.parent import LEFT, follow_parent, tell
@@ -168,7 +168,9 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 def test_ranks_end_with_a_launcher_that_is_killed(stopped, tmp_path):
-    script = f"from flexengine.launch import launch; launch(2, ['-S', '-c', {RANK + 'wait()'!r}, {str(tmp_path)!r}])"
+    script = (
+        f"from flexengine.run.launch import launch; launch(2, ['-S', '-c', {RANK + 'wait()'!r}, {str(tmp_path)!r}])"
+    )
     launcher = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
     processes = [psutil.Process(pid) for pid in pids(tmp_path, 2)]
     if stopped:

@@ -11,19 +11,20 @@ import pytest
 import torch
 from ranks_helper import run_ranks, values_of
 
-from flexengine import api, node_probe
-from flexengine.hardware.measure_node import MeasuredRank
+from flexengine import api
+from flexengine.hardware import node_probe
+from flexengine.hardware.measure.node import MeasuredRank
 from flexengine.hardware.node_rates import LINK_FIELDS, NodeRates, RankRates, slowest_of, with_node_rates
 from flexengine.hardware.nodes import rank_profile, with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.job import Job
 from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
+from flexengine.options.job import Job
 from flexengine.parallel.devices import GpusOfRanks
 from flexengine.parallel.team import join, leave
 from flexengine.plan import Request
-from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.planner.ranks.plan import plan_for_ranks
 
 CARD = replace(preset("h100"), source="measured")
 PEAK = CARD.peak_matmul_flops_per_s

@@ -17,12 +17,13 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, Plan
-from flexengine.schedule import fixed_slots, node_exchange, relay_pieces
+from flexengine.schedule import fixed_slots
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Command, SlotOffset, UpdateTile
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks_checker import check_ranks, check_runs
-from flexengine.schedule.ranks_order import RankRun, runs_of_ranks
+from flexengine.schedule.ranks import node_exchange, relay_pieces
+from flexengine.schedule.ranks.checker import check_ranks, check_runs
+from flexengine.schedule.ranks.order import RankRun, runs_of_ranks
 from tests.schedule.small_plans import divided_model, full_round, random_plan, small_model
 
 

@@ -20,21 +20,21 @@ from flexengine.parallel.control import Control
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import Signals
 from flexengine.plan import GroupPlan, Numerics, Plan
-from flexengine.runtime.executor import Executor
-from flexengine.runtime.turns import RankGroup
+from flexengine.runtime.execution.executor import Executor
+from flexengine.runtime.ranks.turns import RankGroup
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.packing import pack, packed_shape
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.ranks_order import RankRun, runs_in_stages
-from flexengine.schedule.ranks_simulator import SIGNAL_S, TimedRankRun, simulate_ranks, simulate_runs
-from flexengine.schedule.relay import executor_of
-from flexengine.schedule.shares import Share
+from flexengine.schedule.ranks.cells import executor_of
+from flexengine.schedule.ranks.order import RankRun, runs_in_stages
+from flexengine.schedule.ranks.shares import Share
+from flexengine.schedule.ranks.simulator import SIGNAL_S, TimedRankRun, simulate_ranks, simulate_runs
+from flexengine.schedule.ranks.stage_layout import layout_of, layouts_of
+from flexengine.schedule.ranks.waves import Wave
 from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
-from flexengine.schedule.stage_layout import layout_of, layouts_of
-from flexengine.schedule.waves import Wave
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
 # -- on paper --------------------------------------------------------------------------------------------------------

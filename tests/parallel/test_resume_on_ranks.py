@@ -10,11 +10,12 @@ import pytest
 from ranks_helper import run_ranks, values_of
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from flexengine import run_saver, trainer
 from flexengine.checkpoint import state_writer
 from flexengine.checkpoint.run_checkpoints import checkpoint_folder, checkpoints_of, whole_checkpoints
-from flexengine.config import TrainConfig
 from flexengine.hardware.presets import preset
+from flexengine.options.train_config import TrainConfig
+from flexengine.run import saver as run_saver
+from flexengine.run import trainer
 from tests.failures.provoke import OPTIONS, fingerprint, half_written, write_model
 
 STEPS = 5

@@ -21,7 +21,7 @@ from test_several_ranks import Shown, change_plans, check_same, opened, several_
 from flexengine import from_pretrained
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import leave
-from flexengine.schedule import node_exchange
+from flexengine.schedule.ranks import node_exchange
 
 
 def tied_in_calls() -> Case:

@@ -53,12 +53,13 @@ from flexengine.parallel.signals import RankLost
 from flexengine.parallel.watch import Watch
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan
 from flexengine.runtime.engine import Engine
-from flexengine.runtime.executor import Executor
+from flexengine.runtime.execution.executor import Executor
+from flexengine.runtime.ranks.turns import RankGroup
 from flexengine.runtime.step_runner import StepRunner
-from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.update import UpdateRunner
-from flexengine.schedule import fixed_slots, relay_pieces, waves
+from flexengine.schedule import fixed_slots
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.ranks import relay_pieces, waves
 
 
 class Shown(NamedTuple):

@@ -19,25 +19,28 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Plan, PlanError, Request
-from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.cost import memory
-from flexengine.price_of_ranks import priced_together
+from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.planner.ranks.price import priced_together
+from flexengine.planner.ranks.split import may_split
 from flexengine.reports.plan_text import describe
-from flexengine.schedule import fixed_slots, ranks_checker, relay, waves
+from flexengine.schedule import fixed_slots
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round
 from flexengine.schedule.parts import Part, Run
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.ranks_checker import check_runs
-from flexengine.schedule.ranks_order import RankRun, runs_of_ranks
-from flexengine.schedule.ranks_simulator import SIGNAL_S, simulate_ranks, simulate_runs
+from flexengine.schedule.ranks import cells as relay
+from flexengine.schedule.ranks import checker as ranks_checker
+from flexengine.schedule.ranks import waves
+from flexengine.schedule.ranks.checker import check_runs
+from flexengine.schedule.ranks.order import RankRun, runs_of_ranks
+from flexengine.schedule.ranks.simulator import SIGNAL_S, simulate_ranks, simulate_runs
+from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherShares, ShareOfFetch
+from flexengine.schedule.ranks.waves import Wave, own_regions, owned_pieces, sections_of
 from flexengine.schedule.simulator import Rates
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
-from flexengine.schedule.split_commands import ExchangeParts, FoldParts, GatherShares, ShareOfFetch
-from flexengine.schedule.waves import Wave, own_regions, owned_pieces, sections_of
-from flexengine.transport import may_split
 from tests.parallel.test_ranks_checker import is_rejected, of_ranks
 from tests.schedule.small_plans import divided_model, full_round, random_plan, small_model
 

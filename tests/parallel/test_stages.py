@@ -21,20 +21,22 @@ from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, Request
-from flexengine.plan_for_ranks import plan_for_ranks
-from flexengine.plan_in_stages import stage_sizes
 from flexengine.planner.cost.cost_model import CostModel
+from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.planner.ranks.stages import stage_sizes
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_text import report
-from flexengine.schedule import fixed_slots, ranks_checker, relay_pieces
+from flexengine.schedule import fixed_slots
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Command, CopyRegion, FinishGradient, Signal
 from flexengine.schedule.lowering import lower_evaluation
-from flexengine.schedule.ranks_checker import check_runs
-from flexengine.schedule.ranks_order import RankRun, runs_of_ranks
-from flexengine.schedule.ranks_simulator import simulate_ranks
-from flexengine.schedule.stage_layout import StageLayout, layouts_of
-from flexengine.schedule.stages import HandedOver, StageCells
+from flexengine.schedule.ranks import checker as ranks_checker
+from flexengine.schedule.ranks import relay_pieces
+from flexengine.schedule.ranks.checker import check_runs
+from flexengine.schedule.ranks.order import RankRun, runs_of_ranks
+from flexengine.schedule.ranks.simulator import simulate_ranks
+from flexengine.schedule.ranks.stage_layout import StageLayout, layouts_of
+from flexengine.schedule.ranks.stages import HandedOver, StageCells
 from tests.parallel.test_ranks_checker import (
     Change,
     awaiting,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from ranks_helper import run_ranks, values_of
 
-from flexengine import launch, trainer
-from flexengine.config import TrainConfig
+from flexengine.options.train_config import TrainConfig
+from flexengine.run import launch, trainer
 
 OPTIONS = {
     "model": "preset:demo", "data_source": "synthetic", "steps": 2, "max_seq_len": 32, "max_global_batch_tokens": 128,

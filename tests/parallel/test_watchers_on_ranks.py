@@ -9,10 +9,10 @@ import pytest
 from ranks_helper import run_ranks, values_of
 
 import flexengine
-from flexengine import trainer
-from flexengine.callbacks import Callback
-from flexengine.config import TrainConfig
 from flexengine.hardware.presets import preset
+from flexengine.options.train_config import TrainConfig
+from flexengine.run import trainer
+from flexengine.run.callbacks import Callback
 from flexengine.schedule.timeline import MEASURED
 from flexengine.schedule.trace_reader import read_trace
 from tests.failures.provoke import OPTIONS, fingerprint, write_model

@@ -8,8 +8,8 @@ import torch
 
 import flexengine
 from flexengine.cli import main
-from flexengine.hardware.measure import _in_fp8
-from flexengine.hardware.measure_matmul import Buffers, _work, fitting
+from flexengine.hardware.measure.gpu import _in_fp8
+from flexengine.hardware.measure.matmul import Buffers, _work, fitting
 from flexengine.hardware.presets import PRESETS, preset
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
@@ -132,7 +132,7 @@ def test_training_through_from_pretrained_stays_near_bf16():
 
 
 def test_operands_are_rounded_where_they_lie(monkeypatch):
-    monkeypatch.setattr("flexengine.hardware.measure.FP8_PIECE", 1000)
+    monkeypatch.setattr("flexengine.hardware.measure.gpu.FP8_PIECE", 1000)
     operands = torch.randn(10_500, dtype=torch.bfloat16)
     wanted = operands.to(FORWARD_DTYPE).view(torch.uint8).clone()
     buffers = _in_fp8(Buffers(operands, torch.empty(0)))

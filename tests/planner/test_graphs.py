@@ -13,12 +13,12 @@ from flexengine.planner.planner import make_plan
 from flexengine.reports.plan_text import describe
 from flexengine.reports.simulated_step import simulate_step
 from flexengine.request import with_cache
+from flexengine.run.step_prediction import StepPredictor
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.packing import full_round
 from flexengine.schedule.replays import may_replay, replay_bytes
-from flexengine.step_prediction import StepPredictor
 
 GIB = 2**30
 MODEL = open_model("preset:gpt2").spec

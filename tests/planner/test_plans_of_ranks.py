@@ -13,12 +13,12 @@ from flexengine.metrics import GIB
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Request
-from flexengine.plan_for_ranks import plan_for_ranks
-from flexengine.price_of_ranks import priced_together
+from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.planner.ranks.price import priced_together
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
-from flexengine.schedule.ranks_checker import check_runs
-from flexengine.schedule.ranks_order import runs_of_ranks
+from flexengine.schedule.ranks.checker import check_runs
+from flexengine.schedule.ranks.order import runs_of_ranks
 
 
 @pytest.mark.long

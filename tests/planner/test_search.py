@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from flexengine.hardware.presets import preset
-from flexengine.job import Job
 from flexengine.models.registry import open_model
+from flexengine.options.job import Job
 from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, PlanReason, Request
 from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes

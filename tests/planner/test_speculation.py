@@ -14,10 +14,10 @@ from flexengine.planner.planner import LEAST_LEFT, Planner, make_plan
 from flexengine.planner.speculation import Speculation, completed_order, speculating_plans
 from flexengine.reports.plan_text import describe
 from flexengine.reports.simulated_step import simulate_step
+from flexengine.run.step_prediction import StepPredictor
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.step_parts import StepEstimate
-from flexengine.step_prediction import StepPredictor
 
 if TYPE_CHECKING:
     from flexengine.planner.cost.cost_model import StepPricer

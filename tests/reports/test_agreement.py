@@ -11,8 +11,8 @@ from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import PRESETS, preset
 from flexengine.metrics import format_bytes, format_seconds, format_tokens_per_s
 from flexengine.plan import PlanError, Request
-from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json
 from flexengine.reports.plan_page import html_page

@@ -26,8 +26,8 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.plan import GroupPlan, Numerics
-from flexengine.runtime import command_handlers
 from flexengine.runtime.decode_weights import decode_weights, rows_of_experts
+from flexengine.runtime.execution import handlers as command_handlers
 
 SPLIT = Numerics("bfloat16", "split", "bfloat16", "float32")
 SIZES = {"chunk_tokens": 24, "chunks_per_round": 3}

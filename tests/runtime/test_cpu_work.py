@@ -22,9 +22,9 @@ from engine_helpers import (
 
 from flexengine.plan import GroupPlan
 from flexengine.runtime.arena import Arenas
-from flexengine.runtime.cpu_work import CpuWork
-from flexengine.runtime.executor import Executor
-from flexengine.runtime.issue import OPEN
+from flexengine.runtime.execution.cpu_work import CpuWork
+from flexengine.runtime.execution.executor import Executor
+from flexengine.runtime.execution.issue import OPEN
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update

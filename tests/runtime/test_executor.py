@@ -7,11 +7,11 @@ import pytest
 import torch
 from engine_helpers import FLOAT32, build_engine, random_batch, random_weights, same_bits, streamed_plan, tiny_config
 
-from flexengine.hardware.timing import hold_stream
+from flexengine.hardware.measure.timing import hold_stream
 from flexengine.native import library
 from flexengine.native.transfer_torch import TorchTransfers
 from flexengine.runtime.arena import Arenas
-from flexengine.runtime.executor import Executor
+from flexengine.runtime.execution.executor import Executor
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots

@@ -17,10 +17,10 @@ from fake_driver import FakeDriver, PlainStream, fake_driver
 from flexengine.native.transfer_operations import Record, WordValue
 from flexengine.parallel.signals import RAISED, Signals
 from flexengine.runtime.arena import Arenas
-from flexengine.runtime.cpu_work import CpuWork
-from flexengine.runtime.executor import STREAM_SIGNALS_VARIABLE, CommandHooks, Executor
-from flexengine.runtime.issue import Gate, Issue
-from flexengine.runtime.teller import Teller
+from flexengine.runtime.execution.cpu_work import CpuWork
+from flexengine.runtime.execution.executor import STREAM_SIGNALS_VARIABLE, CommandHooks, Executor
+from flexengine.runtime.execution.issue import Gate, Issue
+from flexengine.runtime.execution.teller import Teller
 from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.following import cpu_waits
 from flexengine.schedule.program_builder import ProgramBuilder

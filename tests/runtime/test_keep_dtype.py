@@ -19,7 +19,6 @@ from family_configs import CASES, gemma2, gpt2
 
 from flexengine import LoRA
 from flexengine.api import prepare
-from flexengine.job import Job
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.keep_dtype import check_keep_dtype, with_keep_dtype
@@ -27,6 +26,7 @@ from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import ModelSource
 from flexengine.ops.base import Work
+from flexengine.options.job import Job
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
 from flexengine.request import described
 from flexengine.schedule.layer_compiler import compile_layer

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from flexengine import LoRA
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.lora import with_lora
-from flexengine.ops import weight_format
+from flexengine.ops.formats import weight_format
 from flexengine.plan import Numerics
-from flexengine.runtime import adapters, weight_store
+from flexengine.runtime.weights import adapters, weight_store
 
 PIECE = 1 << 13
 CONFIG = tiny_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4, head_dim=16)

@@ -3,9 +3,9 @@
 import pytest
 from engine_helpers import FLOAT32, build_engine, random_batch, random_weights, streamed_plan, tiny_config
 
-from flexengine.health import where_not_finite
-from flexengine.runtime import weight_store
+from flexengine.run.health import where_not_finite
 from flexengine.runtime.not_finite import NotFiniteError, first_bad_gradient, first_bad_weight
+from flexengine.runtime.weights import weight_store
 
 CONFIG = tiny_config()
 BATCH = random_batch(0, (20, 7, 33), CONFIG["vocab_size"])

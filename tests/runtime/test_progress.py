@@ -3,7 +3,7 @@
 import threading
 import time
 
-from flexengine.runtime.progress import IssueProgress
+from flexengine.runtime.execution.progress import IssueProgress
 
 PATIENCE_S = 60.0
 

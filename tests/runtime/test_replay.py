@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flexengine.plan import Numerics
-from flexengine.runtime import replay
-from flexengine.runtime.replay import Replay
+from flexengine.runtime.execution import replay
+from flexengine.runtime.execution.replay import Replay
 from tests.engine_helpers import (
     FLOAT32,
     build_engine,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
-from flexengine.runtime.cpu_work import CpuWork
+from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.schedule.following import cpu_commands
 from flexengine.schedule.layout import Layout

@@ -22,8 +22,8 @@ from engine_helpers import (
 )
 
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
-from flexengine.runtime.executor import Executor
-from flexengine.runtime.issue import OPEN
+from flexengine.runtime.execution.executor import Executor
+from flexengine.runtime.execution.issue import OPEN
 from flexengine.schedule.commands import Stream
 
 PATIENCE_S = 60.0

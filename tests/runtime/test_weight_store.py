@@ -23,7 +23,7 @@ from engine_helpers import (
 from flexengine.checkpoint.reader import ReadRequest
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics
-from flexengine.runtime import staging, weight_store
+from flexengine.runtime.weights import staging, weight_store
 
 SPLIT = Numerics("bfloat16", "split", "bfloat16", "float32")
 STOCHASTIC = Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16")
@@ -119,7 +119,7 @@ from flexengine.hardware.memory_usage import peak_resident_bytes, resident_bytes
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics
 from flexengine.runtime.arena import Arenas
-from flexengine.runtime.weight_store import WeightStore
+from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.layout import Layout
 
 spec = open_model(Path(sys.argv[1])).spec

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 from flexengine.hardware.nodes import PEER_MEMORY_BYTES
 from flexengine.hardware.profile import HardwareProfile, PeerWay
-from flexengine.ops.attention import CausalAttention
-from flexengine.ops.attention_style import CAUSAL
+from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.style import CAUSAL
 from flexengine.ops.base import Op
-from flexengine.ops.delta_rule import DeltaRule
-from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.delta.delta_rule import DeltaRule
+from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.layernorm import LayerNorm
 from flexengine.plan import Request
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.node_exchange import exchange_bytes
+from flexengine.schedule.ranks.node_exchange import exchange_bytes
 from flexengine.schedule.replays import replay_bytes
 
 GPU_SLACK_BYTES = 128 * 2**20

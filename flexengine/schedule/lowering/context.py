@@ -10,9 +10,9 @@ from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.relay import Cells
-from flexengine.schedule.stage_layout import StageLayout
-from flexengine.schedule.waves import Wave
+from flexengine.schedule.ranks.cells import Cells
+from flexengine.schedule.ranks.stage_layout import StageLayout
+from flexengine.schedule.ranks.waves import Wave
 
 
 class RoundContext:

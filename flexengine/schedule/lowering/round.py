@@ -19,8 +19,8 @@ from flexengine.schedule.lowering.gradients import GradientLowering, scale_slots
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.weights import WeightLowering
 from flexengine.schedule.program_builder import ProgramBuilder
+from flexengine.schedule.ranks.waves import Wave
 from flexengine.schedule.slots import overlapping_slots
-from flexengine.schedule.waves import Wave
 
 
 def lower_round(

@@ -12,9 +12,9 @@ from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
 from flexengine.schedule.lowering.update import OwnRange
 from flexengine.schedule.program_builder import ProgramBuilder, merge_regions
+from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherShares, ReceivedParts, ShareOfFetch
+from flexengine.schedule.ranks.waves import OWN_SQUARES, Section, Wave, end_of, own_regions, shared_bytes
 from flexengine.schedule.slots import Role
-from flexengine.schedule.split_commands import ExchangeParts, FoldParts, GatherShares, ReceivedParts, ShareOfFetch
-from flexengine.schedule.waves import OWN_SQUARES, Section, Wave, end_of, own_regions, shared_bytes
 
 
 def fetch_share(

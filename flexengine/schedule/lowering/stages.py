@@ -11,8 +11,8 @@ from flexengine.schedule.lowering.round import RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
 from flexengine.schedule.lowering.update import lower_norm
-from flexengine.schedule.stage_layout import StageLayout
-from flexengine.schedule.stages import HandedOver
+from flexengine.schedule.ranks.stage_layout import StageLayout
+from flexengine.schedule.ranks.stages import HandedOver
 
 
 def lower_wave(

@@ -27,13 +27,13 @@ from flexengine.schedule.fixed_slots import (
 from flexengine.schedule.group_storage import Segment, matrix_flops
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.relay import Cells
+from flexengine.schedule.ranks.cells import Cells
+from flexengine.schedule.ranks.shares import ALONE, Share
+from flexengine.schedule.ranks.split_commands import AddTables
+from flexengine.schedule.ranks.stage_layout import StageLayout
+from flexengine.schedule.ranks.waves import ALL_SQUARES, OWN_SQUARES
 from flexengine.schedule.second_planes import second_kinds
-from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, overlapping_slots
-from flexengine.schedule.split_commands import AddTables
-from flexengine.schedule.stage_layout import StageLayout
-from flexengine.schedule.waves import ALL_SQUARES, OWN_SQUARES
 
 KERNELS_PER_MATRIX = 20
 """Kernels of an update by matrix products: five iterations of three, the norm, what comes before and after."""

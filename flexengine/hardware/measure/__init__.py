@@ -1,0 +1,1 @@
+"""Measures the rates of a machine, subject by subject."""

@@ -1,0 +1,207 @@
+"""Measures the linear layers of a model's blocks: forward, input gradient and weight gradient.
+
+Shapes: T tokens; a layer has D input and F output features: x [T, D], weight [F, D], y [T, F]. The calls are those
+of the engine's linear op: weight gradients are added to an accumulator in float32 (float64 for float64 compute). With
+the dtype of FP8 operands they are the calls of its FP8 linear op, which gives results in bf16 and writes the
+accumulator.
+Random data throughout: zeros draw less power and make a power-capped card look faster than it is in training.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+from scipy.optimize import isotonic_regression
+from torch import Tensor
+
+from flexengine.hardware.curve import Curve, Points
+from flexengine.hardware.measure.timing import Timer
+from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, MULTIPLE, scaled_product
+from flexengine.ops.linear import accumulate_weight_grad
+from flexengine.ops.linear_shape import LinearShape
+
+PASSES = ("forward", "input gradient", "weight gradient")
+QUERY_HEADS_PER_KEY_HEAD = 4  # grouped queries as in most models since 2023: keys and values are a quarter as wide
+LEAST_FEATURES = 2048  # a product cut to fewer features would run at another rate than the whole one
+ALIGNMENT = 256  # elements: cuBLAS picks its fast kernels for operands that start at multiples of 16 bytes
+MOST_APART = 1.5
+"""Between two measurements of a product by a clock that drifts. One that took longer fell in a moment when host or card
+were held up by others, and the shorter one counts twice."""
+OPERAND_SETS = 4  # weights of a few sets together exceed any GPU's cache, so each call reads them from memory
+
+
+class Buffers(NamedTuple):
+    """Flat memory for all products: random operands in the compute dtype, and bytes for results."""
+
+    operands: Tensor
+    results: Tensor
+
+
+class BlockRates(NamedTuple):
+    """Rates of a block's linear layers by tokens, all passes together, and one curve per layer and pass."""
+
+    matmul_flops_per_s: Points
+    curves: tuple[Curve, ...]
+
+
+def usual_layers(shape: tuple[int, int]) -> tuple[LinearShape, ...]:
+    """List a gated block's linear layers for (hidden_size, intermediate_size) = shape, fused as the engine does."""
+    hidden_size, intermediate_size = shape
+    key_value_size = 2 * hidden_size // QUERY_HEADS_PER_KEY_HEAD
+    return (
+        LinearShape("qkv_proj", hidden_size, hidden_size + key_value_size),
+        LinearShape("o_proj", hidden_size, hidden_size, adds=True),
+        LinearShape("gate_up_proj", hidden_size, 2 * intermediate_size),
+        LinearShape("down_proj", intermediate_size, hidden_size, adds=True),
+    )
+
+
+def operand_bytes(layer: LinearShape, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Give (bytes of the two operands, bytes of the result), the largest of the three passes."""
+    x, y = tokens * layer.in_features, tokens * layer.out_features
+    weight = layer.in_features * layer.out_features
+    operands = max(x + weight, y + weight, x + y) + 2 * ALIGNMENT
+    results = max(max(x, y) * max(2, dtype.itemsize), weight * max(4, dtype.itemsize))
+    return operands * dtype.itemsize, results
+
+
+def affordable_tokens(
+    counts: Sequence[int], layers: Sequence[LinearShape], flops_per_s: float, most_s: float
+) -> list[int]:
+    """Select the token counts, at least the first, at which three passes through each layer once take at most `most_s`
+    seconds."""
+    per_token = len(PASSES) * sum(layer.flops(1) for layer in layers)
+    return [counts[0], *(tokens for tokens in counts[1:] if tokens * per_token / flops_per_s <= most_s)]
+
+
+def fitting(layer: LinearShape, tokens: int, dtype: torch.dtype, buffers: Buffers) -> LinearShape | None:
+    """Halve the features of `layer` until it fits the buffers; None if fewer than LEAST_FEATURES would be left.
+
+    A product that large has many times as many tiles as there are multiprocessors, so half of it runs at the same rate.
+    """
+    while True:
+        read, written = operand_bytes(layer, tokens, dtype)
+        if read <= buffers.operands.nbytes and written <= buffers.results.nbytes:
+            return layer
+        wider = "out_features" if layer.out_features >= layer.in_features else "in_features"
+        features = getattr(layer, wider) // 2 // MULTIPLE * MULTIPLE
+        if features < LEAST_FEATURES:
+            return None
+        layer = layer._replace(**{wider: features})
+
+
+def block_rates(
+    layers: Sequence[LinearShape], counts: Sequence[int], dtype: torch.dtype, buffers: Buffers, timer: Timer,
+    least_s: float,
+) -> BlockRates:  # fmt: skip
+    """Measure rates at every token count that fits the buffers, timing each layer and pass for `least_s` twice.
+
+    Order: counts down and up again with no gap between, so that a drifting clock affects all counts equally, and a card
+    that has been at work stays at its sustained clock.
+    Raises: ValueError if not even the smallest count fits.
+    """
+    counts = [t for t in counts if all(fitting(layer, t, dtype, buffers) for layer in layers)]
+    if not counts:
+        widest = max(layers, key=lambda layer: layer.flops(1))
+        size = f"{widest.in_features} x {widest.out_features}"
+        raise ValueError(f"not enough free memory to measure products of {size} features")
+    found: dict[tuple[int, str, str], list[float]] = defaultdict(list)
+    for order in (reversed(counts), counts):
+        for tokens in order:
+            for layer in layers:
+                for name in PASSES:
+                    key = (tokens, layer.name, name)
+                    found[key].append(_seconds(layer, tokens, name, dtype, buffers, timer, least_s))
+    seconds = {key: _of_both(*both) for key, both in found.items()}
+    rates = [_weighted_rate(layers, tokens, seconds) for tokens in counts]
+    # a longer product is never slower per token than a shorter one, as it could be run in parts: where one was, the
+    # clock had changed, and the mean of both is less wrong than the better one
+    points = tuple(zip(counts, isotonic_regression(rates).x.tolist(), strict=True))
+    return BlockRates(points, tuple(_curve(p, name, counts, seconds) for p in layers for name in PASSES))
+
+
+def _of_both(first_s: float, second_s: float) -> float:
+    """Add up two measurements of a product."""
+    low_s, high_s = sorted((first_s, second_s))
+    return 2 * low_s if high_s > MOST_APART * low_s else low_s + high_s
+
+
+def _weighted_rate(layers: Sequence[LinearShape], tokens: int, seconds: dict[tuple[int, str, str], float]) -> float:
+    """Divide the FLOPs of all layers and passes by their time; `seconds` are sums of two measurements."""
+    total_s = sum(layer.count * seconds[tokens, layer.name, name] for layer in layers for name in PASSES)
+    return 2 * len(PASSES) * sum(layer.count * layer.flops(tokens) for layer in layers) / total_s
+
+
+def _curve(layer: LinearShape, name: str, counts: Sequence[int], seconds: dict[tuple[int, str, str], float]) -> Curve:
+    points = tuple((tokens, 2 * layer.flops(tokens) / seconds[tokens, layer.name, name]) for tokens in counts)
+    return Curve(f"{layer.name} {name}", "tokens", "FLOP/s", points)
+
+
+def _seconds(
+    layer: LinearShape, tokens: int, name: str, dtype: torch.dtype, buffers: Buffers, timer: Timer, least_s: float
+) -> float:
+    """Measure seconds of one pass of a whole layer, from as much of it as fits the buffers."""
+    part = fitting(layer, tokens, dtype, buffers)
+    assert part is not None
+    return timer(_work(part, tokens, name, dtype, buffers), least_s) * layer.flops(tokens) / part.flops(tokens)
+
+
+def _work(part: LinearShape, tokens: int, name: str, dtype: torch.dtype, buffers: Buffers) -> Callable[[], object]:
+    """Make a function that runs one pass, each time on the next of a few sets of operands."""
+    if dtype == FORWARD_DTYPE:
+        return _fp8_work(part, tokens, name, buffers)
+    x, y, weight = (tokens, part.in_features), (tokens, part.out_features), (part.out_features, part.in_features)
+    acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    if name != "weight gradient":
+        stored = (weight[1], weight[0]) if part.transposed else weight
+        sets = _operand_sets(buffers, x if name == "forward" else y, stored)
+        sets = [(rows, matrix.t() if part.transposed else matrix) for rows, matrix in sets]
+        out = _result(buffers, y if name == "forward" else x, dtype)
+        if name == "input gradient":
+            return _repeat(sets, lambda grad_y_TF, weight_FD: torch.mm(grad_y_TF, weight_FD, out=out))
+        if part.adds:
+            return _repeat(sets, lambda x_TD, weight_FD: torch.addmm(out, x_TD, weight_FD.t(), out=out))
+        return _repeat(sets, lambda x_TD, weight_FD: torch.mm(x_TD, weight_FD.t(), out=out))
+    if part.transposed:
+        x, y, weight = y, x, (weight[1], weight[0])
+    sets, out = _operand_sets(buffers, y, x), _result(buffers, weight, acc_dtype)
+    return _repeat(sets, lambda grad_y_TF, x_TD: accumulate_weight_grad(out, grad_y_TF, x_TD, first=False))
+
+
+def _fp8_work(part: LinearShape, tokens: int, name: str, buffers: Buffers) -> Callable[[], object]:
+    """Make the function of `_work` for FP8 operands, which must both be contiguous along the summed dimension."""
+    d, f = part.in_features, part.out_features
+    one = torch.ones(1, device=buffers.operands.device)
+    if name == "forward":
+        sets, out = _operand_sets(buffers, (tokens, d), (f, d)), _result(buffers, (tokens, f), torch.bfloat16)
+        return _repeat(sets, lambda x8, weight8: scaled_product(x8, weight8, one, one, out, fast=True))
+    if name == "input gradient":
+        sets, out = _operand_sets(buffers, (tokens, f), (d, f)), _result(buffers, (tokens, d), torch.bfloat16)
+    else:
+        sets, out = _operand_sets(buffers, (f, tokens), (d, tokens)), _result(buffers, (f, d), torch.float32)
+    return _repeat(sets, lambda grad8, other8: scaled_product(grad8.view(GRADIENT_DTYPE), other8, one, one, out))
+
+
+def _repeat(sets: Sequence[tuple[Tensor, Tensor]], work: Callable[[Tensor, Tensor], object]) -> Callable[[], object]:
+    endless = cycle(sets)
+    return lambda: work(*next(endless))
+
+
+def _operand_sets(buffers: Buffers, first: tuple[int, int], second: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+    """Cut up to OPERAND_SETS disjoint pairs of matrices of two shapes out of the random operands."""
+    lengths = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in (first, second)]
+    count = max(1, min(OPERAND_SETS, buffers.operands.numel() // sum(lengths)))
+    sets = []
+    for start in range(0, count * sum(lengths), sum(lengths)):
+        a = buffers.operands[start : start + math.prod(first)].view(first)
+        b = buffers.operands[start + lengths[0] : start + lengths[0] + math.prod(second)].view(second)
+        sets.append((a, b))
+    return sets
+
+
+def _result(buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Give a zeroed matrix for results, in the memory of the last one."""
+    return buffers.results[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape).zero_()

@@ -1,0 +1,1 @@
+"""Attention: the op, its paths, and what stands around its heads."""

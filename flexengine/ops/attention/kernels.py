@@ -1,0 +1,266 @@
+"""Attention kernels on CUDA behind one interface: torch's flash kernels, cuDNN's through torch's operators, our own.
+
+A call is causal over packed sequences, every query with the keys of its own sequence up to itself, or it is over some
+earlier keys of one long sequence, which all queries see; or, with more keys than queries, causal over the end of one
+long sequence, whose last keys are the queries' own (a window reaches back into earlier chunks). Statistics are those of
+FlashAttention: the log-sum-exp of every query's scores, from which backward finds the probabilities again; so calls
+over parts of the keys add up.
+
+Shapes: q, out [T, N, H]; k, v [K, G, H], K = T for packed sequences; lse [N, T] float32; all rows may be strided.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.attention.choice import KERNEL_NAMES, KernelName
+from flexengine.ops.attention.style import CAUSAL, AttentionStyle
+
+CUDNN_LENGTHS = 256
+"""cuDNN serves lengths that are multiples of this: it prepares itself for every new one, which takes up to a second."""
+
+MOST_HEAD_DIM: dict[KernelName, int] = {"flash": 256, "cudnn": 128, "triton": 256}
+
+
+class Lengths(NamedTuple):
+    """The packed sequences of a causal call: tokens of each, and their running sum [sequences + 1] int32 on the GPU."""
+
+    seq_lens: tuple[int, ...]
+    cu_seqlens: Tensor
+
+
+class Kernels(ABC):
+    """Forward and backward of one library. `lengths` None: all queries see all keys.
+
+    rng: int64 [2] on the device, which the operators want and do not read without dropout.
+    """
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+
+    @abstractmethod
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
+        rng: Tensor, style: AttentionStyle = CAUSAL,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(grad_q, grad_k, grad_v) from the out and lse of all keys that the queries see, here and in other calls."""
+
+
+class Flash(Kernels):
+    """FlashAttention-2 as torch has it: packed sequences by their running sum, bf16 or fp16, head width up to 256."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
+    ) -> tuple[Tensor, Tensor]:
+        forward, options = torch.ops.aten._flash_attention_forward, _flash_options(style)
+        if lengths is None or len(k) != len(q):
+            operands = (q[None], k[None], v[None], None, None, len(q), len(k))
+            out, lse, *_ = forward(*operands, 0.0, lengths is not None, False, **options)
+            return out[0], lse[0]
+        cu, longest = lengths.cu_seqlens, max(lengths.seq_lens)
+        out, lse, *_ = forward(q, k, v, cu, cu, longest, longest, 0.0, True, False, **options)
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
+        rng: Tensor, style: AttentionStyle = CAUSAL,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        backward, options = torch.ops.aten._flash_attention_backward, _flash_options(style)
+        if lengths is None or len(k) != len(q):
+            operands = (grad_out[None], q[None], k[None], v[None], out[None], lse[None])
+            sizes = (None, None, len(q), len(k))
+            grads = backward(*operands, *sizes, 0.0, lengths is not None, rng, rng, **options)
+            return grads[0][0], grads[1][0], grads[2][0]
+        cu, longest = lengths.cu_seqlens, max(lengths.seq_lens)
+        return backward(grad_out, q, k, v, out, lse, cu, cu, longest, longest, 0.0, True, rng, rng, **options)
+
+
+def _flash_options(style: AttentionStyle) -> dict[str, Any]:
+    """Keys seen before a query's own, none after it, and the scale: only what differs from the operators' defaults."""
+    window = {"window_size_left": style.window - 1, "window_size_right": 0} if style.window else {}
+    return window if style.scale is None else {"scale": style.scale, **window}
+
+
+class Cudnn(Kernels):
+    """cuDNN's fused attention: B sequences of equal length as a batch, views of the packed rows."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
+    ) -> tuple[Tensor, Tensor]:
+        batch, causal = _batch(lengths), lengths is not None
+        heads = (_by_head(x, batch) for x in (q, k, v))
+        forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = forward(*heads, None, True, 0.0, causal, False, scale=style.scale)
+        return out.transpose(1, 2).reshape(q.shape), lse.view(batch, q.shape[1], -1).transpose(0, 1).flatten(1)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
+        rng: Tensor, style: AttentionStyle = CAUSAL,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        batch, causal = _batch(lengths), lengths is not None
+        heads = [_by_head(x, batch) for x in (grad_out, q, k, v, out)]
+        stats = lse.view(len(lse), batch, -1, 1).transpose(0, 1).contiguous()
+        sizes = (len(q) // batch, len(k) // batch)
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *heads, stats, rng[0], rng[1], None, None, None, *sizes, 0.0, causal,
+            scale=style.scale,
+        )  # fmt: skip
+        grad_q, grad_k, grad_v = (g.transpose(1, 2).flatten(0, 1) for g in grads)
+        return grad_q, grad_k, grad_v
+
+
+def _batch(lengths: Lengths | None) -> int:
+    return 1 if lengths is None else len(lengths.seq_lens)
+
+
+def _by_head(x: Tensor, batch: int) -> Tensor:
+    """[T, N, H] -> [B, N, T / B, H], a view."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+class Rows(NamedTuple):
+    """Queries, and keys and values of all tokens that they see; values may be narrower than keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Results(NamedTuple):
+    """Where forward writes out [T, N, V] and lse [N, T]."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class RowGradients(NamedTuple):
+    """Where gradients of `Rows` go. add: to float32 sums that keys and values have already; else all are written."""
+
+    rows: Rows
+    add: bool = False
+
+
+class Triton(Kernels):
+    """Our own kernels for bf16: every style, values narrower than keys, earlier keys in the same call, results and
+    gradients written where they belong. Deterministic."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
+    ) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
+        self.attend(Rows(q, k, v), lengths, style, Results(out, lse))
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
+        rng: Tensor, style: AttentionStyle = CAUSAL,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        grads = Rows(*(torch.empty_like(x) for x in (q, k, v)))
+        self.differentiate(Rows(q, k, v), lengths, style, Results(out, lse), grad_out, RowGradients(grads))
+        return grads
+
+    def attend(
+        self, rows: Rows, lengths: Lengths | None, style: AttentionStyle, results: Results, sinks: Tensor | None = None
+    ) -> None:
+        """Write results, with what the sinks [N] of a style take."""
+        from flexengine.kernels import attention as kernel  # noqa: PLC0415 (Triton is imported when first used)
+
+        kernel.attention_forward(*_operands(rows, lengths, style), *results, sinks)
+
+    def differentiate(
+        self, rows: Rows, lengths: Lengths | None, style: AttentionStyle, results: Results, grad_out: Tensor,
+        grads: RowGradients,
+    ) -> None:  # fmt: skip
+        """Write the gradients of rows, from what `attend` left in results."""
+        from flexengine.kernels import attention_backward as kernel  # noqa: PLC0415 (Triton is imported when first used)
+
+        forward, targets = kernel.Forward(grad_out, *results), kernel.Gradients(*grads.rows, grads.add)
+        kernel.attention_backward(*_operands(rows, lengths, style), forward, targets)
+
+
+def _operands(rows: Rows, lengths: Lengths | None, style: AttentionStyle) -> tuple[Any, Any]:
+    """The kernels' operands and scoring; without lengths it is one sequence, whose queries see all keys."""
+    from flexengine.kernels.attention import Operands  # noqa: PLC0415 (Triton is imported when first used)
+    from flexengine.kernels.attention_tilings import Scoring  # noqa: PLC0415
+
+    causal = lengths is not None
+    ends = lengths.cu_seqlens if causal else torch.tensor((0, len(rows.q)), dtype=torch.int32, device=rows.q.device)
+    scoring = Scoring(style.scale_of(rows.q.shape[2]), style.soft_cap, style.window if causal else 0, causal)
+    return Operands(*rows, ends), scoring
+
+
+OWN = Triton()
+KERNELS: dict[KernelName, Kernels] = {"flash": Flash(), "cudnn": Cudnn(), "triton": OWN}
+
+
+def choose_kernels(
+    preferred: tuple[KernelName, ...] | KernelName, q: Tensor, seq_lens: tuple[int, ...],
+    other_lens: tuple[int, ...] = (), style: AttentionStyle = CAUSAL, value_dim: int | None = None,
+) -> Kernels | None:  # fmt: skip
+    """What serves q [T, N, H] and values of width value_dim, by default H: the first of the preferred kernels that can,
+    else our own where a window hides keys or no others can, else flash; None where only the plain path can.
+
+    seq_lens: of the packed sequences; other_lens: further numbers of keys, where the chunk continues a sequence. With
+    torch's deterministic algorithms it is not cuDNN, whose backward sums in any order.
+    """
+    if not q.is_cuda:
+        return None
+    width = q.shape[-1]
+    able: list[KernelName] = [name for name in KERNEL_NAMES if can_serve(name, q.dtype, width, style, value_dim)]
+    if "cudnn" in able and not _serves_cudnn(seq_lens, other_lens):
+        able.remove("cudnn")
+    order: tuple[KernelName, ...] = ("triton", "flash") if style.window else ("flash", "triton")
+    choices: tuple[KernelName, ...] = (*((preferred,) if isinstance(preferred, str) else preferred), *order)
+    return next((KERNELS[name] for name in choices if name in able), None)
+
+
+def _serves_cudnn(seq_lens: tuple[int, ...], other_lens: tuple[int, ...]) -> bool:
+    """Whether cuDNN is for calls of such lengths."""
+    known = all(length % CUDNN_LENGTHS == 0 for length in (*seq_lens, *other_lens))
+    return known and len(set(seq_lens)) == 1 and not torch.are_deterministic_algorithms_enabled()
+
+
+def can_serve(
+    kernels: KernelName, dtype: torch.dtype, head_dim: int, style: AttentionStyle = CAUSAL, value_dim: int | None = None
+) -> bool:
+    """Whether such kernels are written for operands like these; a card may still have none of them. Only our own have
+    soft caps, values narrower than keys and heads of any width, and cuDNN has no window through torch's operators."""
+    if head_dim > MOST_HEAD_DIM[kernels]:
+        return False
+    if kernels == "triton":
+        return dtype == torch.bfloat16
+    if style.soft_cap or (value_dim or head_dim) < head_dim or (style.window and kernels == "cudnn"):
+        return False
+    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0
+
+
+def own_workspace_bytes(tokens: int, num_heads: int) -> int:
+    """Bytes that backward of our own kernels takes from the allocator: two float32 statistics of every row."""
+    return 2 * 4 * tokens * num_heads
+
+
+def kernel_workspace_bytes(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, compute_bytes: int) -> int:
+    """Most bytes that a backward call takes from the allocator: grad_q, and grad_k and grad_v for N heads and reduced;
+    a float32 sum of grad_q and row statistics."""
+    width = _padded_width(head_dim)
+    keys = kernel_key_bytes(tokens, num_heads, num_kv_heads, head_dim, compute_bytes)
+    queries = tokens * num_heads * width * compute_bytes
+    return keys + queries + (tokens + 128 * 64) * num_heads * (width + 2) * 4
+
+
+def kernel_key_bytes(keys: int, num_heads: int, num_kv_heads: int, head_dim: int, compute_bytes: int) -> int:
+    """Bytes of the gradients of so many keys and values, for N heads and reduced."""
+    return keys * 2 * (num_heads + num_kv_heads) * _padded_width(head_dim) * compute_bytes
+
+
+def _padded_width(head_dim: int) -> int:
+    """Kernels pad heads to multiples of 32, above 192 to 256."""
+    return 256 if head_dim > 192 else -(-head_dim // 32) * 32

@@ -1,0 +1,142 @@
+"""Gated delta rule on CUDA: kernels over tiles, all tiles and many heads per launch.
+
+A chunk is done part by part, some sequences and some heads at a time, so that buffers are bounded; which slot holds
+which tile: `delta_segments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.delta.segments import runs
+from flexengine.ops.delta.tiles import TILE, Ends, Operands
+
+if TYPE_CHECKING:
+    from flexengine.kernels.delta_prepare import Tiles
+
+
+class _Kernels(NamedTuple):
+    """The modules with the kernels."""
+
+    prepare: ModuleType
+    states: ModuleType
+    outputs: ModuleType
+    backward: ModuleType
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> _Kernels:
+    """The modules with the kernels, imported when first used, as Triton is."""
+    from flexengine.kernels import delta_backward, delta_outputs, delta_prepare, delta_states  # noqa: PLC0415
+
+    return _Kernels(delta_prepare, delta_states, delta_outputs, delta_backward)
+
+
+class Prepared(NamedTuple):
+    """What `delta_prepare` writes."""
+
+    total: Tensor
+    scale: Tensor
+    u: Tensor
+    w: Tensor
+
+
+def forward(given: Operands, o: Tensor) -> None:
+    """The output o [T, N * V] of all tokens."""
+    for tiles in _parts(given):
+        _part_forward(tiles, given.ends, o)
+
+
+def _part_forward(tiles: Tiles, ends: Ends, o: Tensor) -> None:
+    made, states = _prepared(tiles), _buffer(tiles, *tiles.sizes[2:])
+    _kernels().states.delta_states(tiles, *made, states, *ends)
+    _kernels().outputs.delta_outputs(tiles, made.total, made.scale, states, made.u, o)
+
+
+def fill_window(given: Operands) -> None:
+    """The state after the chunk's sequence."""
+    for tiles in _parts(given):
+        _kernels().states.delta_states(tiles, *_prepared(tiles), None, *given.ends)
+
+
+def backward(
+    given: Operands, grad_o: Tensor, grad_ends: Ends, grad_qkv: Tensor, grad_gates: tuple[Tensor, Tensor]
+) -> None:
+    """Gradients of qkv, of log decay and strength, and of the state before; that of the state after is read."""
+    for tiles in _parts(given):
+        _part_backward(tiles, given.ends.before, grad_o, grad_ends, grad_qkv, grad_gates)
+
+
+def _part_backward(
+    tiles: Tiles, before: Tensor | None, grad_o: Tensor, grad_ends: Ends, grad_qkv: Tensor,
+    grad_gates: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Names as in `delta_backward`: X is `solved`, M `pairs`, Q `read`."""
+    *_, k, v = tiles.sizes
+    inverse, states, grad_states = (_buffer(tiles, *shape) for shape in ((TILE, TILE), (k, v), (k, v)))
+    total, scale, written, w = _prepared(tiles, inverse)
+    _kernels().states.delta_states(tiles, total, scale, written, w, states, before, None)
+    query_scale, grad_written = _buffer(tiles, TILE), _buffer(tiles, TILE, v)
+    _kernels().outputs.delta_outputs_backward(tiles, total, scale, grad_o, query_scale, grad_written)
+    _kernels().states.delta_states_backward(
+        tiles, total, scale, query_scale, w, grad_o, grad_written, grad_states, *grad_ends
+    )
+    del w
+    scales = total, scale, query_scale
+    read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, _kernels().backward.gate_parts(k), 2, TILE)
+    _kernels().backward.delta_pairs_backward(
+        tiles, *scales, written, grad_o, grad_written, inverse, read, parts, grad_qkv
+    )
+    pairs, solved = inverse, grad_written
+    grad_q, grad_k = (_key_buffer(tiles) for _ in range(2))
+    _kernels().backward.delta_keys_backward(
+        tiles, *scales, states, written, grad_o, grad_states, solved, pairs, read, grad_q, grad_k, parts
+    )
+    _kernels().backward.delta_gates_backward(tiles, parts, *grad_gates)
+    _kernels().backward.delta_norm_backward(tiles, grad_q, grad_k, grad_qkv)
+
+
+def _prepared(tiles: Tiles, inverse: Tensor | None = None) -> Prepared:
+    *_, k, v = tiles.sizes
+    made = Prepared(*(_buffer(tiles, *shape) for shape in ((TILE,), (TILE,), (TILE, v), (TILE, k))))
+    _kernels().prepare.delta_prepare(tiles, *made, inverse)
+    return made
+
+
+def _buffer(tiles: Tiles, *shape: int) -> Tensor:
+    return torch.empty(tiles.slots, tiles.heads, *shape, dtype=torch.float32, device=tiles.qkv.device)
+
+
+def _key_buffer(tiles: Tiles) -> Tensor:
+    shape = (tiles.slots, tiles.heads // tiles.ratio, TILE, tiles.sizes[2])
+    return torch.empty(shape, dtype=torch.float32, device=tiles.qkv.device)
+
+
+# -- parts of a chunk --------------------------------------------------------------------------------------------------
+
+
+def _parts(given: Operands) -> Iterator[Tiles]:
+    """Sequences and heads that are taken at a time."""
+    sizes = given.sizes
+    for run in runs(given.seq_lens, sizes):
+        cu, heads = given.cu_seqlens[run.begin : run.end + 1], run.heads(sizes)
+        spans = _spans(cu, run.slots)
+        for first in range(0, sizes.value_heads, heads):
+            count = min(heads, sizes.value_heads - first)
+            yield _kernels().prepare.Tiles(given.qkv, *given.gates, cu, spans, sizes, first, count)
+
+
+def _spans(cu: Tensor, slots: int) -> Tensor:
+    """[2, slots] int32: first row of every tile and its sequence's end; a slot without a tile begins at the end."""
+    numbers = torch.arange(max(slots, len(cu)), dtype=torch.int32, device=cu.device)
+    starts = cu[:-1] // TILE - cu[0] // TILE + numbers[: len(cu) - 1]
+    numbers = numbers[:slots]
+    sequence = torch.searchsorted(starts, numbers, right=True) - 1
+    begin = cu[:-1][sequence] + (numbers - starts[sequence]) * TILE
+    return torch.stack((begin, cu[1:][sequence]))

@@ -1,0 +1,1 @@
+"""Experts: routing, grouped products, shared gates."""

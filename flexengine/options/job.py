@@ -1,0 +1,398 @@
+"""A job: how a model is trained, as far as that decides the plan of a run or the bits of its results.
+
+Each option stands here once. `train` and `plan` take them as flags, YAML as keys, `from_pretrained` and `prepare` as
+keywords; `train_config.py` adds what only a run of `train` needs. The model is no option here: it is named first, and
+everything else is checked against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from flexengine.options.lora import LoRA
+from flexengine.options.option import KeywordWords, Need, Option, Words, check_needs, options_of
+from flexengine.plan import MOST_ROUNDED, Numerics, rounds_of_step
+from flexengine.wording import shown
+
+ComputeDtype = Literal["bfloat16", "float32", "float64"]
+StorageDtype = Literal["float32", "bfloat16"]
+ADAPTER_LR = 1e-4
+"""AdamW's learning rate where only adapters are trained and none is given."""
+BaseDtype = Literal["compute", "bf16", "fp8", "int8", "nf4", "mxfp4"]
+StateDtype = Literal["float32", "bfloat16", "int8"]
+OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
+
+MOST_TOKENS = 2**28
+"""Limits are far above what any machine could use: a slip of the keyboard is named, not tried."""
+MOST_GIB = 2**20
+MOST_LORA_RANK = 2**14
+LARGEST_SEED = 2**32 - 1
+FOR_ADAPTERS = (Need("mode", ("lora",), why="is for adapters"),)
+FOR_WIDE = (Need("dtype", ("float64",), of=("float64",)),)
+FOR_BF16 = (Need("dtype", ("bfloat16",), of=("bfloat16", "bf16", "fp8")),)
+FOR_STATES = (
+    Need("optimizer", ("adamw", "muon"), of=("int8",), why="is for adamw and muon"),
+    Need("dtype", ("bfloat16", "float32"), of=("bfloat16", "int8"), why="is for narrower types than float64 keeps"),
+)
+LORA_OPTIONS = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_targets": "targets",
+    "lora_dropout": "dropout",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "lora_init": "init",
+    "modules_to_save": "modules_to_save",
+}
+"""Options that mean something in mode lora alone, and the fields of `LoRA` that they are."""
+
+
+def meant_by(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a file or of a Python call, with mode lora where one of adapters is given and no mode is."""
+    options = options_of(Job)
+    adapters = any(options[name].is_given(value) for name, value in given.items() if name in LORA_OPTIONS)
+    return {**given, "mode": "lora"} if adapters and given.get("mode") is None else dict(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What decides the plan of a run, and what decides its bits. Raises ValueError for values that no run can have."""
+
+    words: ClassVar[Words] = KeywordWords()
+    trains: ClassVar[bool] = True
+
+    max_seq_len: Annotated[int, Option("longest sequence, in tokens", above=0, most=2**24)] = 2048
+    max_global_batch_tokens: Annotated[int, Option("most tokens of one optimizer step", above=0, most=MOST_TOKENS)] = (
+        131072
+    )
+    max_gpu_mem_gib: Annotated[
+        float | None, Option("GPU memory budget of the process in GiB (default: what is free)", above=0, most=MOST_GIB)
+    ] = None
+    max_host_mem_gib: Annotated[
+        float | None, Option("host memory budget of the process in GiB (default: what is free)", above=0, most=MOST_GIB)
+    ] = None
+    device: Annotated[str, Option("auto, cuda, cuda:N or cpu; auto = an NVIDIA GPU if there is one")] = "auto"
+    dtype: Annotated[ComputeDtype, Option("dtype of the computation")] = "bfloat16"
+    master_dtype: Annotated[
+        StorageDtype,
+        Option("precision of the master weights; bfloat16 = rounded stochastically, no extra bytes", needs=FOR_BF16),
+    ] = "float32"
+    grad_dtype: Annotated[
+        ComputeDtype | None,
+        Option(
+            "dtype in which gradients are stored (default: that of --dtype, but float32 where --round-tokens makes more"
+            " than 64 rounds of a step, whose sum bfloat16 would leave off by over 1%)",
+            needs=FOR_WIDE,
+        ),
+    ] = None
+    optimizer: Annotated[
+        OptimizerName,
+        Option("what updates the weights: adamw, muon (hidden matrices of blocks; adamw the rest), lion or sgd"),
+    ] = "adamw"
+    optimizer_state_dtype: Annotated[
+        StateDtype,
+        Option(
+            "dtype of the optimizer's states of matrices; bfloat16 = rounded stochastically, int8 = 8-bit codes in"
+            " blocks of 256 with a scale each, for adamw and muon; float64 computation keeps states in float64",
+            needs=FOR_STATES,
+        ),
+    ] = "float32"
+    lr_groups: Annotated[
+        Sequence[str],
+        Option(
+            "factors on the learning rate of layers, as NAME=FACTOR with names as in --freeze or patterns: embed=0.1"
+            " block.0-3=0.5 'adapter.*=2'",
+            decides_plan=False,
+        ),
+    ] = ()
+    weight_decay_groups: Annotated[
+        Sequence[str],
+        Option(
+            "factors on the weight decay of layers, in the same form: embed=0",
+            decides_plan=False,
+            needs=(Need("weight_decay", why="is a factor on the weight decay, which is 0"),),
+        ),
+    ] = ()
+    matmul_dtype: Annotated[
+        Literal["compute", "fp8"],
+        Option(
+            "what the linear layers and experts of the blocks multiply: compute = --dtype, fp8 = FP8 scaled per tensor"
+            " (experts: per row), for bfloat16",
+            needs=(
+                *FOR_BF16,
+                Need(
+                    "use_dora",
+                    absent=True,
+                    of=("fp8",),
+                    why="are not built beside each other: FP8 would round the small factors of DoRA away",
+                ),
+            ),
+        ),
+    ] = "compute"
+    keep_dtype: Annotated[
+        Literal["compute", "fp8"],
+        Option(
+            "what the gated FFNs' gate and up, the largest activations, are kept as for backward: compute = --dtype,"
+            " fp8 = FP8 scaled per row and 128 columns, half the bytes; backward reads the rounded values, with what"
+            " adapters add to them, whatever is kept"
+        ),
+    ] = "compute"
+    freeze: Annotated[
+        Sequence[str],
+        Option(
+            "layers that are not trained, of the others: embed, head, blocks (all of them), block.N, or a range as"
+            " block.0-15; they have no gradients and no optimizer states, and backward ends above the lowest"
+            " trained one",
+            needs=(Need("mode", ("full",), why="chooses layers to freeze, and beside adapters all are frozen"),),
+        ),
+    ] = ()
+    base_dtype: Annotated[
+        BaseDtype,
+        Option(
+            "what the frozen linear layers of blocks are stored in and cross the link as: compute = --dtype, bf16, fp8"
+            " or int8 = 8 bits, nf4 = 4 bits, mxfp4 = 4 bits for experts as gpt-oss has them; they multiply the decoded"
+            " values",
+            needs=(Need("dtype", ("bfloat16",), of=("bf16",)),),
+        ),
+    ] = "compute"
+    init: Annotated[
+        Literal["checkpoint", "random"],
+        Option(
+            "weights to begin with: checkpoint = those of the model folder; random = drawn from --seed, normal with the"
+            " config's initializer_range, for a folder with a config.json and a tokenizer but no weights",
+            decides_plan=False,
+        ),
+    ] = "checkpoint"
+    add_tokens: Annotated[
+        Sequence[str],
+        Option(
+            "special tokens that are added to the tokenizer; rows of the embedding and the head for them are added"
+            " where there are none yet"
+        ),
+    ] = ()
+    resize_embeddings: Annotated[
+        bool,
+        Option(
+            "add rows to the embedding and the head for all tokens of the tokenizer, up to a multiple of 8; new rows"
+            " begin as the mean of the others"
+        ),
+    ] = False
+    mode: Annotated[
+        Literal["full", "lora"] | None,
+        Option(
+            "what is trained: full = all weights, lora = low-rank adapters of the blocks' linear layers alone (default:"
+            " full, or lora with --adapter)"
+        ),
+    ] = None
+    lora_rank: Annotated[
+        int | None, Option("rank of the adapters (default: 16)", above=0, most=MOST_LORA_RANK, needs=FOR_ADAPTERS)
+    ] = None
+    lora_alpha: Annotated[
+        float | None,
+        Option(
+            "the product of an adapter is multiplied by alpha / rank (default: 16)",
+            above=0,
+            most=MOST_LORA_RANK,
+            needs=FOR_ADAPTERS,
+        ),
+    ] = None
+    lora_targets: Annotated[
+        Sequence[str] | None,
+        Option(
+            "modules that have adapters: all-linear (all linear layers of the blocks but experts'), all-experts, names"
+            " as q_proj, or regular expressions for whole names (default: all-linear)",
+            needs=FOR_ADAPTERS,
+        ),
+    ] = None
+    adapter: Annotated[
+        str | None,
+        Option(
+            "folder of an adapter to start from, as PEFT writes it; it says rank, alpha and targets, and its tokenizer"
+            " and chat template, if it has some, take the place of the model's",
+            needs=FOR_ADAPTERS,
+        ),
+    ] = None
+    lora_dropout: Annotated[
+        float | None,
+        Option(
+            "probability that an element of what an adapter reads is dropped in training (default: 0)",
+            least=0,
+            most=0.99,
+            needs=FOR_ADAPTERS,
+        ),
+    ] = None
+    use_rslora: Annotated[
+        bool | None, Option("multiply the product of an adapter by alpha / sqrt(rank) instead", needs=FOR_ADAPTERS)
+    ] = None
+    use_dora: Annotated[
+        bool | None,
+        Option(
+            "train a magnitude for each output as well, beside the direction of its weights (DoRA)", needs=FOR_ADAPTERS
+        ),
+    ] = None
+    lora_init: Annotated[
+        str | None,
+        Option(
+            "what adapters start from: default (no change), orthogonal, pissa = the principal parts of the weights,"
+            " which are taken out of them, or pissa_niter_16 = the same by 16 iterations, which is faster",
+            needs=FOR_ADAPTERS,
+        ),
+    ] = None
+    modules_to_save: Annotated[
+        Sequence[str],
+        Option(
+            "modules that are trained in full beside adapters, by the ends of their names: embed_tokens, lm_head,"
+            " norms",
+            needs=FOR_ADAPTERS,
+        ),
+    ] = ()
+    max_grad_norm: Annotated[
+        float | None,
+        Option(
+            "clip the global gradient norm to this; without clipping, updates start in backward",
+            above=0,
+            zero_means="no clipping",
+        ),
+    ] = 1.0
+    seed: Annotated[
+        int,
+        Option(
+            "seed of initial weights, order of the data and stochastic rounding",
+            least=0,
+            most=LARGEST_SEED,
+            decides_plan=False,
+        ),
+    ] = 0
+    chunk_tokens: Annotated[
+        int | None, Option("tokens computed at once (default: the planner decides)", above=0, most=MOST_TOKENS)
+    ] = None
+    round_tokens: Annotated[
+        int | None,
+        Option("tokens that pass a layer together (default: the planner decides)", above=0, most=MOST_TOKENS),
+    ] = None
+    round_multiple: Annotated[
+        int | None,
+        Option(
+            "steps have a multiple of so many rounds (default: the number of GPUs); with --chunk-tokens and"
+            " --round-tokens it pins the order of sums, so that any number of GPUs gives the same bits",
+            above=0,
+            most=1024,
+        ),
+    ] = None
+    transport: Annotated[
+        Literal["auto", "relay", "split", "stages"],
+        Option(
+            "how several GPUs share weights and gradients: relay = each reads all weights over its own link and takes"
+            " gradients over through the host, split = each moves a share over its link and the rest between GPUs,"
+            " stages = each has some of the blocks and hands hidden states over through the host; auto = what the"
+            " planner finds fastest, without split where the rate between GPUs is not known"
+        ),
+    ] = "auto"
+    recompute: Annotated[
+        Literal["auto", "none", "full"], Option("activations recomputed in backward; auto = the planner decides")
+    ] = "auto"
+    cuda_graphs: Annotated[
+        Literal["auto", "never", "always"],
+        Option(
+            "replay blocks' forward and backward as CUDA graphs, for batches whose sequences keep their lengths from"
+            " step to step; auto = where the planner finds that faster, on one GPU"
+        ),
+    ] = "auto"
+    reproducible: Annotated[
+        bool,
+        Option(
+            "choose chunk and round sizes by a rule of model and batch alone, and deterministic kernels, so that any"
+            " budget gives the same bits on machines of one kind, and with --round-multiple any number of GPUs"
+        ),
+    ] = False
+    deterministic: Annotated[
+        bool, Option("allow only kernels that give the same bits in every run", decides_plan=False)
+    ] = False
+
+    def __post_init__(self) -> None:
+        for option in options_of(type(self)).values():
+            value = option.normalised(getattr(self, option.name))
+            object.__setattr__(self, option.name, value)
+            option.check(value, self.words)
+        if self.mode is None:
+            object.__setattr__(self, "mode", "full" if self.adapter is None else "lora")
+        check_needs(self, self.words)
+        self._check_lengths()
+        self._check_sizes()
+        self._check_tokens()
+        _ = self.lora_setup  # raises for adapters that cannot be
+
+    def _check_lengths(self) -> None:
+        longest, tokens = self.max_seq_len, self.max_global_batch_tokens
+        if longest > tokens:
+            raise ValueError(
+                f"{self.words.setting('max_seq_len', longest)} tokens exceeds"
+                f" {self.words.setting('max_global_batch_tokens', tokens)}: no such sequence would fit in a step"
+            )
+
+    def _check_sizes(self) -> None:
+        """Refuse one of two sizes beside the rule for both; turn deterministic kernels on with the rule."""
+        if not self.reproducible:
+            return
+        given = [name for name in ("chunk_tokens", "round_tokens") if getattr(self, name) is not None]
+        if len(given) == 1:
+            raise ValueError(
+                f"{self.words.setting(given[0], getattr(self, given[0]))} is one of two sizes that"
+                f" {self.words.spelled('reproducible')} chooses; give both, or none"
+            )
+        object.__setattr__(self, "deterministic", True)
+
+    def _check_tokens(self) -> None:
+        """Refuse new tokens that would be none, or the same one twice."""
+        for token, count in Counter(self.add_tokens).items():
+            if count > 1 or not token.strip():
+                what = "is given twice" if token.strip() else "is blank"
+                raise ValueError(f"{self.words.spelled('add_tokens')}: {shown(token)} {what}; give each token once")
+
+    @property
+    def lora_setup(self) -> LoRA | None:
+        """The adapters that are trained, if any."""
+        if self.mode == "full":
+            return None
+        given = {field: getattr(self, option) for option, field in LORA_OPTIONS.items()}
+        return LoRA(**{field: value for field, value in given.items() if value is not None})
+
+    @property
+    def numerics(self) -> Numerics:
+        """The dtypes as a plan states them: a bf16 weight with an exact fp32 master is split into two halves."""
+        grad, base, keep = self.grad_dtype or self._summing_dtype, self.stored_base, self.keep_dtype
+        if self.dtype != "bfloat16":
+            state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
+            return Numerics(self.dtype, "full", grad, state, optimizer=self.optimizer, base=base, keep=keep)
+        master = "split" if self.master_dtype == "float32" else "stochastic"
+        state = self.optimizer_state_dtype
+        return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base, keep)
+
+    @property
+    def _summing_dtype(self) -> ComputeDtype:
+        """What gradients are stored in by default: it follows from what was asked, never from a budget."""
+        if self.dtype != "bfloat16" or self.round_tokens is None:
+            return self.dtype
+        chunk = self.chunk_tokens or self.round_tokens
+        chunks = max(1, self.round_tokens // chunk)
+        rounds = rounds_of_step(self.max_seq_len, self.max_global_batch_tokens, chunk, chunks)
+        return "float32" if rounds > MOST_ROUNDED else self.dtype
+
+    @property
+    def stored_base(self) -> Literal["compute", "fp8", "int8", "nf4", "mxfp4"]:
+        """What frozen linear layers are stored in; bf16 is the dtype of the computation where it is allowed."""
+        return "compute" if self.base_dtype == "bf16" else self.base_dtype
+
+    def as_job(self) -> Job:
+        """The options of a job alone, without what a subclass adds."""
+        return Job(**{name: getattr(self, name) for name in options_of(Job)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardJob(Job):
+    """A job that trains nothing and only runs forward, as to generate: weights have no gradients and no states."""
+
+    trains: ClassVar[bool] = False

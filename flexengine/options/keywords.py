@@ -1,0 +1,65 @@
+"""Python functions whose keywords are the fields of a dataclass, so that no option is listed twice."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import InitVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
+
+from flexengine.options.option import options_of
+from flexengine.wording import did_you_mean
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FLAG = re.compile(r"--([a-z][a-z-]*)")
+
+
+def takes(arguments: Callable[P, Any]) -> Callable[[Callable[[Any], R]], Callable[P, R]]:
+    """Have a function of one value be called with the arguments of the dataclass that the value is made of.
+
+    Type checkers, editors, `inspect.signature` and `help` see the dataclass's constructor: names, types and defaults.
+    The docstring gets a line for each option. Raises (when called): TypeError for arguments that are no fields.
+    """
+    signature = _plain_signature(arguments)
+
+    def decorate(function: Callable[[Any], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def called(*args: P.args, **keywords: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **keywords)
+            except TypeError as error:
+                unknown = next((name for name in keywords if name not in signature.parameters), None)
+                guess = did_you_mean(unknown, signature.parameters) if unknown else ""
+                raise TypeError(f"{function.__name__}() {error}{guess}") from None
+            return function(arguments(*args, **keywords))
+
+        result = get_type_hints(function).get("return", inspect.Signature.empty)
+        vars(called)["__signature__"] = signature.replace(return_annotation=result)
+        called.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n{_described(arguments)}"
+        called.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()} | {"return": result}
+        return called
+
+    return decorate
+
+
+def _plain_signature(arguments: Callable[..., Any]) -> inspect.Signature:
+    """The constructor's signature with types only: what an option means is told by the docstring."""
+    hints = get_type_hints(arguments)
+    signature = inspect.signature(arguments)
+    named = [(p, hints.get(name, p.annotation)) for name, p in signature.parameters.items()]
+    plain = [p.replace(annotation=hint.type if isinstance(hint, InitVar) else hint) for p, hint in named]
+    return signature.replace(parameters=plain)
+
+
+def _described(arguments: Any) -> str:
+    """One line for each option, in the words of Python: keywords for flags, None for the 0 that stands for it."""
+    lines = []
+    for option in options_of(arguments).values():
+        none = f"; None = {option.zero_means}" if option.zero_means else ""
+        text = _FLAG.sub(lambda flag: flag[1].replace("-", "_"), f"{option.help}{none}")
+        lines.append(f"    {option.name}: {text}")
+    return "\n".join(lines)

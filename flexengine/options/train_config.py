@@ -1,0 +1,329 @@
+"""What a person sets for a training run: one frozen dataclass, checked on construction; YAML and flags.
+
+The field `max_seq_len` is the flag --max-seq-len and the key max_seq_len of config.yaml. What decides the plan comes
+from `job.py`; this file adds data, length, learning rate and files. It imports nothing that loads torch, so that
+`--help` is quick.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import yaml
+
+from flexengine.options.evaluation import FOR_RECORDS, EvaluationOptions
+from flexengine.options.hf_names import renamed
+from flexengine.options.job import ADAPTER_LR, Job, meant_by
+from flexengine.options.learning import DEFAULT_LR, LearningOptions
+from flexengine.options.option import FlagWords, Need, Option, Words, options_of
+from flexengine.options.yaml_options import read_yaml
+
+PLAN_FILE, TIMELINE_FILE, TRACE_FILE, LOG_FILE = "plan.json", "timeline.json", "trace.json", "train_log.jsonl"
+"""What a run folder holds about its speed: the plan, the simulated step, the measured one (--trace), a line a step."""
+CONFIG_FILE, FINAL_FOLDER, BEST_FOLDER = "config.yaml", "final", "best"
+"""What was asked for, the trained model (--save), and the one with the lowest validation loss."""
+EVAL_LOG_FILE = "eval_log.jsonl"
+"""A line per evaluation, where there are validation data."""
+DATA_FILE = "data.json"
+"""What became of the records of each data set: how many are trained, left out or bad, and why."""
+
+CHECKPOINTS_KEPT = 2
+"""Checkpoints that are kept where --save-total-limit is not given."""
+NO_DRY_RUN = Need("dry_run", absent=True, why="contradict each other, as one observes a step and the other takes none")
+
+STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
+"""Options that name a step, counted from 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LearningOptions, EvaluationOptions, Job):
+    """Everything `train` can be asked: a job, and what only a run needs.
+
+    Raises ValueError naming the flag, the value and what is allowed.
+    """
+
+    words: ClassVar[Words] = FlagWords()
+
+    model: Annotated[
+        str, Option("Hugging Face model folder, or preset:NAME for a shipped config with random weights (required)")
+    ] = ""
+
+    data_source: Annotated[
+        Literal["json_sft", "synthetic"], Option("json_sft = records of --dataset, synthetic = random tokens")
+    ] = "json_sft"
+    dataset: Annotated[
+        Sequence[str],
+        Option(
+            "where records come from, as PLACE[:SPLIT][=WEIGHT]: files (JSON, CSV, Parquet, Arrow) or folders of them,"
+            " ids on the Hugging Face hub (of both also PLACE:CONFIG:SPLIT), shards of tokens (.bin, .npy); json_sft"
+            " needs one or more",
+            needs=(Need("data_source", ("json_sft",), why="names records, but random tokens need no data"),),
+        ),
+    ] = ()
+    train_on: Annotated[
+        Literal["assistant", "last", "all"] | None,
+        Option(
+            "what has a loss in conversations: the assistant's turns, the last of them, or every token (default:"
+            " assistant)",
+            needs=(FOR_RECORDS,),
+        ),
+    ] = None
+    truncate_long: Annotated[
+        bool,
+        Option(
+            "cut conversations longer than --max-seq-len instead of dropping them; texts are always split",
+            needs=(FOR_RECORDS,),
+        ),
+    ] = False
+    bad_records: Annotated[
+        Literal["stop", "skip"],
+        Option(
+            "what is done about records that cannot be read: stop at the first, or skip them all, count them and name"
+            " the first",
+            needs=(Need("data_source", ("json_sft",), of=("skip",), why="is about records"),),
+        ),
+    ] = "stop"
+    template_date: Annotated[
+        str | None,
+        Option(
+            "the day, as YYYY-MM-DD, that a chat template sees which writes today's date (default: today; with --resume"
+            " that of the run)",
+            needs=(FOR_RECORDS,),
+        ),
+    ] = None
+    data_cache: Annotated[
+        str | None,
+        Option("folder of tokenized records (default: data/ in flexengine's cache folder)", needs=(FOR_RECORDS,)),
+    ] = None
+    steps: Annotated[
+        int | None,
+        Option(
+            "optimizer steps; without it --epochs decides",
+            above=0,
+            most=10**9,
+            needs=(Need("epochs", absent=True, why="both set the length of the run"),),
+        ),
+    ] = None
+    epochs: Annotated[
+        float | None,
+        Option(
+            "passes over the data, when --steps is not given (default: 1)",
+            above=0,
+            most=10**4,
+            needs=(Need("data_source", ("json_sft",), why="counts passes over records"),),
+        ),
+    ] = None
+
+    max_skipped_steps: Annotated[
+        int | None,
+        Option(
+            "end the run after this many steps in a row that train nothing, as their loss or gradient is not finite",
+            above=0,
+            most=10**9,
+            zero_means="never",
+        ),
+    ] = 10
+    gpus: Annotated[
+        int,
+        Option(
+            "GPUs of this machine to train on, a process for each; --max-gpu-mem-gib is each one's, --max-host-mem-gib"
+            " that of all together",
+            above=0,
+            most=1024,
+        ),
+    ] = 1
+    replan: Annotated[
+        bool,
+        Option("plan again with the speeds that ten steps showed, within the memory already held; results stay"),
+    ] = False
+    output_dir: Annotated[str | None, Option("run folder (default: runs/ and the name of the model)")] = None
+    save: Annotated[bool, Option("write the trained model to final/ of the run folder, as Hugging Face does")] = False
+    save_steps: Annotated[
+        int | None,
+        Option(
+            "write a checkpoint to checkpoints/step-N of the run folder every so many steps and after the last one,"
+            " while training goes on; --resume continues from it",
+            above=0,
+            most=10**9,
+        ),
+    ] = None
+    save_total_limit: Annotated[
+        int | None,
+        Option(
+            "checkpoints that are kept, the newest ones; 0 = all (default: 2)",
+            least=0,
+            most=10**9,
+            needs=(Need(("save_steps", "save"), why="is about checkpoints"),),
+        ),
+    ] = None
+    resume: Annotated[
+        str | None,
+        Option(
+            "continue from a checkpoint, bit by bit, also within other budgets: auto = the newest of the run folder"
+            " (from the beginning where there is none), or the folder of a run or of a checkpoint"
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        Option(
+            "replace the run that the run folder holds: its log and checkpoints, and its model when a new one is saved",
+            needs=(
+                Need(
+                    "resume",
+                    absent=True,
+                    why="contradict each other, as one replaces a run and the other continues it",
+                ),
+            ),
+        ),
+    ] = False
+    dry_run: Annotated[bool, Option("print the plan and stop before anything is loaded")] = False
+    plan_json: Annotated[str | None, Option("also write the plan to this JSON file")] = None
+    trace: Annotated[
+        bool | str,
+        Option(
+            "time every command of one step and write it to trace.json of the run folder, a Chrome trace like the"
+            " simulated timeline.json (`flexengine report` draws both); with a file name also to that file",
+            needs=(NO_DRY_RUN,),
+        ),
+    ] = False
+    trace_step: Annotated[
+        int | None,
+        Option(
+            "the step that --trace measures, counted from 1 (default: 2, which every run times anyway; 13 with"
+            " --replan, when the plan has settled; a later one where that step is profiled)",
+            above=0,
+            needs=(Need("trace", why="says which step --trace measures"),),
+        ),
+    ] = None
+    profile_start_step: Annotated[
+        int | None,
+        Option(
+            "first step, counted from 1, of a profile by `nsys profile -c cudaProfilerApi`, with NVTX ranges around"
+            " steps and commands; needs an NVIDIA GPU",
+            above=0,
+            needs=(NO_DRY_RUN,),
+        ),
+    ] = None
+    profile_stop_step: Annotated[
+        int | None,
+        Option(
+            "last step of the profile, itself included (default: that of --profile-start-step)",
+            above=0,
+            needs=(Need("profile_start_step"),),
+        ),
+    ] = None
+    logging: Annotated[
+        Literal["debug", "info", "warning"],
+        Option("how much is printed; debug adds tracebacks to errors, warning drops the line of each step"),
+    ] = "info"
+
+    def __post_init__(self) -> None:
+        for option in options_of(TrainConfig).values():
+            object.__setattr__(self, option.name, option.from_flag(getattr(self, option.name)))
+        for name in ("dataset", "val_dataset", "sample_prompts", "report_to", "add_tokens"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+        if self.template_date is not None:
+            object.__setattr__(self, "template_date", _day(self.template_date))
+        super().__post_init__()
+        if not self.model:
+            raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
+        self._check_data()
+        self.check_learning()
+        self.check_evaluation()
+        self._check_recording()
+        if self.resume == "":
+            raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
+
+    def _check_data(self) -> None:
+        """Raise ValueError where records are to be read, but none are named."""
+        if self.data_source == "json_sft" and not self.dataset and not self.dry_run:
+            raise ValueError(
+                "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"
+            )
+
+    def _check_recording(self) -> None:
+        """Refuse a trace to nowhere and a profile backwards; what the number of steps decides comes later."""
+        if self.trace == "":
+            raise ValueError("--trace is given an empty file name; name a file, or leave the value out")
+        start, stop = self.profile_start_step, self.profile_stop_step
+        if start is not None and stop is not None and start > stop:
+            raise ValueError(
+                f"--profile-start-step {start} comes after --profile-stop-step {stop}; lower the first or raise the"
+                " second"
+            )
+
+    @property
+    def base_lr(self) -> float:
+        """The learning rate after warm-up: the one given, or the optimizer's; AdamW's is higher for adapters."""
+        if self.lr is not None:
+            return self.lr
+        return ADAPTER_LR if self.mode == "lora" and self.optimizer == "adamw" else DEFAULT_LR[self.optimizer]
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps that are profiled, counted from 1."""
+        if self.profile_start_step is None:
+            return range(0)
+        return range(self.profile_start_step, (self.profile_stop_step or self.profile_start_step) + 1)
+
+    @property
+    def most_checkpoints(self) -> int | None:
+        """How many checkpoints are kept; None for all."""
+        return CHECKPOINTS_KEPT if self.save_total_limit is None else self.save_total_limit or None
+
+    @property
+    def makes_checkpoints(self) -> bool:
+        """Whether a run that is asked to stop saves where it is."""
+        return self.save or self.save_steps is not None
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether the run has a folder: of several ranks, those after the first one have none."""
+        return self.output_dir != os.devnull
+
+    def log_path(self, name: str) -> Path:
+        """Where a log of the run is written."""
+        return self.run_folder / name if self.writes_files else Path(os.devnull)
+
+    @property
+    def run_folder(self) -> Path:
+        """output_dir, or runs/NAME from the last part of the model's name."""
+        if self.output_dir is not None:
+            return Path(self.output_dir)
+        return Path("runs") / Path(self.model.removeprefix("preset:")).resolve().name
+
+    def to_yaml(self) -> str:
+        """All options, one a line; `from_yaml` gives the config back equal."""
+        options = options_of(TrainConfig).values()
+        values = {option.name: option.to_flag(getattr(self, option.name)) for option in options}
+        return yaml.safe_dump(values, sort_keys=False)
+
+    @staticmethod
+    def from_yaml(text: str) -> TrainConfig:
+        """The config of `to_yaml`; options that are left out keep their defaults.
+
+        Raises: ValueError as `options_from_yaml` and for values that no run can have.
+        """
+        return TrainConfig(**options_from_yaml(text, "config"))
+
+
+def _day(given: object) -> str:
+    """A day as YYYY-MM-DD; YAML reads one without quotes as a date. Raises ValueError for what is none."""
+    try:
+        return datetime.date.fromisoformat(str(given)).isoformat()
+    except ValueError:
+        raise ValueError(f"--template-date {given!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31") from None
+
+
+def options_from_yaml(text: str, source: str) -> dict[str, Any]:
+    """The options of `train` that a YAML file sets, keys with dashes or underscores, and what they mean.
+
+    Raises ValueError when it is not YAML, not a mapping, or has a key that is no option; `source` names the file.
+    """
+    return meant_by(read_yaml(text, source, options_of(TrainConfig), renamed))

@@ -1,0 +1,266 @@
+"""A plan of several ranks in stages: a rank's blocks are planned as a model of their own, all ranks priced together.
+
+The search is given the work of a rank: its blocks, with a small embedding and head, for the chunks of all rounds that
+ranks run together. It may keep weights, gradients and states of blocks on the GPU, as no other rank needs them. What it
+does not know of is taken from its budgets: embedding and head, the places where chunks are handed over, and the places
+in the node's memory of all that lies on GPUs. Where a layout then lacks room, the search is repeated with less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from flexengine.hardware.nodes import rank_profile
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.registry import build_model
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import GroupPlan, LayerPlan, Plan, PlanError, PlanReason, Prediction, Request
+from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_categories, host_required_bytes
+from flexengine.planner.planner import Planner
+from flexengine.planner.ranks.price import bytes_planned, priced_together
+from flexengine.planner.sizes import filled
+from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
+from flexengine.schedule.ranks.stage_layout import StageLayout, layouts_of
+from flexengine.schedule.ranks.stages import Stage, why_no_stages
+
+SMALL_VOCABULARY = 1024
+"""Of the models that blocks are planned as: their edges take next to nothing."""
+CHUNK_TOKENS, WAVES, MOST_CHUNKS = (2048, 4096, 8192), (1, 2, 4), 8
+"""Sizes that are tried, waves of a step, and chunks of a round: with more chunks a simulation takes a minute."""
+MOST_SEARCHES, SPARE_BYTES = 5, 128 * 2**20
+"""Each search leaves free what the layout of the one before lacked, and some bytes more. The first one for a size
+begins with what the size before needed."""
+MOST_BUSY = 0.9
+"""Stages are tried by themselves where GPUs compute for less than this share of the step of another plan: they shorten
+what GPUs wait for, and have GPUs wait for each other."""
+
+
+def may_stage(model: ModelSpec, request: Request, profile: HardwareProfile, best: Plan | None) -> bool:
+    """Whether a plan in stages is to be tried beside `best`, the fastest of the other plans."""
+    if request.transport != "auto" or best is None or profile.device_type != "cuda":
+        return False
+    if _why_not(model, request) or best.deals_states:
+        return False
+    return best.predicted.busy_s["compute"] < MOST_BUSY * best.predicted.step_s
+
+
+def plan_in_stages(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
+    """The fastest plan in stages. Raises: PlanError where ranks cannot train so, or nothing that was tried fits."""
+    reason = _why_not(model, request)
+    if reason:
+        raise PlanError(
+            PlanReason.INVALID_REQUEST,
+            f"{model.name} cannot be trained in stages: {reason}\n  works with: --transport auto",
+        )
+    plan = fastest_in_stages(model, request, profile)
+    if plan is None:
+        raise PlanError(
+            PlanReason.INSUFFICIENT_DEVICE_MEMORY,
+            f"found no plan in stages of {model.name} on {request.ranks} GPUs within these budgets\n"
+            "  works with: --transport auto",
+        )
+    return plan
+
+
+def _why_not(model: ModelSpec, request: Request) -> str:
+    """Why ranks cannot do what is asked in stages, in words; empty where they can."""
+    if request.ranks == 1:
+        return "there is one GPU" if request.nodes == 1 else "each node has one GPU"
+    return "there are several nodes" if request.nodes > 1 else why_no_stages(model, request.ranks)
+
+
+def fastest_in_stages(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
+    """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so."""
+    request.check_pinned_sizes()
+    search = _Search(model, request, profile)
+    found = list[tuple[Plan, StageSize]]()
+    for sizes in stage_sizes(request):
+        plans = ((search.planned(size), size) for size in sizes)
+        found += [(plan, size) for plan, size in plans if plan is not None][:1]
+    if not found:
+        return None
+    _, size = min(found, key=lambda pair: pair[0].predicted.step_s)
+    plans = [*(plan for plan, _ in found), search.planned(size, share_edges=False)]
+    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.predicted.step_s)
+
+
+class StageSize(NamedTuple):
+    """Tokens of a chunk, and chunks of a round."""
+
+    chunk_tokens: int
+    chunks_per_round: int
+
+
+def stage_sizes(request: Request) -> list[list[StageSize]]:
+    """Sizes worth a look, which the request may pin: for each size of a chunk, those with the fewest waves first, of
+    which the first that fits is taken. One chunk a round comes last, and only where no size of a chunk allows more."""
+    found = [sizes for chunk in _chunks(request) if (sizes := _of_chunk(request, chunk))]
+    several = [sizes for sizes in found if sizes[0].chunks_per_round > 1]
+    return several or found
+
+
+def _of_chunk(request: Request, chunk: int) -> list[StageSize]:
+    longest = request.max_seq_len
+    slices = -(-longest // chunk)
+    if request.round_tokens is not None:
+        count, left = divmod(request.round_tokens, chunk)
+        return [StageSize(chunk, count)] if not left and count >= slices else []
+    used = chunk // longest * longest if longest <= chunk else -(-longest // slices)
+    units = -(-request.max_global_batch_tokens // used)
+    counts = (math.ceil(math.ceil(units / (request.ranks * waves)) / slices) * slices for waves in WAVES)
+    return [StageSize(chunk, count) for count in dict.fromkeys(counts) if count <= max(MOST_CHUNKS, slices)]
+
+
+def _chunks(request: Request) -> list[int]:
+    if request.chunk_tokens is not None:
+        return [request.chunk_tokens]
+    most = request.round_tokens or -(-request.max_global_batch_tokens // request.ranks)
+    large = {filled(chunk, request.max_seq_len) for chunk in CHUNK_TOKENS if chunk <= most}
+    return sorted(large) or sorted({min(request.max_seq_len, most), most})
+
+
+class _Search:
+    """Plans of one request. Searches of equal blocks are made once."""
+
+    def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
+        self._model, self._request, self._profile, self._size = model, request, profile, request.ranks
+        self._small = _with_small_edges(model)
+        rates = tuple((name, rate / self._size) for name, rate in profile.cpu_adamw_parameters_per_s)
+        self._of_one = rank_profile(profile, self._size)
+        self._of_rank = replace(self._of_one, cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
+        self._plans: dict[tuple, Plan | None] = {}
+        self._reserved: dict[bool, tuple[int, int]] = {}  # by `share_edges`, what the last plan that fits left free
+        stored = [group_storage(group, request.numerics) for group in model.groups]
+        self._state_bytes = [sum(group.plane_bytes.values()) for group in stored]
+
+    def planned(self, size: StageSize, share_edges: bool = True) -> Plan | None:
+        """The plan of all ranks with these sizes, priced; None where none fits.
+
+        share_edges: slots of embedding and head lie over those of blocks.
+        """
+        reserved = self._reserved.get(share_edges, (0, 0))
+        for _ in range(MOST_SEARCHES):
+            plan = self._assembled(size, share_edges, reserved)
+            if plan is None:
+                return None
+            layouts = layouts_of(self._model, plan)
+            excess = [max(of_memory) for of_memory in zip(*map(self._excess, layouts), strict=True)]
+            if max(excess) <= 0:
+                self._reserved[share_edges] = reserved
+                return self._priced(layouts)
+            gpu, host = (more + SPARE_BYTES if more > 0 else 0 for more in excess)
+            reserved = reserved[0] + gpu, reserved[1] + host
+        return None
+
+    def _excess(self, layout: StageLayout) -> tuple[int, int]:
+        return excess_bytes(layout, self._request.of_rank, self._of_rank)
+
+    def _stage(self, rank: int) -> Stage:
+        return Stage(rank, self._size, len(self._model.layers))
+
+    def _blocks(self, rank: int) -> list[int]:
+        return [layer for layer in range(1, len(self._model.layers) - 1) if self._stage(rank).owns(layer)]
+
+    def _assembled(self, size: StageSize, share_edges: bool, reserved: tuple[int, int]) -> Plan | None:
+        """The plan of the whole model from those of all ranks' blocks, which share what is not of a block."""
+        model, num_layers = self._model, len(self._model.layers)
+        found: dict[int, tuple[LayerPlan, GroupPlan]] = {}
+        plans = list[Plan]()
+        for rank in range(self._size):
+            blocks = self._blocks(rank)
+            plan = self._plan_of(blocks, size, reserved)
+            if plan is None:
+                return None
+            plans.append(plan)
+            found |= dict(zip(blocks, zip(plan.layers[1:], plan.groups[1:], strict=True), strict=False))
+        edges = [self._edge(group) for group in (0, num_layers - 1)]
+        middle = [found[layer] for layer in range(1, num_layers - 1)]
+        return replace(
+            plans[0],
+            model=model.name,
+            request=self._request,
+            chunk_tokens=size.chunk_tokens,
+            chunks_per_round=size.chunks_per_round,
+            layers=(LayerPlan(), *(layer for layer, _ in middle), LayerPlan()),
+            groups=(edges[0], *(home for _, home in middle), edges[1]),
+            weight_slots=max(plan.weight_slots for plan in plans),
+            grad_slots=max(plan.grad_slots for plan in plans),
+            save_slots=max(plan.save_slots for plan in plans),
+            optimizer_slots=max(plan.optimizer_slots for plan in plans),
+            optimizer_tile=min(plan.optimizer_tile for plan in plans),
+            share_edge_slots=share_edges,
+            stages=True,
+        )
+
+    def _edge(self, group: int) -> GroupPlan:
+        """All ranks update their shares of an edge by the CPU, where one can: the GPU would wait for its link."""
+        on_cpu = self._profile.device_type == "cuda"
+        stored = group_storage(self._model.groups[group], self._request.numerics)
+        return GroupPlan(update="cpu" if on_cpu and not stored.on_gpu_only else "gpu")
+
+    def _plan_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Plan | None:
+        """Plan a rank's blocks, or those of the rank with most, if these begin alike: then one search does."""
+        most = self._blocks(0)
+        kinds = [[self._model.layers[layer].ops for layer in layers] for layers in (blocks, most)]
+        if kinds[1][: len(blocks)] == kinds[0]:
+            blocks = most
+        request = self._request_of(blocks, size, reserved)
+        if request is None:
+            return None
+        key = tuple(blocks), request
+        if key not in self._plans:
+            model = self._small.with_layers([0, *blocks, len(self._model.layers) - 1])
+            self._plans[key] = Planner(model, request, self._of_rank).plan()  # experts stay whole
+        return self._plans[key]
+
+    def _request_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Request | None:
+        """What a rank is asked: all tokens of a step for its blocks, within what its budgets leave for them."""
+        request, width = self._request, DTYPE_BYTES[self._request.numerics.compute]
+        wave = self._size * size.chunks_per_round * size.chunk_tokens
+        handed = (len(self._model.layers) - 2) * wave * self._model.hidden_size * width
+        # a rank's own state is counted once more, by the search, if it is on the host
+        own = sum(self._state_bytes[block] for block in blocks)
+        host = (request.max_host_bytes - sum(self._state_bytes) - handed) // self._size + own - reserved[1]
+        gpu = request.max_gpu_bytes - reserved[0]
+        if min(host, gpu) <= 0:
+            return None
+        return replace(
+            request, max_gpu_bytes=gpu, max_host_bytes=host, chunk_tokens=size.chunk_tokens, round_tokens=wave, ranks=1,
+            round_multiple=1, transport="auto",
+            max_global_batch_tokens=max(request.max_global_batch_tokens, request.max_seq_len),
+        )  # fmt: skip
+
+    def _priced(self, layouts: Sequence[StageLayout]) -> Plan:
+        """The plan of these layouts with what is predicted of all ranks together."""
+        largest = max(layouts, key=lambda layout: layout.gpu_bytes)
+        predicted, host = Prediction(), dict[str, int]()
+        for layout in layouts:
+            for name, num_bytes in host_categories(layout, self._of_rank).items():
+                host[name] = host.get(name, 0) + num_bytes
+        predicted = replace(
+            bytes_planned(largest, predicted, self._of_rank),
+            gpu_bytes=max(gpu_required_bytes(layout, self._of_rank) for layout in layouts),
+            host_bytes=sum(host_required_bytes(layout, self._of_rank) for layout in layouts),
+            host_categories=host,
+            shared_host_bytes=largest.node_bytes,
+        )
+        plan = replace(largest.plan, predicted=priced_together(largest, predicted, self._profile))
+        if not plan.speculates:
+            return plan
+        waits = self._priced(layouts_of(self._model, replace(plan, groups=plan.after_clipping().groups)))
+        if waits.predicted.step_s <= plan.predicted.step_s:
+            return waits
+        return replace(plan, predicted=replace(plan.predicted, after_clipping_s=waits.predicted.step_s))
+
+
+def _with_small_edges(model: ModelSpec) -> ModelSpec:
+    """The model with an embedding and a head of few tokens, if it has more."""
+    if model.vocab_size <= SMALL_VOCABULARY:
+        return model
+    small = build_model(model.name, {**model.hf_config, "vocab_size": SMALL_VOCABULARY})
+    layers = (small.layers[0], *model.layers[1:-1], small.layers[-1])
+    groups = (small.groups[0], *model.groups[1:-1], small.groups[-1])
+    return replace(model, vocab_size=SMALL_VOCABULARY, layers=layers, groups=groups)

@@ -1,0 +1,1 @@
+"""The story of a run of `train`, and who watches it."""

@@ -1,0 +1,149 @@
+"""Predicts a step from its own batch: real tokens in real sequences take less than the full step of the plan."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan
+from flexengine.planner.cost.cost_model import CostModel, StepPricer
+from flexengine.schedule.commands import Command, LayerCall, Program
+from flexengine.schedule.layer_program import Stage
+from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round
+from flexengine.schedule.lowering.stages import lower_wave
+from flexengine.schedule.packing import PackedChunk, pack, packed_shape
+from flexengine.schedule.ranks.stage_layout import StageLayout, layout_of
+from flexengine.schedule.step_parts import full_step, simulated_rounds
+
+GRID = 8
+"""Steps are simulated with compute at multiples of this fraction of full chunks', and interpolated between them. A
+finer grid makes more simulations, of 20 to 100 ms each, before all that a run needs are known."""
+MOST_SIMULATED = 512
+"""Simulated steps that are remembered; a run of some thousand steps needs a few dozen."""
+
+Rounds = tuple[tuple[RoundShape, int], ...]
+"""Shapes of a step's rounds and how many of each follow one another; the first stands alone."""
+
+
+class StepPredictor:
+    """Predicts steps under one plan and profile.
+
+    A round runs the program of full chunks however few tokens these hold: copies stay as they are, compute shrinks. So
+    a batch takes what the programs of its rounds take with all compute shortened to what the batch needs of it.
+    """
+
+    def __init__(self, plan: Plan, model: ModelSpec, profile: HardwareProfile) -> None:
+        self.plan, self.model, self.profile = plan, model, profile
+        self._layout = layout_of(model, plan)
+        self._cost = CostModel.of(plan.request, profile, plan.chunk_tokens)
+        self._full_chunks = [chunk for shape, count in full_step(plan) for _ in range(count) for chunk in shape.chunks]
+        self._stages = Counter(_stages(self._first_round(full_step(plan)[0][0])))
+        self._seconds: dict[tuple[Rounds, int], float] = {}
+        self._after_clipping = StepPredictor(plan.after_clipping(), model, profile) if plan.speculates else None
+        self._one_by_one = StepPredictor(_without_graphs(plan), model, profile) if plan.replays else None
+
+    def _first_round(self, shape: RoundShape) -> Program:
+        """A round with all layers, or in stages the layers of one rank, whose chunks compare as those of all do."""
+        if isinstance(self._layout, StageLayout):
+            return lower_wave(self._layout, shape.times(self.plan.request.ranks), first=True)
+        return lower_round(self._layout, shape, first=True)
+
+    def step_s(self, lengths: Sequence[int], after_clipping: bool = False) -> float:
+        """Predict the seconds of a step on sequences of these lengths; those of the plan for a full batch, and for
+        several ranks, which share a batch. after_clipping: the step before was clipped."""
+        if after_clipping and self._after_clipping is not None:
+            return self._after_clipping.step_s(lengths)
+        rounds = self._packed(lengths)
+        chunks = [_real_shape(chunk) for found in rounds for chunk in found]
+        if self.plan.request.shares_node or _sizes(chunks) == _sizes(self._full_chunks):
+            return self.plan.predicted.step_s
+        if self._one_by_one is not None:  # batches of other lengths are seldom followed by one of the same
+            return self._one_by_one.step_s(lengths)
+        shapes = [packed_shape(found, self.plan.chunk_tokens) for found in rounds]
+        later = tuple((shape, len(list(run))) for shape, run in groupby(shapes[1:]))
+        lowered = [chunk for shape in shapes for chunk in shape.chunks]
+        share = self._total_s(chunks, self._chunk_s) / self._total_s(lowered, self._program_s)
+        return self._interpolated(((shapes[0], 1), *later), GRID * share)
+
+    def chunk_share(self, lengths: Sequence[int]) -> float:
+        """The compute of a batch's chunks over that of a full step's, both on average."""
+        chunks = [_real_shape(chunk) for found in self._packed(lengths) for chunk in found]
+        full_s = self._total_s(self._full_chunks, self._chunk_s) / len(self._full_chunks)
+        return self._total_s(chunks, self._chunk_s) / len(chunks) / full_s
+
+    def _packed(self, lengths: Sequence[int]) -> list[list[PackedChunk]]:
+        plan = self.plan
+        return pack(list(lengths), plan.chunk_tokens, plan.chunks_per_round, plan.round_multiple)
+
+    def _total_s(self, chunks: Iterable[ChunkShape], price: Callable[[int, int], float]) -> float:
+        """Seconds of all layers' compute on chunks. price: of a chunk by its tokens and length of sequence."""
+        return sum(count * price(*size) for size, count in sorted(Counter(_sizes(chunks)).items()))
+
+    def _chunk_s(self, tokens: int, seq_len: int) -> float:
+        """Seconds at the rates for these sizes."""
+        return self._priced_s(replace(self._cost, chunk_tokens=tokens, seq_len=seq_len), tokens, seq_len)
+
+    def _program_s(self, tokens: int, seq_len: int) -> float:
+        """Seconds that programs price a chunk at: at the rates for full ones of the plan's sequences."""
+        return self._priced_s(self._cost, tokens, seq_len)
+
+    def _priced_s(self, cost: CostModel, tokens: int, seq_len: int) -> float:
+        works = ((count, stage.work(tokens, seq_len, cost.compute_bytes)) for stage, count in self._stages.items())
+        return sum(count * cost.work_s(work) for count, work in works)
+
+    def _interpolated(self, rounds: Rounds, place: float) -> float:
+        """Seconds of a step between two places of the grid."""
+        below = math.floor(place)
+        low_s, high_s = (self._simulated(rounds, at) for at in (below, below + 1))
+        return low_s + (place - below) * (high_s - low_s)
+
+    def _simulated(self, rounds: Rounds, place: int) -> float:
+        """Seconds of a step whose compute has this many `GRID`ths of its full length."""
+        key = rounds, place
+        if key not in self._seconds:
+            if len(self._seconds) >= MOST_SIMULATED:
+                self._seconds.clear()
+            self._seconds[key] = self._simulate(rounds, place / GRID)
+        return self._seconds[key]
+
+    def _simulate(self, rounds: Rounds, share: float) -> float:
+        rates = self._cost.rates()
+
+        def compute_s(command: Command) -> float:
+            return rates.compute_s(command) * (share if isinstance(command.args, LayerCall) else 1.0)
+
+        parts = simulated_rounds(self._layout, rates._replace(compute_s=compute_s), rounds)
+        seconds = sum(part.repeats * part.timing.total_s for part in parts)
+        if self.plan.updates_on_cpu:
+            return seconds
+        return seconds + StepPricer(self.profile).update(self._layout, self._cost).step_s
+
+
+def _without_graphs(plan: Plan) -> Plan:
+    """The plan as it runs batches whose lengths change: the host issues its commands one by one."""
+    return replace(plan, request=replace(plan.request, graphs="never"))
+
+
+def _stages(program: Program) -> Iterable[Stage]:
+    """What a round runs of all layers on its first chunk."""
+    for command in program.commands:
+        if isinstance(command.args, LayerCall) and command.args.chunk == 0:
+            yield command.args.program.stages(command.kind)[command.args.stage]
+
+
+def _real_shape(chunk: PackedChunk) -> ChunkShape:
+    """The tokens of a chunk, and the length of sequence at which so many tokens have its attention's cost."""
+    if chunk.first_slice >= 0:
+        start = chunk.ranges[0].start
+        return ChunkShape(chunk.tokens, 2 * start + chunk.tokens, chunk.first_slice, chunk.last_slice, start)
+    squares = sum(part.length**2 for part in chunk.ranges)
+    return ChunkShape(chunk.tokens, max(1, round(squares / chunk.tokens)))
+
+
+def _sizes(chunks: Iterable[ChunkShape]) -> list[tuple[int, int]]:
+    return [(chunk.tokens, chunk.seq_len) for chunk in chunks]

@@ -1,0 +1,118 @@
+"""The data of a run: records read, tokenized and packed into batches of the size that the options name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexengine.checkpoint.bounded_process import MOST_BYTES
+from flexengine.data import (
+    GlobalBatches,
+    Prepared,
+    SyntheticBatches,
+    TokenizerOptions,
+    TokenizerProcess,
+    ValidationBatches,
+    default_cache,
+    hold_out,
+    parse_source,
+    prepare_sources,
+)
+from flexengine.data.preview import MARKS, date_line, marked_text, shortened
+from flexengine.models.registry import ASSETS, ModelSource
+from flexengine.options.train_config import TrainConfig
+from flexengine.wording import without_folders
+
+DEMO_FOLDER = ASSETS / "demo"
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Where batches come from, the tokenizer (None for synthetic data), and one line about both.
+
+    validation: None when the run evaluates nothing. records: what became of the records of each source, as JSON values.
+    sources: what is trained, none for synthetic data.
+    """
+
+    batches: GlobalBatches | SyntheticBatches
+    tokenizer: TokenizerProcess | None
+    description: str
+    validation: ValidationBatches | None = None
+    records: Sequence[dict[str, Any]] = ()
+    sources: Sequence[Prepared] = ()
+
+    def digests(self) -> list[dict[str, Any]]:
+        """What was trained on, by names without local folders and SHA-256 of its tokens and labels, as JSON values."""
+        return [
+            {"name": without_folders(part.place), "weight": part.weight, "sha256": part.table.sha256}
+            for part in self.sources
+        ]
+
+    @property
+    def writes_date(self) -> bool:
+        """Whether conversations hold the day on which they are written."""
+        return self.tokenizer is not None and self.tokenizer.date is not None
+
+
+def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
+    """Read, tokenize and pack the data. Raises ValueError when it does not fit the model or nothing is left."""
+    vocab_size = source.spec.vocab_size
+    if config.data_source == "synthetic":
+        batches = SyntheticBatches(vocab_size, config.max_seq_len, config.max_global_batch_tokens, config.seed)
+        text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
+        return TrainingData(batches, None, text)
+    folder = source.tokenizer_folder or DEMO_FOLDER
+    train_on = config.train_on or "assistant"
+    options = TokenizerOptions(folder, vocab_size, source.new_tokens, config.template_date, train_on)
+    tokenizer = TokenizerProcess(options, most_bytes_of_data(config.max_host_mem_gib))
+    cache = Path(config.data_cache) if config.data_cache else default_cache()
+    prepared = _prepare(config, config.dataset, tokenizer, cache)
+    evaluated = _prepare(config, config.val_dataset, tokenizer, cache)
+    text = _describe(prepared)
+    records = [part.as_json() for part in (*prepared, *evaluated)]
+    prepared, validation = _with_validation(config, prepared, evaluated)
+    if source.adapter_tokenizer is not None:
+        text += f"; tokenizer and chat template are those of the adapter {source.adapter_tokenizer}"
+    elif source.support_folder is None:
+        text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
+    batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
+    text += f"\n  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: "
+    text += shortened(marked_text(tokenizer, batches.sequences[0]))
+    text += f"\n  {date_line(tokenizer)}" if tokenizer.date is not None else ""
+    if validation is not None:
+        text += f"\n  evaluated, not trained: {len(validation.sequences)} sequences, {validation.num_tokens} tokens"
+        text += f"\n  of {_describe(evaluated)}" if evaluated else ""
+    return TrainingData(batches, tokenizer, text, validation, records, prepared)
+
+
+def most_bytes_of_data(max_host_mem_gib: float | None) -> int:
+    """Bound the memory in which data is read and tokenized: a quarter of the host budget where that is more."""
+    return max(MOST_BYTES, int((max_host_mem_gib or 0) * 2**30) // 4)
+
+
+def _prepare(
+    config: TrainConfig, places: Sequence[str], tokenizer: TokenizerProcess, cache: Path | None
+) -> list[Prepared]:
+    sources = [parse_source(text) for text in places]
+    lengths = config.max_seq_len, config.truncate_long
+    return prepare_sources(sources, tokenizer, *lengths, cache, config.bad_records)
+
+
+def _describe(parts: Sequence[Prepared]) -> str:
+    """Sources in one line, and a line for each of the first bad records."""
+    lines = [line for part in parts for line in part.bad_lines]
+    return "\n    ".join(["; ".join(part.describe() for part in parts), *lines])
+
+
+def _with_validation(
+    config: TrainConfig, prepared: list[Prepared], evaluated: list[Prepared]
+) -> tuple[list[Prepared], ValidationBatches | None]:
+    """Return what is trained of the prepared sources, and what is evaluated: sources of its own, or a part of these."""
+    if not config.validates:
+        return prepared, None
+    if config.val_fraction is not None:
+        split = [hold_out(part, config.val_fraction, config.seed) for part in prepared]
+        prepared, evaluated = [part for part, _ in split], [part for _, part in split]
+    return prepared, ValidationBatches.of_parts(evaluated, config.max_global_batch_tokens)

@@ -1,0 +1,1 @@
+"""Carries out programs: streams, events, work of the CPU, CUDA graphs."""

@@ -1,0 +1,142 @@
+"""Runs commands of the CPU on threads of their own, while the host goes on issuing others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from flexengine.runtime.execution.progress import IssueProgress
+from flexengine.schedule.commands import Command, Program, cpu_priority
+
+
+class CpuWork:
+    """Runs a program's commands of the CPU once it is started; `call` must need nothing that changes before `join`.
+
+    A command may run when `ready`, which blocks until what it waits for has ended, has returned for it and for those
+    before it; that is asked on a thread of its own, when the host has issued so far (`issued`). None: all may run. Of
+    those that may run the first by `cpu_priority` does. num_threads: of torch, in calls. before: work that ends first.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        commands: list[Command],
+        call: Callable[[Command], None],
+        num_threads: int,
+        ready: Callable[[Command], None] | None = None,
+        before: CpuWork | None = None,
+    ) -> None:
+        self.program = program
+        self.spans: dict[int, tuple[float, float]] = {}
+        self._commands, self._call, self._num_threads = commands, call, num_threads
+        self._ready, self._before = ready, before
+        self._abandoned, self._dropped, self._failure = False, False, None
+        self._progress = IssueProgress()
+        self._waiting: list[Command] = list(commands) if ready is None else []  # may run
+        # two, so that no thread wakes up for nothing, which takes the interpreter from who issues
+        self._lock = threading.Lock()
+        self._able, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
+        # no daemons: at the end of the process Python waits for them, before the arenas go
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name="flexengine-cpu")
+            for work in ((self._run,) if ready is None else (self._watch, self._run))
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def issued(self, index: int) -> None:
+        """Note that the host has issued all commands up to this one."""
+        self._progress.issued(index)
+
+    def abandon(self) -> None:
+        """End after the running command. Blocks until then; later waits raise a failure."""
+        self._abandoned = True
+        self._wake_all()
+        self._end_threads()
+
+    def drop(self) -> None:
+        """End after the running command; what has not run counts as ended. Blocks until then.
+
+        Raises RuntimeError from what made a command fail.
+        """
+        self._dropped = True
+        self._wake_all()
+        self.join()
+        now = time.perf_counter()
+        for command in self._commands:
+            self.spans.setdefault(command.index, (now, now))
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Block until the commands with these indices have ended. Raises RuntimeError from what made one fail."""
+        with self._ended:
+            self._ended.wait_for(lambda: self._failure is not None or all(i in self.spans for i in indices))
+        self._raise_failure()
+
+    def join(self) -> None:
+        """Block until all have ended. Raises RuntimeError from what made a command fail."""
+        self._end_threads()
+        self._raise_failure()
+
+    def _end_threads(self) -> None:
+        for thread in self._threads:
+            if thread.ident is not None:  # else something interrupted the start
+                thread.join()
+
+    def _wake_all(self) -> None:
+        with self._lock:
+            self._able.notify_all()
+            self._ended.notify_all()
+        self._progress.wake()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"work of the CPU failed half-way: {self._failure}") from self._failure
+
+    # -- on the threads ----------------------------------------------------------------------------------------------
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as failure:
+            self._failure = self._failure or failure
+            self._wake_all()
+
+    def _watch(self) -> None:
+        assert self._ready is not None
+        for command in self._commands:
+            self._progress.reaches(max(command.waits, default=-1), self._over)
+            if self._over():
+                return
+            self._ready(command)
+            with self._able:
+                self._waiting.append(command)
+                self._able.notify()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)  # of calls from this thread
+        if self._before is not None:
+            self._before.join()
+            self._before = None
+        for _ in self._commands:
+            with self._able:
+                self._able.wait_for(lambda: self._over() or self._waiting)
+                if self._abandoned:
+                    raise RuntimeError("it was interrupted")
+                if self._failure is not None or self._dropped:
+                    return
+                command = min(self._waiting, key=cpu_priority)
+                self._waiting.remove(command)
+            start = time.perf_counter()
+            self._call(command)
+            with self._ended:
+                self.spans[command.index] = (start, time.perf_counter())
+                self._ended.notify_all()
+
+    def _over(self) -> bool:
+        return self._abandoned or self._dropped or self._failure is not None

@@ -1,0 +1,345 @@
+"""Carries a program out: commands in issue order, each on its stream after its waits.
+
+On CUDA streams run beside each other and the host only issues. On the CPU their commands run one after the other,
+by default in issue order; any order that respects streams and waits gives the same bits, which tests use. On both, work
+of the CPU runs on a thread of its own, into the next program, whose commands wait for it where they must.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.native.adamw import update_threads
+from flexengine.native.transfer import open_transfers
+from flexengine.native.transfer_operations import Record
+from flexengine.runtime.arena import Arenas
+from flexengine.runtime.execution.cpu_work import CpuWork
+from flexengine.runtime.execution.issue import OPEN, Call, Gate, Issue, WordsOf
+from flexengine.runtime.execution.teller import Teller
+from flexengine.schedule.commands import DIRECTIONS, Command, Program, Stream, streams_of
+from flexengine.schedule.following import cpu_waits
+
+CommandOrder = Callable[[Program], Iterable[int]]
+Timings = list[tuple[float, float]]
+RangeOf = Callable[[str], AbstractContextManager[object]]
+"""Opens a named range around what is issued inside it, as torch.cuda.nvtx.range does."""
+Handler = Call
+"""Launches a command that is no copy on the current stream."""
+
+
+class CommandHooks(NamedTuple):
+    """What is called before each command starts, and after it has ended, in one run of a program.
+
+    words: the host's words, and their values, that stand for a signal. Where streams can await and write these, the
+    host calls nothing, but for signals of the CPU's commands. None: it always does.
+    """
+
+    before: Call
+    after: Call
+    words: WordsOf | None = None
+
+
+def _then(first: Call, second: Call) -> Call:
+    """One call after the other."""
+
+    def both(command: Command) -> None:
+        first(command)
+        second(command)
+
+    return both
+
+
+def _in_range(handler: Call, range_of: RangeOf | None) -> Call:
+    """The handler; in a profile, each call inside the range of its command."""
+    if range_of is None:
+        return handler
+
+    def call(command: Command) -> None:
+        with range_of(command.label):
+            handler(command)
+
+    return call
+
+
+STREAM_SIGNALS_VARIABLE = "FLEXENGINE_STREAM_SIGNALS"
+"""With "0" in the environment the host waits for other ranks, and tells them, also where streams of the GPU could."""
+
+
+NO_HOOKS = CommandHooks(lambda command: None, lambda command: None)
+
+
+class Executor:
+    """Runs programs over a pair of arenas. One starts when the one before has ended, but for work of the CPU.
+
+    range_of: while it is set, every command of a program is issued on CUDA inside its own range, named by its label.
+    """
+
+    def __init__(self, device: torch.device, arenas: Arenas, order: CommandOrder | None = None) -> None:
+        self.device, self.arenas, self.order = device, arenas, order
+        self.on_cuda = device.type == "cuda"
+        self._copies: dict[Program, dict[int, list[tuple[Tensor, Tensor]]]] = {}
+        self._issues: dict[tuple[Program, bool], Issue] = {}  # by program, and whether it is timed
+        self._last_issue: dict[Program, Issue] = {}
+        self._timings: Callable[[], Timings] | None = None
+        self._began_s: Callable[[], float] | None = None
+        self._timed_program: Program | None = None
+        self.range_of: RangeOf | None = None
+        if self.on_cuda:
+            self.streams = {
+                Stream.COMPUTE: torch.cuda.current_stream(device),
+                **{stream: torch.cuda.Stream(device) for stream in DIRECTIONS},
+                # first: a GPU whose collective waits behind long products keeps those of all others waiting
+                Stream.COMM: torch.cuda.Stream(device, priority=-1),
+            }
+            self._transfers = open_transfers(device)
+            [self._zero] = self._transfers.create_events(1, timing=True)
+        self._zero_s: float | None = None
+        self._cpu_work: CpuWork | None = None
+        self._teller: Teller | None = None
+        self._by_streams: bool | None = None  # whether streams signal to other ranks; not known yet
+        self._cpu_threads = update_threads()
+        self._cpu_waits: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
+
+    def run(self, program: Program, handler: Handler, timed: bool = False, hooks: CommandHooks | None = None) -> None:
+        """Issue all commands of a program; on CUDA returns before they have run.
+
+        Commands of the CPU run on a thread of their own, until `synchronize` or a later program needs what they leave.
+
+        Order: `handler` is called by that thread, too, for commands of the CPU; what it looks at then must not change
+        before `finish_cpu_work`.
+        timed: note when every command starts and ends, for `timings`; costs two events per command on CUDA.
+        hooks: of one of several ranks, what commands await and signal.
+        """
+        if timed:
+            self._timings = self._began_s = None  # a run that is interrupted leaves no times
+            self._timed_program = program
+        gate = self._gate(program)
+        if self.on_cuda:
+            self._run_streams(program, handler, timed, gate, hooks)
+        else:
+            self._run_in_order(program, handler, timed, gate, hooks or NO_HOOKS)
+        if timed:
+            self.finish_cpu_work()
+
+    @contextmanager
+    def on_compute_stream(self) -> Iterator[None]:
+        """Make torch's calls inside follow earlier programs, whichever stream the caller is on."""
+        if not self.on_cuda:
+            yield
+            return
+        with torch.cuda.stream(self.streams[Stream.COMPUTE]):
+            yield
+
+    def finish_cpu_work(self) -> None:
+        """Block until the CPU's commands have ended. Raises what made one fail, at every call."""
+        if self._cpu_work is not None:
+            self._cpu_work.join()
+            self._cpu_work = None
+
+    def drop_cpu_work(self) -> None:
+        """Give up the CPU's commands that have not begun, as nobody wants what they leave. Raises as above."""
+        if self._cpu_work is not None:
+            self._cpu_work.drop()
+            self._cpu_work = None
+
+    def _start(self, work: CpuWork) -> CpuWork:
+        self._cpu_work = work  # before it starts, so that whatever interrupts this, somebody waits for it
+        work.start()
+        return work
+
+    def _gate(self, program: Program) -> Gate:
+        """What the host waits at before commands of a program: the CPU may still work for the program before."""
+        work = self._cpu_work
+        if work is None:
+            return OPEN
+        key = (work.program, program)
+        if key not in self._cpu_waits:
+            self._cpu_waits[key] = cpu_waits(*key)
+        waits = self._cpu_waits[key]
+        return Gate(lambda command: work.wait(waits[command.index]), waits)
+
+    def timings(self) -> Timings:
+        """(start, end) of every command of the last timed run, by index, in seconds since it began.
+
+        A command starts when it has done its waits and those before it on its stream. Blocks until the run has ended.
+        Raises: ValueError if there was no timed run, or it was interrupted, or its program is forgotten.
+        """
+        if self._timings is None:
+            raise ValueError("no timings: run a program with timed=True to its end first")
+        self.synchronize()
+        return self._timings()
+
+    def start_clock(self) -> None:
+        """Set the time that `began_s` counts from; on CUDA it is when the compute stream gets here."""
+        self._zero_s = time.perf_counter()
+        if self.on_cuda:
+            zero = Record(self.streams[Stream.COMPUTE], self._zero)
+            self._transfers.submit(self._transfers.prepare([zero]))
+
+    def began_s(self) -> float:
+        """Seconds from `start_clock` to the beginning of the last timed run. Blocks until that run has ended.
+
+        Raises: ValueError as `timings`, and if no clock was started.
+        """
+        if self._began_s is None or self._zero_s is None:
+            raise ValueError("no beginning: call start_clock(), then run a program with timed=True to its end")
+        self.synchronize()
+        return self._began_s()
+
+    def forget(self, program: Program) -> None:
+        """Drop what is bound to a program that will not run again. Order: its last run must have finished."""
+        self._copies.pop(program, None)
+        self._last_issue.pop(program, None)
+        self._cpu_waits = {key: waits for key, waits in self._cpu_waits.items() if program not in key}
+        if program is self._timed_program:
+            self._timings = self._began_s = self._timed_program = None
+        for timed in (False, True):
+            issue = self._issues.pop((program, timed), None)
+            if issue is not None:
+                issue.close()
+
+    def wait_for(self, program: Program, index: int) -> None:
+        """Block the host until a command of the program's last run has finished. On the CPU it has."""
+        issue = self._last_issue.get(program)
+        if issue is not None:
+            issue.wait_for(index)
+
+    def synchronize(self) -> None:
+        """Wait until everything issued has finished."""
+        try:
+            self.finish_cpu_work()
+        finally:
+            self.synchronize_device()
+            self._finish_telling()
+
+    def _finish_telling(self) -> None:
+        """Block until other ranks know what has ended of the last program. Raises what went wrong."""
+        if self._teller is not None:
+            self._teller.join()
+            self._teller = None
+
+    def synchronize_device(self) -> None:
+        """Wait until everything issued to the device has finished; work of the CPU goes on."""
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+
+    # -- on CUDA -----------------------------------------------------------------------------------------------------
+
+    def _run_streams(
+        self, program: Program, handler: Handler, timed: bool, gate: Gate, hooks: CommandHooks | None
+    ) -> None:
+        self._finish_telling()
+        words = None if hooks is None else self._words_of(program, hooks)
+        issue = self._last_issue[program] = self._issue(program, timed, words)
+        if words is not None:
+            issue.set_words(words)
+
+        def call(command: Command) -> None:
+            aside = command.stream is not Stream.COMPUTE and command.stream in self.streams
+            with torch.cuda.stream(self.streams[command.stream]) if aside else nullcontext():
+                handler(command)
+
+        before = self._cpu_work
+        work = None
+        by_cpu = handler if hooks is None else _then(handler, hooks.after)
+        if hooks is not None and words is None:
+            gate = Gate(_then(gate.hold, hooks.before))
+        if issue.cpu_commands:
+            work = issue.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before)
+        try:
+            if hooks is not None and words is None:
+                self._teller = issue.teller(hooks.after)
+                self._teller.start()
+            if work is not None:
+                self._start(work)
+            with self.on_compute_stream():
+                if self.range_of is None:
+                    issue.run(call, gate)
+                else:
+                    issue.run_in_ranges(call, self.range_of, gate)
+        except BaseException:
+            if self._teller is not None:
+                self._teller.abandon()
+            if work is not None:
+                work.abandon()
+                self._cpu_work = before
+            raise
+        if work is not None and before is not None:
+            before.join()
+        if timed:
+            self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
+
+    def _issue(self, program: Program, timed: bool, words: WordsOf | None) -> Issue:
+        key = (program, timed)
+        if key not in self._issues:
+            streams = {stream: self.streams[stream] for stream in streams_of(program) if stream is not Stream.CPU}
+            self._issues[key] = Issue(program, self.arenas, streams, self._transfers, timed, words)
+        return self._issues[key]
+
+    def _words_of(self, program: Program, hooks: CommandHooks) -> WordsOf | None:
+        """The words of signals, where streams can await and write them; asked once, as all lie in one memory."""
+        signals = (signal for command in program.commands for signal in (*command.awaits, *command.signals))
+        first = next(signals, None)
+        if first is None or hooks.words is None:
+            return None
+        if self._by_streams is None:
+            wanted = os.environ.get(STREAM_SIGNALS_VARIABLE, "1") != "0"
+            self._by_streams = wanted and self._transfers.word_address(hooks.words(first)[0].address) is not None
+        return hooks.words if self._by_streams else None
+
+    # -- on the CPU --------------------------------------------------------------------------------------------------
+
+    def _run_in_order(self, program: Program, handler: Handler, timed: bool, gate: Gate, hooks: CommandHooks) -> None:
+        copies, later = self._bind_copies(program), list[Command]()
+        indices = range(len(program.commands)) if self.order is None else self.order(program)
+        clock = [(0.0, 0.0)] * len(program.commands)
+        begin = time.perf_counter()
+        for command in (program.commands[index] for index in indices):
+            if command.stream is Stream.CPU:
+                later.append(command)
+                continue
+            gate.hold(command)
+            hooks.before(command)
+            start = time.perf_counter()
+            self._execute(command, handler, copies)
+            hooks.after(command)
+            clock[command.index] = (start - begin, time.perf_counter() - begin)
+        spans: dict[int, tuple[float, float]] = {}
+        if later:
+            self.finish_cpu_work()
+            work = CpuWork(program, later, _then(handler, hooks.after), self._cpu_threads)
+            spans = self._start(work).spans
+        if timed:
+            self._began_s = lambda: begin - (self._zero_s or 0.0)
+            self._timings = lambda: [
+                (spans[i][0] - begin, spans[i][1] - begin) if i in spans else span for i, span in enumerate(clock)
+            ]
+
+    def _bind_copies(self, program: Program) -> dict[int, list[tuple[Tensor, Tensor]]]:
+        """Byte views (target, source) of every copy command, made once per program."""
+        if program not in self._copies:
+            self._copies[program] = {
+                c.index: [(self._bytes(program, r.target, r.target_offset, r.num_bytes),
+                           self._bytes(program, r.source, r.source_offset, r.num_bytes)) for r in c.copies]
+                for c in program.commands
+                if c.copies
+            }  # fmt: skip
+        return self._copies[program]
+
+    def _bytes(self, program: Program, slot: int, offset: int, num_bytes: int) -> Tensor:
+        place = program.slots[slot]
+        return self.arenas.bytes_view(place.memory, place.offset + offset, num_bytes)
+
+    def _execute(self, command: Command, handler: Handler, copies: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
+        if command.copies:
+            for target, source in copies[command.index]:
+                target.copy_(source)
+        else:
+            handler(command)

@@ -1,0 +1,1 @@
+"""What a rank of several does besides its own round."""

@@ -1,0 +1,422 @@
+"""Stores parameters in the arenas: reads checkpoints, draws random initial weights, and reads masters back out.
+
+A parameter is its Hugging Face sources stacked by rows, so every source is a contiguous run of elements of its
+group's planes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.checkpoint.quantised import DECODERS, Decoder
+from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
+from flexengine.models.checkpoints import check_complete, open_checkpoint
+from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
+from flexengine.optim.rounding import join_fp32, split_fp32
+from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
+from flexengine.runtime.weights.staging import load_staged
+from flexengine.runtime.weights.stored_matrices import Span, StoredMatrices, read_pieces, regrouped
+from flexengine.schedule.group_storage import Segment, is_split
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.ranks.shares import ALONE, Share
+from flexengine.schedule.slots import PlaneKind
+
+SAMPLED_ELEMENTS = 1024
+PIECE_ELEMENTS = 1 << 22
+"""Elements converted at a time, which bounds what exporting takes beside the arenas to tens of MiB.
+
+Random initial weights are drawn in pieces of this size: changing it changes the weights that a seed gives.
+"""
+
+
+class SourceRun(NamedTuple):
+    """Where a Hugging Face tensor lies: `count` elements from `start` of a group's segment.
+
+    split: its weights are the upper halves of float32 masters; of what is frozen nobody keeps the lower ones. spans:
+    where it lies in a group with matrices in fewer bytes.
+    """
+
+    source: WeightSource
+    param: ParamSpec
+    group: int
+    segment: Segment
+    start: int
+    count: int
+    frozen: bool
+    split: bool
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def in_fewer_bytes(self) -> bool:
+        """Whether it is stored in a format that must be decoded."""
+        return self.param.storage != "compute"
+
+    @property
+    def whole(self) -> bool:
+        """Whether its elements lie one behind the other in the planes, as they are."""
+        return not self.spans
+
+
+def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
+    """Describe the model with its tensors stored as in a checkpoint folder, checked before memory is taken.
+
+    Reads headers only, but for a tied head that is stored beside the embedding. Raises ValueError unless the folder is
+    whole and fits the model.
+    """
+    with open_checkpoint(model, folder) as reader:
+        named = model.named_as(reader.tensors)
+        check_complete(named, reader)
+        if named.tie_word_embeddings and named.head_source in reader.tensors:
+            _check_tied(named, reader)
+    return named
+
+
+def _check_tied(model: ModelSpec, reader: CheckpointReader) -> None:
+    """Raise ValueError unless a tied model's head equals its embedding; only the embedding is loaded."""
+    head, embedding = model.head_source, model.embedding_source
+    if not _equal_values(reader, head, embedding):
+        raise ValueError(
+            f"{reader.folder}: config.json ties the head to the embedding (tie_word_embeddings), but the checkpoint has"
+            f" {head} that differs from {embedding}. Set tie_word_embeddings to false to train both, or remove {head} "
+            "from the checkpoint"
+        )
+
+
+def _equal_values(reader: CheckpointReader, *names: str) -> bool:
+    """Whether two matrices of a checkpoint hold the same values; reads them in pieces, up to the first difference."""
+    (rows, width), shape = (reader.tensors[name].shape for name in names)
+    if shape != (rows, width):
+        return False
+    step = max(1, PIECE_ELEMENTS // width)
+    pieces = torch.empty(2, step, width)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        for name, piece in zip(names, pieces, strict=True):
+            reader.read_into(name, piece[:count], first, count)
+        if not torch.equal(*pieces[:, :count]):
+            return False
+    return True
+
+
+def empty_buffers(layout: Layout, device: torch.device) -> dict[str, Tensor]:
+    """The model's buffers by name, filled with zeros."""
+    dtype, sources = wide_dtype(layout), layout.model.buffers
+    return {name: torch.zeros(source.shape, dtype=dtype, device=device) for name, source in sources.items()}
+
+
+def load_buffers(reader: CheckpointReader, buffers: dict[str, Tensor]) -> None:
+    """Read the model's buffers, by name and on any device, from a checkpoint that was found complete."""
+    for name, buffer in buffers.items():
+        values = torch.empty(buffer.shape, dtype=buffer.dtype)
+        reader.read_into(name, values)
+        buffer.copy_(values)
+
+
+def on_host(request: ReadRequest) -> bool:
+    """Whether a request can be read straight into its place, without staging."""
+    return request.target.device.type == "cpu" and (request.remainder is None or request.remainder.device.type == "cpu")
+
+
+class WeightStore:
+    """Reads and writes the stored planes of all parameter groups, on whichever side they live.
+
+    share: which of the tensors that several ranks share this one fills.
+    """
+
+    def __init__(self, layout: Layout, arenas: Arenas, share: Share = ALONE) -> None:
+        self.share = share
+        self.layout, self.arenas, self.stored = layout, arenas, StoredMatrices(layout, arenas)
+        self.runs = {run.source.name: run for run in self._all_runs()}
+
+    def _all_runs(self) -> Iterator[SourceRun]:
+        for index, group in enumerate(self.layout.model.groups):
+            stored = self.layout.groups[index]
+            for param in group.params:
+                segment = stored.segment_of(param.name)
+                start = stored.offsets[param.name] - segment.first_element
+                split = is_split(segment.name, self.layout.plan.request.numerics)
+                for source in param.sources:
+                    count = torch.Size(source.shape).numel()
+                    run = SourceRun(source, param, index, segment, start, count, group.frozen, split)
+                    if stored.stored is not None:
+                        spans = self.stored.spans(index, segment.first_element + start, count)
+                        run = run._replace(spans=tuple(spans))
+                    yield run
+                    start += count
+
+    def own(self) -> dict[str, SourceRun]:
+        """The tensors that this rank fills: every `size`-th of those that ranks share, and all that it has alone."""
+        groups, (rank, size) = range(len(self.layout.groups)), self.share
+        shared = [self.layout.slots[self.layout.stored_slot("weights", g)].memory == "node" for g in groups]
+        numbered = enumerate(self.runs.items())
+        return {name: run for number, (name, run) in numbered if not shared[run.group] or number % size == rank}
+
+    def plane(self, kind: PlaneKind, run: SourceRun) -> Tensor | None:
+        """Flat view of one plane of a source's elements, or None when the format has no such plane."""
+        assert run.whole, "what lies in spans is written and read span by span"
+        assert not self.layout.is_dealt(kind, run.group), "a rank has only its share of what ranks divide"
+        plane = next((p for p in run.segment.planes if p.kind == kind), None)
+        if plane is None:
+            return None
+        slot = self.layout.slots[self.layout.stored_slot(kind, run.group)]
+        dtype = DTYPES[plane.dtype]
+        return self.arenas.view(slot, plane.start + run.start * dtype.itemsize, (run.count,), dtype)
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def load(self, reader: CheckpointReader) -> None:
+        """Read every parameter from a checkpoint and set the optimizer states to zero.
+
+        What lives in host memory is read straight into the arena, all of it in parallel and converted on the way; what
+        lives on the GPU passes through a buffer of tens of MiB. The format splits a bf16 weight from its float32.
+        Quantised weights are decoded on the CPU, some rows at a time; what is to be in fewer bytes is stored so, one
+        tensor after the other. Files that a manifest lists are compared with it meanwhile. Raises: CheckpointError
+        where they differ.
+        """
+        check_complete(self.layout.model, reader)
+        self.clear_states()
+        requests = [
+            self._request(name, run, reader.tensors[name].dtype)
+            for name, run in self.own().items()
+            if run.source.decode is None and run.whole and not run.param.added
+        ]
+        elsewhere = [request for request in requests if not on_host(request)]
+        with reader.verifying() if self.share.rank == 0 else nullcontext():
+            reader.read_many([request for request in requests if on_host(request)])
+            if elsewhere:
+                load_staged(reader, elsewhere, self.arenas.device)
+            for run in self.own().values():
+                if not run.whole:
+                    if not self._keep(reader, run):
+                        self._store(run, self.values(reader, run.source.name))
+                elif run.source.decode is not None:
+                    self._decode(reader, run, DECODERS[run.source.decode])
+                if run.source.rows_in_file is not None:
+                    self._add_rows(reader, run)
+
+    def _add_rows(self, reader: CheckpointReader, run: SourceRun) -> None:
+        """Give the rows that the checkpoint lacks the mean of those that it has."""
+        width, held = math.prod(run.source.shape[1:]), math.prod(run.source.shape_in_file)
+        step, (weight, remainder) = max(1, PIECE_ELEMENTS // width), self._master(run)
+        total = torch.zeros(width, dtype=torch.float64)
+        sizes = (min(step * width, held - start) for start in range(0, held, step * width))
+        for rows in regrouped(self.values(reader, run.source.name), sizes):
+            total += rows.view(-1, width).sum(0, dtype=torch.float64)
+        mean = (total / run.source.shape_in_file[0]).to(wide_dtype(self.layout))
+        for start in range(held, run.count, step * width):
+            count = min(step * width, run.count - start) // width
+            self._write_master(weight, remainder, start, mean.repeat(count), run.split)
+
+    def _keep(self, reader: CheckpointReader, run: SourceRun) -> bool:
+        """Take over codes and scales that the checkpoint holds in the format that they are to be in; False if it has
+        none."""
+        decoder = None if run.source.decode is None else DECODERS[run.source.decode]
+        if decoder is None or decoder.same_as != run.param.storage:
+            return False
+        name, shape = run.source.name, run.source.shape
+        return self.stored.keep(run.spans, lambda matrix: decoder.fields(reader, name, shape, matrix))
+
+    def _store(self, run: SourceRun, values: Iterable[Tensor]) -> None:
+        """Store a source that lies in spans. Raises: ValueError naming a tensor with NaN or infinity."""
+        try:
+            self.stored.write(run.spans, values, run.split)
+        except ValueError as error:
+            raise ValueError(
+                f"{run.source.name}: {error}. Fetch the checkpoint again, or leave --base-dtype out"
+            ) from None
+
+    def values(self, reader: CheckpointReader, name: str) -> Iterator[Tensor]:
+        """The values of a source in the checkpoint, flat, some at a time; the next may overwrite those before."""
+        run = self.runs[name]
+        shape = run.source.shape_in_file
+        if run.source.decode is None:
+            yield from read_pieces(reader, name, math.prod(shape))
+            return
+        decoder = DECODERS[run.source.decode]
+        step = decoder.slab_rows(shape)
+        for row in range(0, shape[0], step):
+            yield decoder.decode(reader, name, shape, row, min(step, shape[0] - row)).flatten()
+
+    def _decode(self, reader: CheckpointReader, run: SourceRun, decoder: Decoder) -> None:
+        """Decode a quantised source some rows at a time, and write each slab in pieces of PIECE_ELEMENTS."""
+        (name, shape), (weight, remainder) = (run.source.name, run.source.shape_in_file), self._master(run)
+        step, width = decoder.slab_rows(shape), math.prod(shape[1:])
+        for row in range(0, shape[0], step):
+            slab = decoder.decode(reader, name, shape, row, min(step, shape[0] - row)).flatten()
+            for start in range(0, slab.numel(), PIECE_ELEMENTS):
+                self._write_master(
+                    weight, remainder, row * width + start, slab[start : start + PIECE_ELEMENTS], run.split
+                )
+
+    def _master(self, run: SourceRun) -> tuple[Tensor, Tensor | None]:
+        """The planes that a source's values are kept in."""
+        weight = self.plane("weights", run)
+        assert weight is not None
+        return weight, self.plane("remainder", run)
+
+    def _request(self, name: str, run: SourceRun, dtype: torch.dtype) -> ReadRequest:
+        """What to read into the planes of a tensor.
+
+        A frozen one is rounded as if it were trained, with a remainder that takes no memory and is lost.
+        """
+        weight, remainder = self._master(run)
+        count = math.prod(run.source.shape_in_file)
+        if run.frozen and run.split and dtype != torch.bfloat16:
+            remainder = torch.empty(run.count, dtype=torch.int16, device="meta")
+        return ReadRequest(name, weight[:count], None if remainder is None else remainder[:count])
+
+    def initialize(self, seed: int) -> None:
+        """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.
+
+        Every tensor draws from a generator of its own, seeded by its name, on the engine's device: the values depend on
+        seed, name and kind of device only.
+        """
+        self.clear_states()
+        self._draw_all(seed, self.own())
+
+    def initialize_added(self, seed: int) -> None:
+        """The same for parameters that no checkpoint has yet, such as new adapters."""
+        self._draw_all(seed, [name for name, run in self.own().items() if run.param.added])
+
+    def _draw_all(self, seed: int, names: Iterable[str]) -> None:
+        for name in names:
+            run, pieces = self.runs[name], self.drawn(name, seed)
+            if not run.whole:
+                self._store(run, pieces)
+                continue
+            weight, remainder = self._master(run)
+            for start, piece in zip(range(0, run.count, PIECE_ELEMENTS), pieces, strict=True):
+                self._write_master(weight, remainder, start, piece, run.split)
+
+    def drawn(self, name: str, seed: int) -> Iterator[Tensor]:
+        """The random initial values of a tensor, flat, PIECE_ELEMENTS at a time."""
+        run = self.runs[name]
+        generator = torch.Generator(self.arenas.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        for start in range(0, run.count, PIECE_ELEMENTS):
+            yield self._draw(run.param, min(PIECE_ELEMENTS, run.count - start), generator)
+
+    def _draw(self, param: ParamSpec, count: int, generator: torch.Generator) -> Tensor:
+        device = self.arenas.device
+        if param.init == "kaiming":  # uniform, as torch.nn.Linear and PEFT begin
+            bound = param.shape[-1] ** -0.5
+            return torch.empty(count, device=device).uniform_(-bound, bound, generator=generator)
+        if param.init == "normal":
+            std = self.layout.model.initializer_range
+            return torch.empty(count, device=device).normal_(0.0, std, generator=generator)
+        return torch.full((count,), 1.0 if param.init == "ones" else 0.0, device=device)
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Give a parameter the values of a tensor of its shape on the CPU."""
+        run = self.runs[name]
+        if not run.whole:
+            self._store(run, [values.reshape(-1)])
+            return
+        weight, remainder = self._master(run)
+        flat = values.reshape(-1).to(self.arenas.device)
+        for start in range(0, run.count, PIECE_ELEMENTS):
+            self._write_master(weight, remainder, start, flat[start : start + PIECE_ELEMENTS], run.split)
+
+    def as_stored(self, name: str, values: Tensor) -> Tensor:
+        """What `read` gives for a trained parameter that was written with these values."""
+        weight, remainder = self._master(self.runs[name])
+        return values if remainder is not None else values.to(weight.dtype).to(values.dtype)
+
+    def _write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor, split: bool) -> None:
+        target = weight[start : start + piece.numel()]
+        if not split:
+            target.copy_(piece)
+            return
+        piece = piece.float()
+        halves = torch.empty_like(piece, dtype=torch.bfloat16), torch.empty_like(piece, dtype=torch.int16)
+        split_fp32(piece, *halves)
+        target.copy_(halves[0])
+        if remainder is not None:
+            remainder[start : start + piece.numel()].copy_(halves[1])
+
+    def clear_states(self) -> None:
+        """Zero the optimizer states of every parameter."""
+        for index, stored in enumerate(self.layout.groups):
+            for kind in stored.rule_states:
+                dealt = self.layout.is_dealt(kind, index)
+                if not dealt and index % self.share.size != self.share.rank:
+                    continue
+                slot = self.layout.slots[self.layout.stored_slot(kind, index)]
+                self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
+
+    def sampled_digest(self) -> bytes:
+        """A digest of the first and last elements of every tensor, by which copies of other models are told apart."""
+        digest = hashlib.blake2b(digest_size=16)
+        for run in (run for run in self.runs.values() if run.whole):
+            weight = self._master(run)[0]
+            for sample in (weight[:SAMPLED_ELEMENTS], weight[-SAMPLED_ELEMENTS:]):
+                digest.update(sample.cpu().view(torch.uint8).numpy().data)
+        return digest.digest()
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`.
+
+        A frozen tensor has no master; its value is the one that is computed with, decoded where it is in fewer bytes.
+        """
+        run = self.runs[name]
+        out = torch.empty(run.count, dtype=dtype or self._exact_dtype(run))
+        start = 0
+        for piece in self.pieces(name, out.dtype):
+            out[start : start + piece.numel()].copy_(piece)
+            start += piece.numel()
+        return out.view(run.source.shape)
+
+    def pieces(self, name: str, dtype: torch.dtype | None = None, first: int = 0) -> Iterator[Tensor]:
+        """The values of `read` from element `first` on, flat, so many at a time that they take next to no memory."""
+        run = self.runs[name]
+        if not run.whole:
+            assert not first, "what lies in spans is read from its start"
+            for values in self.stored.values(run.spans):
+                yield values.cpu().to(dtype or self._exact_dtype(run))
+            return
+        weight, remainder = self._master(run)
+        for start in range(first, run.count, PIECE_ELEMENTS):
+            piece = slice(start, min(start + PIECE_ELEMENTS, run.count))
+            value = weight[piece].cpu()  # weight and remainder may live on different sides
+            exact = value if remainder is None else join_fp32(value, remainder[piece].cpu())
+            yield exact.to(dtype or self._exact_dtype(run))
+
+    def _exact_dtype(self, run: SourceRun) -> torch.dtype:
+        """The dtype that holds the values of a tensor exactly, float32 at least."""
+        if not run.whole:
+            compute = DTYPES[self.layout.plan.request.numerics.compute]
+            return torch.float32 if compute == torch.bfloat16 else compute
+        weight, remainder = self._master(run)
+        return torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype
+
+    def read_gradient(self, name: str, scale: float) -> Tensor:
+        """The stored gradient of a Hugging Face tensor times `scale`, float32 (float64) on the CPU."""
+        run = self.runs[name]
+        grad = self.plane("grad", run)
+        assert grad is not None
+        return (grad.to(device="cpu", dtype=wide_dtype(self.layout)) * scale).view(run.source.shape)
+
+    def read_gradients(self, scale: float) -> dict[str, Tensor]:
+        """Every stored gradient times `scale`, by Hugging Face name; frozen parameters have none."""
+        return {name: self.read_gradient(name, scale) for name, run in self.runs.items() if not run.frozen}
+
+
+def fill_weights(weights: WeightStore, buffers: dict[str, Tensor], folder: Path | None, seed: int) -> None:
+    """Load weights and buffers from a checkpoint folder; without one, draw random initial weights."""
+    if folder is None:
+        weights.initialize(seed)
+    else:
+        with open_checkpoint(weights.layout.model, folder) as reader:
+            weights.load(reader)
+            weights.initialize_added(seed)
+            load_buffers(reader, buffers)

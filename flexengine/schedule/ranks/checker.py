@@ -1,0 +1,244 @@
+"""Proves that programs of several ranks are right together, whatever rank runs ahead.
+
+It looks at two steps of all ranks, who take rounds in turn, and at what touches the node's memory:
+
+- waits: the rank that a command asks raises every cell that it awaits far enough, and nobody waits in a circle;
+- order: of two commands that touch a common byte, one of them writing, one surely ends before the other starts, by the
+  order of streams, by waits within a rank and by cells;
+- contents: a gradient is fetched as the round before left it, and updated as the last round left it; weights are read
+  as the step before updated them; nothing is added twice or left out;
+- shares: together the ranks update every element of every trained group once;
+- speculation: where it holds, that is so of what was updated before the norm was known and of the rest; where it does
+  not, all is updated again, as if nothing had been;
+- nodes: of several, every gradient is updated as the sum of all nodes left it, which is added in the order of nodes;
+- split plans: all ranks make the same collectives in the same order, and owners add up gradients (`split_checker`);
+- stages: every layer runs for every chunk, and what is handed over is what the other rank left there
+  (`stages_checker`);
+- dealt states: a rank finds each element's states where the layout gives them their place on its GPU.
+`checker` proves each program by itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flexengine.schedule.checker import ProgramError
+from flexengine.schedule.commands import Stream, UpdateTile
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import RoundShape
+from flexengine.schedule.ranks.order import Event, Events, RankRun, UpdateWay, runs_of_ranks
+from flexengine.schedule.ranks.shares import Share
+from flexengine.schedule.ranks.split_checker import check_folds
+from flexengine.schedule.ranks.stages_checker import check_stages, held_in_stages
+
+WAYS: tuple[tuple[UpdateWay, ...], ...] = (
+    ("holds", "holds", "waits"),
+    ("holds", "drops", "waits"),
+    ("drops", "holds", "drops"),
+    ("waits", "holds", "waits"),
+)
+"""Steps of a plan that speculates: each way to update after each other one."""
+
+
+def check_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> None:
+    """Raise ProgramError unless the programs of all ranks are proven right together."""
+    check_runs(layout, runs_of_ranks(layout, shape, num_rounds), num_rounds)
+    for ways in WAYS if layout.plan.speculates else ():
+        check_runs(layout, runs_of_ranks(layout, shape, num_rounds, ways), num_rounds)
+
+
+def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: int) -> None:
+    """As `check_ranks`, of programs that are lowered already."""
+    check_shares(layout, runs)
+    check_dealt_states(layout, runs)
+    if layout.plan.split:
+        check_folds(layout, runs)
+    if layout.plan.stages:
+        check_stages(layout, runs)
+    events = Events(runs, num_rounds)
+    order = events.in_order()
+    _check_memory(layout, events, order, num_rounds)
+
+
+def check_shares(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
+    """Check that the ranks' updates of a step cover each element of what is trained once."""
+    for step in range(1 + max(run.step for run in runs[0])):
+        _check_shares_of_step(layout, [[run for run in rank if run.step == step] for rank in runs])
+
+
+def _check_shares_of_step(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
+    """Check the updates of one step, of which speculative ones and others are two sets of their own."""
+    updated: dict[bool, dict[tuple[int, str], list[tuple[int, int]]]] = {b: defaultdict(list) for b in (False, True)}
+    for command in (command for rank in runs for run in rank for command in run.program.commands):
+        if isinstance(command.args, UpdateTile):
+            tile = command.args
+            spans = updated[tile.targets is not None]
+            spans[tile.group, tile.segment].append((tile.start, tile.start + tile.count))
+    for group, spec in enumerate(layout.model.groups):
+        for segment in () if spec.frozen else layout.groups[group].segments:
+            key = group, segment.name
+            for spans in [found for found in updated.values() if key in found] or [updated[False]]:
+                reached = 0
+                for start, end in [*sorted(spans[key]), (segment.numel, segment.numel)]:
+                    if start != reached:
+                        twice = "twice" if start < reached else "by no rank"
+                        raise ProgramError(
+                            f"elements {start}..{reached} of {spec.name} {segment.name} are updated {twice}"
+                        )
+                    reached = end
+
+
+def check_dealt_states(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
+    """Check that each rank's updates use the states of their own elements, in any step."""
+    rows = ((rank, run) for rank, of_rank in enumerate(runs) for run in of_rank if run.updates)
+    for rank, run in rows if layout.plan.deals_states else ():
+        for command in (command for command in run.program.commands if isinstance(command.args, UpdateTile)):
+            tile, slots = command.args, run.program.slots
+            segment = next(s for s in layout.groups[tile.group].segments if s.name == tile.segment)
+            for plane in (p for p in segment.planes if layout.is_dealt(p.kind, tile.group)):
+                begin, first = layout.plane_start(tile.group, segment, plane, Share(rank, len(runs)))
+                whole = layout.slots[layout.plane_slot(plane.kind, tile.group)]
+                slot, offset = tile.planes[plane.kind]
+                expected = "gpu", whole.offset + begin + plane.num_bytes(tile.start - first)
+                if (slots[slot].memory, slots[slot].offset + offset) != expected:
+                    raise ProgramError(
+                        f"{command.label} (rank {rank}) takes {plane.kind} from {slots[slot].name}, where the rank has"
+                        " that of other elements"
+                    )
+
+
+class _Touch(NamedTuple):
+    """Bytes [start, end) of the node's memory that an event reads or writes, of a slot of this role and owner."""
+
+    start: int
+    end: int
+    writes: bool
+    role: str
+    owner: str
+
+
+def _touches(event: Event) -> list[_Touch]:
+    """What an event touches of the node's memory, reads first."""
+    slots, found = event.run.program.slots, list[_Touch]()
+
+    def add(slot: int, offset: int, num_bytes: int, writes: bool) -> None:
+        place = slots[slot]
+        if place.memory == "node" and num_bytes:
+            start = place.offset + offset
+            found.append(_Touch(start, start + num_bytes, writes, place.key.role, str(place.key.owner)))
+
+    for region in event.command.regions:
+        add(region.source, region.source_offset, region.num_bytes, writes=False)
+        add(region.target, region.target_offset, region.num_bytes, writes=True)
+    return sorted(found, key=lambda touch: touch.writes)
+
+
+def _update_touches(layout: Layout, event: Event) -> list[_Touch]:
+    """The same of an update by the CPU, which works where planes lie."""
+    tile, slots = event.command.args, event.run.program.slots
+    segment = next(s for s in layout.groups[tile.group].segments if s.name == tile.segment)
+    found = []
+    for plane in segment.planes:
+        slot, offset = tile.planes[plane.kind]
+        start = slots[slot].offset + offset
+        size, name = plane.num_bytes(tile.count), layout.model.groups[tile.group].name
+        found.append(_Touch(start, start + size, False, plane.kind, name))
+        if plane.kind != "grad":
+            slot, offset = (tile.targets or tile.planes)[plane.kind]
+            start = slots[slot].offset + offset
+            found.append(_Touch(start, start + size, True, plane.kind, name))
+    return sorted(found, key=lambda touch: touch.writes)
+
+
+def _exchange_touches(layout: Layout, event: Event) -> list[_Touch]:
+    """The same of what nodes add up. Raises: ProgramError unless every node gives, in the order of nodes."""
+    args, nodes = event.command.args, layout.plan.request.nodes
+    if args.givers != tuple(range(nodes)):
+        raise ProgramError(f"{event.label} adds gradients of nodes {args.givers}, not of {nodes} in their order")
+    start = event.run.program.slots[args.slot].offset + args.offset
+    touch = _Touch(start, start + args.num_bytes, False, "grad", layout.model.groups[args.group].name)
+    return [touch, touch._replace(writes=True)]
+
+
+def _touches_of(layout: Layout, event: Event) -> list[_Touch]:
+    if event.run.exchanges:
+        return _exchange_touches(layout, event)
+    if event.run.drops and isinstance(event.command.args, UpdateTile):
+        return []  # the rank ends or drops it before it goes on, and nobody reads what it wrote
+    return _update_touches(layout, event) if event.command.stream is Stream.CPU else _touches(event)
+
+
+def _held_gradient(layout: Layout, event: Event, writes: bool) -> tuple[int, int]:
+    """What a stored gradient holds where a run reads it, or has written it: the sum up to this round of this step.
+
+    What all nodes have added up counts as one round more. A speculative update reads what its own round has left.
+    """
+    run = event.run
+    if isinstance(event.command.args, UpdateTile) and not run.updates:
+        return run.step, run.number
+    if run.exchanges:
+        return run.step, run.number + writes
+    if run.updates:
+        return run.step, run.number + (layout.plan.request.nodes > 1)
+    return run.step, run.number - (not writes)
+
+
+def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: int) -> None:
+    """Check order and contents of all that touches the node's memory."""
+    touches = {index: _touches_of(layout, event) for index, event in enumerate(events.all)}
+    borders = sorted({border for found in touches.values() for touch in found for border in touch[:2]})
+    places = {border: place for place, border in enumerate(borders)}
+    frozen = {group.name for group in layout.model.groups if group.frozen}
+    memory = _NodeBytes(len(borders), events, order)
+    for index in order:
+        run = events.all[index].run
+        for touch in touches[index]:
+            if layout.plan.stages and touch.role in ("grad", "handed"):
+                held = held_in_stages(layout, events.all[index], *touch[3:], touch.writes)
+            elif touch.role == "grad":
+                held = _held_gradient(layout, events.all[index], touch.writes)
+            elif touch.role == "norm_squares" or touch.owner in frozen:
+                held = (run.step if touch.role == "norm_squares" else 0), 0
+            else:
+                held = run.step + touch.writes, 0
+            memory.touch(index, range(places[touch.start], places[touch.end]), touch, held)
+
+
+class _NodeBytes:
+    """The node's memory, cut where anything that is touched begins or ends: who touched it last, and what it holds."""
+
+    def __init__(self, count: int, events: Events, order: list[int]) -> None:
+        self._events, self._clocks = events, events.clocks(order)
+        self._writer = [-1] * count
+        self._readers: list[dict[int, int]] = [{} for _ in range(count)]  # since the last write, by lane
+        self._held: list[tuple[int, ...] | None] = [None] * count  # None: as loaded
+
+    def touch(self, index: int, places: range, touch: _Touch, held: tuple[int, ...]) -> None:
+        """Have an event read what the bytes should hold, (step, round), or write that."""
+        lane = self._events.all[index].lane
+        for place in places:
+            self._require(self._writer[place], index, touch)
+            if touch.writes:
+                for reader in self._readers[place].values():
+                    self._require(reader, index, touch)
+                self._writer[place], self._readers[place], self._held[place] = index, {}, held
+                continue
+            loaded = (0, 0) if touch.role not in ("grad", "handed", "norm_squares") else None
+            found = self._held[place] or loaded
+            if found != held:
+                label = self._events.all[index].label
+                raise ProgramError(
+                    f"{label} expects {touch.role} of {touch.owner} after {held} (step, round), not {found}"
+                )
+            self._readers[place][lane] = index
+
+    def _require(self, earlier: int, index: int, touch: _Touch) -> None:
+        if earlier < 0 or earlier == index:
+            return
+        before, event = self._events.all[earlier], self._events.all[index]
+        if self._clocks[index, before.lane] < before.position:
+            raise ProgramError(
+                f"{event.label} does not wait for {before.label}, and both touch {touch.role} of {touch.owner}"
+            )

@@ -1,0 +1,96 @@
+"""Between a step's last round and its update, several nodes add up their stored gradients: in which pieces, and how.
+
+Each rank takes every N-th piece, waits until its node's last round has stored it, and exchanges it with the ranks of
+the other nodes that have its place. All ranks have ended that before any of them updates. The caller's `step` tells
+which round was the last, so this is a call and not a command of either program; `lower_exchange` writes it down as one
+for `ranks_checker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flexengine.schedule.commands import Access, Command, CommandName, Program, Signal, Stream
+from flexengine.schedule.group_storage import DTYPE_BYTES
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.ranks.cells import Cells
+from flexengine.schedule.ranks.shares import Share
+
+PIECE_ELEMENTS = 1 << 21
+"""Elements that cross at once. Up to three pieces of a rank are on their way, which takes 12 MiB of its memory in bf16.
+
+It sets where squares are cut into sums: changing it changes the last bits of the gradient norm.
+"""
+PIECES_UNDER_WAY = 3
+"""One whose shares are sent, one that is added up, and one whose sums are sent."""
+WIDENED_BYTES = 12 * 2**20
+"""What some rows of a piece take in float32 and in float64 while they are added, and what the network library takes."""
+
+
+class NodePiece(NamedTuple):
+    """Elements [first, first + numel) of a group's stored gradient; run: their run among those of all groups."""
+
+    group: int
+    run: int
+    first: int
+    numel: int
+
+
+class NodeSum(NamedTuple):
+    """Arguments of `exchange`: bytes of a gradient in the node's memory; the nodes whose copies are added, in order."""
+
+    group: int
+    slot: int
+    offset: int
+    num_bytes: int
+    givers: tuple[int, ...]
+
+
+def node_pieces(layout: Layout) -> Iterator[NodePiece]:
+    """All elements that are trained, as backward leaves them, in pieces that no number of ranks changes."""
+    for group in reversed(range(len(layout.groups))):
+        if layout.model.groups[group].frozen:
+            continue
+        for run in (run for part in layout.groups[group].parts for run in part.runs):
+            for start in range(0, run.numel, PIECE_ELEMENTS):
+                numel = min(PIECE_ELEMENTS, run.numel - start)
+                yield NodePiece(group, layout.first_run(group) + run.number, run.first + start, numel)
+
+
+def givers_of(num_rounds: int, nodes: int) -> range:
+    """The nodes that have run a round of a step, in the order in which their gradients are added."""
+    return range(min(num_rounds, nodes))
+
+
+def exchange_bytes(layout: Layout) -> int:
+    """Host bytes that a rank takes while nodes add up gradients; 0 for one node."""
+    nodes = layout.plan.request.nodes
+    if nodes == 1:
+        return 0
+    numel = max((piece.numel for piece in node_pieces(layout)), default=0)
+    share = -(-numel // nodes)
+    return PIECES_UNDER_WAY * nodes * share * DTYPE_BYTES[layout.plan.request.numerics.grad] + WIDENED_BYTES
+
+
+def lower_exchange(layout: Layout, share: Share) -> Program:
+    """The pieces that a rank exchanges in a step of which every node has run a round."""
+    cells, width, found = Cells(layout), DTYPE_BYTES[layout.plan.request.numerics.grad], list[Command]()
+    givers = tuple(givers_of(layout.plan.request.nodes, layout.plan.request.nodes))
+    for piece in share.every(list(node_pieces(layout))):
+        name, slot = layout.model.groups[piece.group].name, layout.plane_slot("grad", piece.group)
+        awaits = tuple(Signal(cell, "last", "round") for cell in cells.of_gradient(piece.group))
+        found.append(
+            Command(
+                index=len(found),
+                kind="exchange",
+                name=CommandName("exchange", "grad", f"{name} from {piece.first}"),
+                stream=Stream.CPU,
+                reads=(Access(slot, "grad of the node"),),
+                writes=(Access(slot, "grad of all nodes"),),
+                waits=(),
+                args=NodeSum(piece.group, slot, piece.first * width, piece.numel * width, givers),
+                awaits=awaits,
+            )
+        )
+    return Program("exchange", layout.slots, tuple(found))

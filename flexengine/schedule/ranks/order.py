@@ -1,0 +1,359 @@
+"""The commands of all ranks together: what each rank runs, and which commands must have ended when another starts.
+
+By the order of streams, by waits within a rank and by cells. `ranks_checker` proves that this order is enough;
+`ranks_simulator` tells when each command starts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from flexengine.schedule.checker import ProgramError
+from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.following import CpuWaits
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering.stages import lower_wave
+from flexengine.schedule.lowering.update import late_groups
+from flexengine.schedule.ranks.cells import executor_of
+from flexengine.schedule.ranks.node_exchange import lower_exchange
+from flexengine.schedule.ranks.shares import Share
+from flexengine.schedule.ranks.split_commands import AddTables, ExchangeParts, GatherShares
+from flexengine.schedule.ranks.stage_layout import StageLayout, layouts_of
+from flexengine.schedule.ranks.waves import Wave
+
+NUM_STEPS = 2
+"""Enough to see each kind of program after each other kind."""
+
+
+class RankRun(NamedTuple):
+    """One run of a program on a rank.
+
+    step: from 0. number: of the round in the step; of its last one in an update, and in what nodes exchange before it.
+    together: rounds of the wave that it is part of under a split plan, whose number `number` is then; 0 = none. rounds:
+    those of the step that it runs in stages, where `number` is that of the wave, too; of an update all of them. drops:
+    what it updates speculatively is thrown away, and may read what others update again.
+    """
+
+    program: Program
+    step: int
+    number: int
+    updates: bool
+    exchanges: bool = False
+    together: int = 0
+    rounds: range = range(0)
+    drops: bool = False
+
+
+UpdateWay = Literal["waits", "holds", "drops"]
+"""How a step updates: when the norm is known; speculatively, which counts; or speculatively, and then again."""
+
+
+def runs_of_ranks(
+    layout: Layout, shape: RoundShape, num_rounds: int, ways: Sequence[UpdateWay] = ("waits",) * NUM_STEPS
+) -> list[list[RankRun]]:
+    """What each rank of a node runs in some steps of so many rounds of one shape, two unless `ways` has others."""
+    size, nodes = layout.plan.request.ranks, layout.plan.request.nodes
+    if layout.plan.split:
+        return [_runs_in_waves(layout, shape, num_rounds, rank, ways) for rank in range(size)]
+    if layout.plan.stages:
+        shapes = [[shape] * (min(size, num_rounds - start)) for start in range(0, num_rounds, size)]
+        return [steps_in_stages(one, shapes, ways) for one in layouts_of(layout.given, layout.plan)]
+    rounds = [lower_round(layout, shape, first=first) for first in (True, False)]
+    last = executor_of(num_rounds - 1, size)
+    found = []
+    for rank in range(size):
+        update = lower_update(layout, share=Share(rank, size), last=rank == last)
+        numbers = [number for number in range(num_rounds) if executor_of(number, size) == rank]
+        one = [RankRun(rounds[number > 0], 0, number, updates=False) for number in numbers]
+        if nodes > 1:
+            exchange = lower_exchange(layout, Share(rank, size))
+            one.append(RankRun(exchange, 0, num_rounds - 1, updates=False, exchanges=True))
+        one.append(RankRun(update, 0, num_rounds - 1, updates=True))
+        found.append([run._replace(step=step) for step in range(NUM_STEPS) for run in one])
+    return found
+
+
+def _runs_in_waves(
+    layout: Layout, shape: RoundShape, num_rounds: int, rank: int, ways: Sequence[UpdateWay]
+) -> list[RankRun]:
+    """What a rank of a split plan runs in some steps. Where a speculation holds, planes have changed places since."""
+    size, share, found = layout.plan.request.ranks, Share(rank, layout.plan.request.ranks), list[RankRun]()
+    waves = [min(size, num_rounds - start) for start in range(0, num_rounds, size)]
+    last = len(waves) - 1
+    exchange = lower_exchange(layout, share) if layout.plan.request.nodes > 1 else None
+    # by side of the layout; whether the step's first, of how many ranks, whether it speculates
+    rounds: dict[tuple[int, bool, int, bool], Program] = {}
+    updates: dict[tuple[int, UpdateWay], Program] = {}
+    for step, way in enumerate(ways):
+        bold, holds = way != "waits", way == "holds"
+        for n, count in enumerate(waves):
+            key = layout.side, n == 0, count, bold and n == last
+            if key not in rounds:
+                rounds[key] = lower_round(layout, shape, n == 0, wave=Wave(rank, size, count), speculates=key[3])
+            found.append(RankRun(rounds[key], step, n, updates=False, together=count, drops=way == "drops"))
+        if exchange is not None:
+            found.append(RankRun(exchange, step, last, updates=False, exchanges=True, together=size))
+        layout = layout.swapped() if holds else layout
+        if (layout.side, way) not in updates:
+            groups = late_groups(layout) if holds else None
+            updates[layout.side, way] = lower_update(layout, groups, share, told=bold, holds=holds)
+        found.append(RankRun(updates[layout.side, way], step, last, updates=True))
+    return found
+
+
+def steps_in_stages(
+    layout: StageLayout, waves: Sequence[Sequence[RoundShape]], ways: Sequence[UpdateWay]
+) -> list[RankRun]:
+    """What a rank runs in some steps in stages. Where a speculation holds, planes have changed places since."""
+    found, known = list[RankRun](), dict[tuple[int, UpdateWay], list[RankRun]]()
+    for step, way in enumerate(ways):
+        if (layout.side, way) not in known:
+            known[layout.side, way] = runs_in_stages(layout, waves, way)
+        found += [run._replace(step=step) for run in known[layout.side, way]]
+        layout = layout.swapped() if way == "holds" else layout
+    return found
+
+
+def runs_in_stages(
+    layout: StageLayout,
+    waves: Sequence[Sequence[RoundShape]],
+    way: UpdateWay = "waits",
+    left: Mapping[int, float] | None = None,
+) -> list[RankRun]:
+    """What a rank runs in a step in stages: waves of rounds of these shapes, then the update.
+
+    left: for prices, what the CPU has yet to update after a speculation that holds; the late groups come beside that.
+    """
+    known: dict[tuple[RoundShape, bool, int, bool], Program] = {}
+    found, start, last_before = list[RankRun](), 0, 0
+    for number, wave in enumerate(waves):
+        key = RoundShape.of_wave(wave), number == 0, last_before, way != "waits" and number == len(waves) - 1
+        if key not in known:
+            known[key] = lower_wave(layout, *key)
+        rounds, last_before = range(start, start + len(wave)), len(wave) - 1
+        found.append(RankRun(known[key], 0, number, updates=False, rounds=rounds, drops=way == "drops"))
+        start += len(wave)
+    share, last = Share(layout.stage.rank, layout.stage.size), layout.stage.rank == last_before
+    if way == "waits":
+        update = lower_update(layout, share=share, last=last)
+    else:
+        after = layout.swapped() if way == "holds" and left is None else layout
+        groups = {**(left or {}), **late_groups(after)} if way == "holds" else None
+        update = lower_update(after, groups, share, last, urgent=left or (), told=True, holds=way == "holds")
+    return [*found, RankRun(update, 0, len(waves) - 1, updates=True, rounds=range(start))]
+
+
+COLLECTIVES = (GatherShares, ExchangeParts, AddTables)
+
+
+class Event(NamedTuple):
+    """A command in a run of a rank. lane: what runs its events one after the other; position: its place there."""
+
+    rank: int
+    run: RankRun
+    command: Command
+    lane: int
+    position: int
+
+    @property
+    def label(self) -> str:
+        """The command in words, with its rank, round and step."""
+        return f"{self.command.label} (rank {self.rank}, round {self.run.number} of step {self.run.step})"
+
+
+def _of_all_ranks(event: Event) -> tuple:
+    """What is the same of a collective on all ranks. Raises: ProgramError where it is told of another rank."""
+    args, run = event.command.args, event.run
+    if isinstance(args, GatherShares | ExchangeParts):
+        if args.rank != event.rank:
+            raise ProgramError(f"{event.label} is that of rank {args.rank}")
+        args = args._replace(rank=0)
+    return event.command.name, run.step, run.number, run.updates, type(args), args
+
+
+class RunEvents(NamedTuple):
+    """The events of one run of a rank. after: the last one of each stream before it, which it starts after."""
+
+    rank: int
+    run: RankRun
+    events: range
+    after: tuple[int, ...]
+
+
+class Events:
+    """All events of all ranks, and which must have ended when another starts. runs: by rank, then in order."""
+
+    def __init__(self, runs: Sequence[Sequence[RankRun]], num_rounds: int) -> None:
+        self._num_rounds, self._size = num_rounds, len(runs)
+        self.all: list[Event] = []
+        self.before: list[list[int]] = []
+        self.runs: list[RunEvents] = []
+        self._lanes: dict[tuple[int, str, int], int] = {}
+        self._ends: list[list[int]] = []  # by lane, its events
+        self._raised: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # (cell, rank) -> (value, event)
+        self._exchanged: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> its last exchange
+        self._begins: dict[tuple[int, int], int] = {}  # (step, rank) -> the first event after its exchange has begun
+        # step -> the first exchange of each rank, and the last events of all ranks' rounds: those wait for all of these
+        self._after_rounds: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for rank, of_rank in enumerate(runs):
+            self._add_rank(rank, of_rank)
+        self._join_collectives()
+        for exchanges, rounds in self._after_rounds.values():
+            for index in exchanges:
+                self.before[index] += rounds
+        for index, event in enumerate(self.all):
+            if event.command.awaits:
+                self.before[index] += self._awaited(event)
+            if self._exchanged and event.run.updates:
+                self.before[index] += self._exchanged_before(index)
+
+    def _join_collectives(self) -> None:
+        """Have each collective start on all ranks when what comes before it has ended on all of them.
+
+        Raises: ProgramError unless all ranks make the same ones, each in its own place.
+        """
+        by_rank: list[list[int]] = [[] for _ in range(self._size)]
+        for index, event in enumerate(self.all):
+            if isinstance(event.command.args, COLLECTIVES):
+                by_rank[event.rank].append(index)
+        for together in zip_longest(*by_rank):
+            events = [None if index is None else self.all[index] for index in together]
+            if len({None if e is None else _of_all_ranks(e) for e in events}) > 1:
+                labels = ", ".join("nothing" if event is None else event.label for event in events)
+                raise ProgramError(f"ranks should take part in one collective, but have {labels}")
+            before = [other for index in together for other in self.before[index]]
+            for index in together:
+                self.before[index] = list(before)
+
+    def _add_rank(self, rank: int, runs: Sequence[RankRun]) -> None:
+        ends: dict[Stream, int] = {}
+        by_cpu: tuple[CpuWaits, int] | None = None  # of the last program with work of the CPU, and its first event
+        worked: list[int] = []  # the CPU's events of that program
+        joined: list[int] = []  # and of the one with such work before it, which end before it begins
+        for run in runs:
+            if run.exchanges:
+                if run.together:
+                    exchanges, rounds = self._after_rounds[run.step]
+                    exchanges.append(len(self.all))
+                    rounds += ends.values()
+                self._add_exchange(rank, run)
+                continue
+            first, started, left = len(self.all), set[Stream](), dict(ends)
+            waits = {} if by_cpu is None else by_cpu[0].of(run.program)
+            # a command of the CPU may run when those before it in the program may, too, and all of earlier programs
+            of_cpu = list(worked)
+            for command in run.program.commands:
+                before = [first + wait for wait in command.waits]
+                if command.stream is Stream.CPU:
+                    of_cpu += before
+                    before = list(of_cpu)
+                elif command.stream not in started:
+                    started.add(command.stream)
+                    # a program starts when the one before has ended on all streams of the GPU; where that was the
+                    # second in a row with work of the CPU, the host has waited for the first one's
+                    before += (*left.values(), *joined)
+                if by_cpu is not None and command.index in waits:
+                    before += [by_cpu[1] + wait for wait in waits[command.index]]
+                self._add(rank, run, command, before)
+            last = {command.stream: first + place for place, command in enumerate(run.program.commands)}
+            ends |= {stream: index for stream, index in last.items() if stream is not Stream.CPU}
+            self.runs.append(RunEvents(rank, run, range(first, len(self.all)), tuple(left.values())))
+            if Stream.CPU in last:
+                joined, by_cpu = worked, (CpuWaits(run.program), first)
+                worked = [first + c.index for c in run.program.commands if c.stream is Stream.CPU]
+
+    def _add_exchange(self, rank: int, run: RankRun) -> None:
+        """Add what the host does when it has issued the last round: it waits for cells, and for no stream.
+
+        Of a split plan it waits until all ranks of the node have ended that.
+        """
+        self._begins[run.step, rank] = len(self.all)
+        for command in run.program.commands:
+            self._exchanged[run.step][rank] = self._add(rank, run, command, [])
+
+    def _exchanged_before(self, index: int) -> list[int]:
+        """The last exchanges of all ranks, which have ended them together before any goes on to its update."""
+        event = self.all[index]
+        together = self._begins.get((event.run.step, event.rank), len(self.all)) <= index
+        return list(self._exchanged[event.run.step].values()) if together else []
+
+    def _add(self, rank: int, run: RankRun, command: Command, before: list[int]) -> int:
+        # the CPU takes groups in any order, and those of one group one after the other
+        group = command.args.group if command.stream is Stream.CPU and not run.exchanges else -1
+        key = (rank, run.program.name if run.exchanges else command.stream, group)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = len(self._lanes)
+            self._ends.append([])
+        index, ends = len(self.all), self._ends[lane]
+        self.all.append(Event(rank, run, command, lane, len(ends)))
+        self.before.append(before + ends[-1:])
+        ends.append(index)
+        for signal in command.signals:
+            raised, value = self._raised[signal.cell, rank], self._value(run, signal.clock) - signal.lag
+            again = bool(raised) and raised[-1][0] == value and self._drops(raised[-1][1], run)
+            if signal.of != "own" or (raised and raised[-1][0] >= value and not again):
+                raise ProgramError(f"{self.all[index].label} raises cell {signal.cell} to {value} again")
+            raised.append((value, index))
+        return index
+
+    def _drops(self, earlier: int, run: RankRun) -> bool:
+        """Whether a run updates again what an earlier event of its step has updated speculatively."""
+        before = self.all[earlier].run
+        return run.updates and not before.updates and run.step == before.step
+
+    def _value(self, run: RankRun, clock: str) -> int:
+        """The running number of the round, or of the update that the step ends with, from 1 on."""
+        return run.step + 1 if clock == "update" else run.step * self._num_rounds + run.number + 1
+
+    def _awaited(self, event: Event) -> Iterator[int]:
+        """The events that raise what an event awaits."""
+        last = executor_of(self._num_rounds - 1, self._size)
+        rows = {"own": [event.rank], "previous": [(event.rank - 1) % self._size], "last": [last]}
+        for signal in event.command.awaits:
+            if event.command.stream is Stream.CPU and not event.run.exchanges:
+                raise ProgramError(f"{event.label} awaits a cell, which commands of the CPU cannot")
+            value = self._value(event.run, signal.clock) - signal.lag
+            named = [signal.of] if isinstance(signal.of, int) else rows.get(signal.of, range(self._size))
+            for row in named if value > 0 else ():
+                raising = (index for reached, index in self._raised[signal.cell, row] if reached >= value)
+                index = next(raising, None)
+                if index is None:
+                    raise ProgramError(
+                        f"{event.label} awaits {value} in cell {signal.cell} of rank {row}, which never comes"
+                    )
+                yield index
+
+    def in_order(self) -> list[int]:
+        """All events, each after those that it must come after. Raises: ProgramError where they wait in a circle."""
+        after: list[list[int]] = [[] for _ in self.all]
+        missing = [len(before) for before in self.before]
+        for index, before in enumerate(self.before):
+            for other in before:
+                after[other].append(index)
+        order = [index for index, count in enumerate(missing) if not count]
+        for index in order:
+            for other in after[index]:
+                missing[other] -= 1
+                if not missing[other]:
+                    order.append(other)
+        if len(order) < len(self.all):
+            stuck = next(event.label for index, event in enumerate(self.all) if missing[index])
+            raise ProgramError(f"ranks wait for each other in a circle; {stuck} is the first that never starts")
+        return order
+
+    def clocks(self, order: list[int]) -> np.ndarray:
+        """By event: of each lane, the last position that has surely ended when the event has. [events, lanes]"""
+        clocks = np.full((len(self.all), len(self._ends)), -1, dtype=np.int32)
+        for index in order:
+            event = self.all[index]
+            if self.before[index]:
+                clocks[index] = clocks[self.before[index]].max(axis=0)
+            clocks[index, event.lane] = event.position
+        return clocks

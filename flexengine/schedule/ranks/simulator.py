@@ -1,0 +1,380 @@
+"""Prices a step of several ranks of one node: when every command of every rank would start and end.
+
+Streams, cells and the host's issue order commands as `ranks_order` says; each rank's link is as `simulator` has it. All
+copies share the rate of the node's host memory, and the CPU works the slower the more of it they take. Whatever streams
+a program has, its copies share the link by the direction in which they go. GPUs are taken to wait for cells themselves:
+a host that polls would also issue later commands late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from flexengine.schedule.commands import Program, Stream, cpu_priority, streams_of
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering.stages import lower_wave
+from flexengine.schedule.lowering.update import late_groups
+from flexengine.schedule.ranks.links import COMPUTE, CPU, WAYS, Clock, CommandWork, Way
+from flexengine.schedule.ranks.order import Events, RankRun, RunEvents, UpdateWay, runs_in_stages
+from flexengine.schedule.ranks.shares import Share
+from flexengine.schedule.ranks.stage_layout import layouts_of
+from flexengine.schedule.ranks.waves import Wave
+from flexengine.schedule.simulator import Rates, Timing, cpu_share
+from flexengine.schedule.step_parts import full_step, unfinished_updates, until_gpu_ends
+
+SIGNAL_S = 50e-6
+"""From the end of a command that raises a cell to the start of one on another rank that awaits it: assumed."""
+MOST_DRAWN = 2
+"""Rounds like the first that are simulated on each rank beside it, and one of each other shape; more take what the last
+of them does."""
+
+
+@dataclass(frozen=True)
+class TimedRankRun:
+    """A run of a program on a rank: when it begins, its times from then on, and how often it runs on end in a step.
+
+    What the CPU does may end after the run has ended on the GPU. shape: of the round that it is.
+    """
+
+    run: RankRun
+    start_s: float
+    timing: Timing
+    repeats: int = 1
+    shape: RoundShape | None = None
+
+    @property
+    def end_s(self) -> float:
+        """When the GPU has ended it."""
+        return self.start_s + self.until_gpu_ends.total_s
+
+    @cached_property
+    def until_gpu_ends(self) -> Timing:
+        """Its times cut off when the GPU has ended it; the CPU is busy for all seconds of its work.
+
+        What is left of a speculation comes first in the next step, and is not counted twice.
+        """
+        cut = until_gpu_ends(self.run.program, self.timing)
+        return cut if _speculates(self.run.program) else cut._replace(busy_s=self.timing.busy_s)
+
+
+class RanksStep(NamedTuple):
+    """A step of all ranks: the runs of each in order, and the seconds of the step with all repeats."""
+
+    ranks: list[list[TimedRankRun]]
+    step_s: float
+
+
+def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> RanksStep:
+    """Simulate a full step of a plan of several ranks: the update of the step before, then all rounds.
+
+    So what the CPU updates goes on under the first round, as it does in training. All ranks wait for the norm, so that
+    a step begins for all of them when the rank of the last round has ended it. Where a plan speculates, the CPU begins
+    in the last round, and what is left of that comes first.
+    rates: of one rank's GPU and link, and of the node's CPU and host memory, as `Rates` has them.
+    alike: simulate only so many ranks of a split plan, all of which do the same at the same time.
+    """
+    shapes = _rounds_of_a_rank(layout)
+    size = layout.plan.request.ranks
+    few = min(alike or size, size) if layout.plan.split else size
+    rates = rates._replace(host_bytes_per_s=rates.host_bytes_per_s * few / size)
+    left: list[dict[int, float]] | None = None
+    if layout.plan.speculates:
+        shape, count = shapes.pop()
+        shapes += [*([(shape, count - 1)] if count > 1 else []), (shape, 1)]
+        left = _left_of_speculation(layout, shape, len(shapes) == 1, few, rates)
+    runs = _runs(layout, [shape for shape, _ in shapes], few, left)
+    ranks = simulate_runs(runs, size * len(shapes), rates)
+    together = size if layout.plan.stages else 1
+    parts = [(None, 1), *((shape.times(together), count) for shape, count in shapes)]  # the update comes first
+    ranks = [
+        [replace(timed, repeats=count, shape=shape) for timed, (shape, count) in zip(rank, parts, strict=True)]
+        for rank in ranks
+    ]
+    step_s = max(rank[-1].end_s for rank in ranks)
+    for place, (_, count) in enumerate(parts):
+        if count > 1:
+            step_s += (count - 1) * max(rank[place].end_s - rank[place - 1].end_s for rank in ranks)
+    return RanksStep(ranks, step_s)
+
+
+def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
+    """The rounds that every rank runs in a step as they are simulated: shapes, and how many on end are alike."""
+    plan = layout.plan
+    (opening, _), *later = full_step(replace(plan, request=plan.request.of_rank))
+    found = [(opening, 1)]
+    for shape, count in later:
+        drawn = min(count, MOST_DRAWN if shape == opening else 1)
+        found += [(shape, 1)] * (drawn - 1) + [(shape, count - drawn + 1)]
+    return found
+
+
+def _left_of_speculation(
+    layout: Layout, shape: RoundShape, first: bool, simulated: int, rates: Rates
+) -> list[dict[int, float]]:
+    """By rank, groups that the CPU has yet to update when the GPU has ended the last round, and what part is left."""
+    size = layout.plan.request.ranks
+    runs = list[list[RankRun]]()
+    if layout.plan.stages:
+        wave = RoundShape.of_wave([shape] * size)
+        for one in layouts_of(layout.given, layout.plan):
+            program = lower_wave(one, wave, first, 0 if first else size - 1, speculates=True)
+            runs.append([RankRun(program, 0, 0, updates=False, rounds=range(size))])
+    else:
+        for rank in range(simulated):
+            program = lower_round(layout, shape, first, wave=Wave(rank, size, size), speculates=True)
+            runs.append([RankRun(program, 0, 0, updates=False, together=size)])
+    ended = simulate_runs(runs, len(runs) if layout.plan.stages else 1, rates)
+    return [unfinished_updates(timed.run.program, timed.timing) for [timed] in ended]
+
+
+def _speculates(program: Program) -> bool:
+    """Whether the CPU updates in a program before the norm is known."""
+    return any(command.name.verb == "speculate" for command in program.commands)
+
+
+def _runs(
+    layout: Layout, shapes: Sequence[RoundShape], simulated: int, left: Sequence[dict[int, float]] | None
+) -> list[list[RankRun]]:
+    """What each simulated rank runs: its update at the end of step 0, then a round of each shape in step 1.
+
+    left: by rank, of what the CPU updates speculatively in the last round; None = it does not.
+    """
+    size = layout.plan.request.ranks
+    known: dict[tuple[RoundShape, bool], Program] = {}
+    found = []
+    if layout.plan.split:
+        return [_runs_in_waves(layout, shapes, rank, None if left is None else left[rank]) for rank in range(simulated)]
+    if layout.plan.stages:
+        waves = [[shape] * size for shape in shapes]
+        for one in layouts_of(layout.given, layout.plan):
+            way: UpdateWay = "waits" if left is None else "holds"
+            *rounds, update = runs_in_stages(one, waves, way, None if left is None else left[one.stage.rank])
+            found.append([update, *(run._replace(step=1) for run in rounds)])
+        return found
+    for rank in range(size):
+        update = lower_update(layout, share=Share(rank, size), last=rank == size - 1)
+        runs = [RankRun(update, 0, size * len(shapes) - 1, updates=True)]
+        for place, shape in enumerate(shapes):
+            number = place * size + rank
+            key = shape, number == 0
+            if key not in known:
+                known[key] = lower_round(layout, shape, first=number == 0)
+            runs.append(RankRun(known[key], 1, number, updates=False))
+        found.append(runs)
+    return found
+
+
+def _runs_in_waves(
+    layout: Layout, shapes: Sequence[RoundShape], rank: int, left: dict[int, float] | None
+) -> list[RankRun]:
+    """The same of a rank of a split plan, for which all ranks run a round of each shape together."""
+    size = layout.plan.request.ranks
+    if left is None:
+        update = lower_update(layout, share=Share(rank, size))
+    else:
+        update = lower_update(layout, {**left, **late_groups(layout)}, Share(rank, size), urgent=left, told=True)
+    runs = [RankRun(update, 0, len(shapes) - 1, updates=True)]
+    lowered: dict[tuple[RoundShape, bool, bool], Program] = {}
+    for number, shape in enumerate(shapes):
+        bold = left is not None and number == len(shapes) - 1
+        key = shape, number == 0, bold
+        if key not in lowered:
+            lowered[key] = lower_round(layout, shape, number == 0, wave=Wave(rank, size, size), speculates=bold)
+        runs.append(RankRun(lowered[key], 1, number, updates=False, together=size))
+    return runs
+
+
+def simulate_runs(runs: Sequence[Sequence[RankRun]], num_rounds: int, rates: Rates) -> list[list[TimedRankRun]]:
+    """Simulate what each rank runs; num_rounds: of a step, of all ranks."""
+    simulation = _Simulation(Events(runs, num_rounds), rates)
+    simulation.run()
+    found: list[list[TimedRankRun]] = [[] for _ in runs]
+    for number, one in enumerate(simulation.events.runs):
+        found[one.rank].append(simulation.timed(number, one))
+    return found
+
+
+class _Simulation:
+    """Starts every event when all before it have ended and the host has issued it.
+
+    Kernels take seconds that nothing changes. The rate of a rank's link changes where one of its copies starts or ends.
+    Host memory slows all copies down alike, and these the CPUs of all ranks: copies and CPUs have clocks that run
+    slower then, so that nothing else need be counted.
+    """
+
+    def __init__(self, events: Events, rates: Rates) -> None:
+        self.events, self.rates = events, rates
+        count, ranks = len(events.all), 1 + max(run.rank for run in events.runs)
+        self.start, self.end = [0.0] * count, [-1.0] * count
+        self._after: list[list[int]] = [[] for _ in range(count)]
+        for index, before in enumerate(events.before):
+            for other in before:
+                self._after[other].append(index)
+        self._missing = [len(before) for before in events.before]
+        self._ready_s = [0.0] * count
+        works = {program: CommandWork.of(program, rates) for program in {run.run.program for run in events.runs}}
+        self._of_runs = [works[run.run.program] for run in events.runs]
+        self._run_of = [number for number, run in enumerate(events.runs) for _ in run.events]
+        self._rank = [event.rank for event in events.all]
+        self._begin: dict[int, float] = {}
+        self._ways = [Way() for _ in range(len(WAYS) * ranks)]  # those of one link in a row
+        self._rates = [0.0] * len(self._ways)  # of all copies of a way, if host memory had no limit
+        self._copy_end = [inf] * len(self._ways)  # of the clock of copies, the first in a way
+        self._cpu_ready: list[list[int]] = [[] for _ in range(ranks)]
+        self._cpu_event = [-1] * ranks
+        self._cpu_end = [inf] * ranks  # of the clock of CPUs
+        self._timers: list[tuple[float, int, bool]] = []  # (when, event, whether it ends then or starts)
+        self._now = 0.0
+        self._copying, self._updating = Clock(), Clock()
+        self._changed: set[int] = set()  # ranks
+
+    def timed(self, number: int, run: RunEvents) -> TimedRankRun:
+        """The times of a run, from its begin on."""
+        begin, busy_s = self._begin[number], dict.fromkeys(streams_of(run.run.program), 0.0)
+        of_run = slice(run.events.start, run.events.stop)
+        starts, ends = ([at_s - begin for at_s in times[of_run]] for times in (self.start, self.end))
+        for command, start_s, end_s in zip(run.run.program.commands, starts, ends, strict=True):
+            busy_s[command.stream] += end_s - start_s
+        return TimedRankRun(run.run, begin, Timing(starts, ends, max(ends, default=0.0), busy_s))
+
+    def run(self) -> None:
+        """Run all events."""
+        for index, missing in enumerate(self._missing):
+            if not missing:
+                self._ready(index)
+        while self._advance():
+            pass
+        stuck = next((event.label for event, end in zip(self.events.all, self.end, strict=True) if end < 0), None)
+        assert stuck is None, f"{stuck} never ends"
+
+    def _advance(self) -> bool:
+        """Go on to when something starts or ends next; False where nothing does."""
+        if self._changed:
+            self._set_speeds()
+        copying, updating, timers = self._copying, self._updating, self._timers
+        copies_s = copying.seconds_to(min(self._copy_end))
+        cpu_s = updating.seconds_to(min(self._cpu_end))
+        timer_s = timers[0][0] - self._now if timers else inf
+        passed = min(copies_s, cpu_s, timer_s)
+        if passed == inf:
+            return False
+        self._now = timers[0][0] if passed == timer_s else self._now + passed
+        copying.now += passed * copying.speed
+        updating.now += passed * updating.speed
+        while timers and timers[0][0] <= self._now:
+            _, index, ends = heappop(timers)
+            (self._finish if ends else self._start)(index)
+        if copies_s <= passed:
+            self._finish_copies()
+        if cpu_s <= passed:
+            self._finish_updates()
+        return True
+
+    # -- starts and ends ---------------------------------------------------------------------------------------------
+
+    def _ready(self, index: int) -> None:
+        """Start an event when the host has issued it; all before it have ended."""
+        number = self._run_of[index]
+        run = self.events.runs[number]
+        if number not in self._begin:
+            self._begin[number] = max((self.end[other] for other in run.after), default=0.0)
+        issued = self._begin[number] + self._of_runs[number].issued_s[index - run.events.start]
+        at = max(issued, self._ready_s[index])
+        if at > self._now:
+            heappush(self._timers, (at, index, False))
+        else:
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        number, rank = self._run_of[index], self._rank[index]
+        work, place = self._of_runs[number], index - self.events.runs[number].events.start
+        kind, amount = work.kinds[place], work.amounts[place]
+        if kind == CPU:
+            self._cpu_ready[rank].append(index)
+            if self._cpu_event[rank] < 0:
+                self._start_cpu(rank)
+            return
+        self.start[index] = self._now
+        if kind == COMPUTE:
+            heappush(self._timers, (self._now + amount, index, True))
+            return
+        way = self._ways[len(WAYS) * rank + kind]
+        way.count_down(self._copying.now)
+        way.events.append(index)
+        way.left.append(amount)
+        self._changed.add(rank)
+
+    def _start_cpu(self, rank: int) -> None:
+        """Start what comes first by priority of the updates that a rank's CPU may run."""
+        ready = self._cpu_ready[rank]
+        if ready:
+            index = min(ready, key=lambda i: cpu_priority(self.events.all[i].command))
+            ready.remove(index)
+            number = self._run_of[index]
+            seconds = self._of_runs[number].amounts[index - self.events.runs[number].events.start]
+            self.start[index] = self._now
+            self._cpu_event[rank], self._cpu_end[rank] = index, self._updating.now + seconds
+            self._changed.add(rank)
+
+    def _finish(self, index: int) -> None:
+        now, rank = self._now, self._rank[index]
+        self.end[index] = now
+        for other in self._after[index]:
+            told = now if self._rank[other] == rank else now + SIGNAL_S
+            self._ready_s[other] = max(self._ready_s[other], told)
+            self._missing[other] -= 1
+            if not self._missing[other]:
+                self._ready(other)
+
+    def _finish_copies(self) -> None:
+        """End the copies of which nothing is left."""
+        due = self._copying.due
+        for number, end in enumerate(self._copy_end):
+            if end <= due:
+                self._copy_end[number] = inf
+                self._changed.add(number // len(WAYS))
+                for index in self._ways[number].take_ended(due):
+                    self._finish(index)
+
+    def _finish_updates(self) -> None:
+        """End what the CPUs have done."""
+        due = self._updating.due
+        for rank, end in enumerate(self._cpu_end):
+            if end <= due:
+                done, self._cpu_event[rank], self._cpu_end[rank] = self._cpu_event[rank], -1, inf
+                self._changed.add(rank)
+                self._finish(done)
+                if self._cpu_event[rank] < 0:
+                    self._start_cpu(rank)
+
+    # -- speeds ------------------------------------------------------------------------------------------------------
+
+    def _set_speeds(self) -> None:
+        """Where something has started or ended, share the rank's link, and host memory among all that is at work."""
+        for rank in self._changed:
+            for number, rate in enumerate(self._link_rates(rank), len(WAYS) * rank):
+                way = self._ways[number]
+                way.count_down(self._copying.now)
+                self._copy_end[number] = way.set_rate(rate)
+                self._rates[number] = rate
+        self._changed.clear()
+        total = sum(self._rates)
+        limited = min(1.0, self.rates.host_bytes_per_s / max(total, 1.0))
+        self._copying.speed = limited
+        self._updating.speed = cpu_share(limited * total, self.rates.host_bytes_per_s)
+
+    def _link_rates(self, rank: int) -> tuple[float, float]:
+        """Bytes per second of both directions of a rank's link, if host memory had no limit."""
+        to_gpu, to_host = self._ways[len(WAYS) * rank].events, self._ways[len(WAYS) * rank + 1].events
+        found = self.rates.duplex_bytes_per_s if to_gpu and to_host else self.rates.alone_bytes_per_s
+        h2d, d2h = found[Stream.H2D] if to_gpu else 0.0, found[Stream.D2H] if to_host else 0.0
+        beside = self.rates.beside_cpu_bytes_per_s
+        if beside is None or self._cpu_event[rank] < 0:
+            return h2d, d2h
+        return min(h2d, beside[Stream.H2D]), min(d2h, beside[Stream.D2H])

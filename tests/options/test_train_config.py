@@ -1,0 +1,185 @@
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from flexengine.cli import parse_config
+from flexengine.options.hf_names import OTHERWISE, SAME
+from flexengine.options.option import options_of
+from flexengine.options.train_config import TrainConfig, options_from_yaml
+
+SYNTHETIC = {"model": "preset:demo", "data_source": "synthetic"}
+
+
+def test_yaml_both_ways():
+    config = TrainConfig(**SYNTHETIC, lr=2e-5, steps=7, max_gpu_mem_gib=24, recompute="full", output_dir="out")
+    assert TrainConfig.from_yaml(config.to_yaml()) == config
+
+
+def test_every_option_has_help():
+    assert set(options_of(TrainConfig)) == {field.name for field in fields(TrainConfig)}
+    assert all(option.help for option in options_of(TrainConfig).values())
+
+
+def test_yaml_numbers_without_a_dot_and_keys_with_dashes():
+    assert options_from_yaml("lr: 3e-5\nmax-seq-len: 64\n", "f") == {"lr": 3e-5, "max_seq_len": 64}
+
+
+def test_names_of_transformers():
+    text = "learning_rate: 1.0e-4\nnum-train-epochs: 2\nwarmup_steps: 5\nlr_scheduler_type: cosine\n"
+    assert options_from_yaml(text, "f") == {"lr": 1e-4, "epochs": 2, "lr_warmup_steps": 5, "lr_schedule": "cosine"}
+    flags = ["--learning-rate=1e-4", "--num_train_epochs", "2", "--adam-epsilon", "1e-6"]
+    config = parse_config("train", flags, {"model": "preset:demo", "dataset": "x.jsonl"})
+    assert (config.lr, config.epochs, config.adam_eps) == (1e-4, 2.0, 1e-6)
+
+
+def test_names_of_peft():
+    text = "mode: lora\nr: 4\ntarget_modules: [q_proj, v_proj]\ninit_lora_weights: pissa\n"
+    found = options_from_yaml(text, "f")
+    assert found == {"mode": "lora", "lora_rank": 4, "lora_targets": ["q_proj", "v_proj"], "lora_init": "pissa"}
+
+
+def test_an_adapter_has_the_learning_rate_of_adapters():
+    options = {"model": "preset:demo", "data_source": "synthetic"}
+    assert TrainConfig(**options).base_lr == 3e-5
+    assert TrainConfig(**options, mode="lora").base_lr == 1e-4
+    assert TrainConfig(**options, adapter="some/folder").base_lr == 1e-4
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_names_of_transformers_lead_to_options(name):
+    assert SAME[name] in options_of(TrainConfig)
+    assert name not in options_of(TrainConfig)
+
+
+@pytest.mark.parametrize("name", sorted(OTHERWISE))
+def test_names_without_counterpart_are_explained(name):
+    assert name not in options_of(TrainConfig)
+    flags = re.findall("--([a-z-]+)", OTHERWISE[name])
+    assert {flag.replace("-", "_") for flag in flags} <= set(options_of(TrainConfig))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "must hold one `option: value` a line, found list"),
+        ("a: [\n", "is not valid YAML"),
+        ("learning-speed: 1\n", "unknown options: learning_speed"),
+        ("learning_rate: 1\nlr: 2\n", "gives lr twice, once by another name"),
+        ("per_device_train_batch_size: 8\n", "is not an option: .*--max-global-batch-tokens"),
+        ("max-gpu-mem: 8\n", "unknown options: max_gpu_mem; did you mean max_gpu_mem_gib?"),
+        ("lr: 1\nlr: 2\n", "'lr' is given twice"),
+        ("", "found nothing"),
+    ],
+)
+def test_bad_yaml(text, message):
+    with pytest.raises(ValueError, match=message):
+        options_from_yaml(text, "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": ""}, "--model is missing"),
+        ({"mode": "qlora"}, "--mode must be one of full, lora, got 'qlora'"),
+        ({"max_seq_len": 0}, "--max-seq-len must be more than 0, got 0"),
+        ({"max_seq_len": 64.0}, "--max-seq-len must be of type int, got 64.0"),
+        ({"steps": True}, "--steps must be of type int, got True"),
+        ({"lr": "fast"}, "--lr must be of type float, got 'fast'"),
+        ({"lr": float("nan")}, "--lr must be a finite number"),
+        ({"max_gpu_mem_gib": -1}, "--max-gpu-mem-gib must be more than 0"),
+        ({"weight_decay": -0.1}, "--weight-decay must not be negative"),
+        ({"lr_final_pct": 10.0}, "--lr-final-pct is a fraction from 0 to 1, got 10.0"),
+        ({"lr_warmup_pct": 0.9}, "--lr-cooldown-start-pct 0.8 is before the end of the warm-up"),
+        (
+            {"lr_final_pct": 0.1, "lr_schedule": "constant"},
+            "got --lr-schedule constant; give --lr-schedule warmup_cooldown, linear,",
+        ),
+        ({"lr_schedule": "polynomial"}, "--lr-schedule must be one of warmup_cooldown, linear"),
+        ({"adam_beta2": 1.0}, "--adam-beta2 must be below 1, got 1.0"),
+        ({"steps": 3, "epochs": 1.0}, "give one"),
+        ({"dataset": "x.json"}, "--dataset x.json names records, but random tokens need no data"),
+        ({"data_source": "json_sft"}, "needs --dataset"),
+        ({"max_seq_len": 2048, "max_global_batch_tokens": 1024}, "2048 tokens exceeds --max-global-batch-tokens 1024"),
+        ({"dtype": "float16"}, "--dtype must be one of bfloat16, float32, float64"),
+        ({"save": "yes"}, "--save must be of type bool"),
+        ({"output_dir": 3}, "--output-dir must be of type str"),
+    ],
+)
+def test_refused_options_name_flag_and_value(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{**SYNTHETIC, **changes})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lora-rank 16 --lora-alpha 16", "--lora-rank 16 is for adapters, got --mode full; give --mode lora, or"),
+        ("--lora-targets all-linear", "--lora-targets all-linear is for adapters"),
+        ("--lora-dropout 0", "--lora-dropout 0.0 is for adapters"),
+        ("--mode full --adapter some/folder", "--adapter some/folder is for adapters, got --mode full"),
+        ("--optimizer lion --adam-beta1 0.9", "--adam-beta1 0.9 is a constant of AdamW, .* got --optimizer lion"),
+        ("--lr-schedule cosine --lr-cooldown-start-pct 0.8", "--lr-cooldown-start-pct 0.8 .* got --lr-schedule cosine"),
+        ("--lr-schedule constant --lr-warmup-pct 0.1", "--lr-warmup-pct 0.1 is about the warm-up, got --lr-schedule"),
+        ("--lr-warmup-steps 3 --lr-warmup-pct 0.1", "--lr-warmup-pct 0.1 and --lr-warmup-steps 3 both .*; give one"),
+        ("--train-on assistant", "--train-on assistant is about records, got --data-source synthetic"),
+        ("--truncate-long", "--truncate-long is about records"),
+        ("--save-total-limit 2", "--save-total-limit 2 is about checkpoints; give --save-steps or --save too"),
+        ("--eval-steps 5", "--eval-steps 5 needs data to evaluate on; give --val-dataset or --val-fraction too"),
+        ("--weight-decay-groups embed=0", "--weight-decay-groups embed=0 is a factor .*; give --weight-decay too"),
+        ("--dtype float64 --optimizer-state-dtype bfloat16", "--optimizer-state-dtype bfloat16 .* got --dtype float64"),
+        ("--overwrite --resume auto", "--overwrite and --resume auto contradict each other"),
+        ("--trace --dry-run", "--trace and --dry-run contradict each other"),
+    ],
+)
+def test_an_option_without_what_it_hangs_on_is_refused_also_at_its_usual_value(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config("train", flags.split(), SYNTHETIC)
+
+
+def test_options_whose_needs_are_met_and_those_that_are_absent():
+    flags = "--mode lora --lora-rank 16 --save --save-total-limit 0 --lr-schedule wsd --lr-warmup-steps 0"
+    config = parse_config("train", flags.split(), SYNTHETIC)
+    assert (config.lora_setup.rank, config.lora_setup.alpha, config.most_checkpoints) == (16, 16.0, None)
+    assert TrainConfig.from_yaml(config.to_yaml()) == config
+    assert TrainConfig(**SYNTHETIC, use_dora=False, lora_rank=None, truncate_long=False).mode == "full"
+    assert TrainConfig(**SYNTHETIC).most_checkpoints == 2
+
+
+def test_what_was_given_is_known_of_every_option_that_always_hangs_on_another():
+    hanging = [option for option in options_of(TrainConfig).values() if any(not need.of for need in option.needs)]
+    assert len(hanging) > 20
+    assert all(option.default is None or option.default is False or option.default == () for option in hanging)
+    others = {name for option in options_of(TrainConfig).values() for need in option.needs for name in need.others}
+    assert others <= set(options_of(TrainConfig))
+
+
+def test_options_of_adapters_in_a_file_mean_adapters():
+    text = "model: preset:demo\ndata_source: synthetic\nlora_rank: 16\n"
+    assert TrainConfig.from_yaml(text).mode == "lora"
+    with pytest.raises(ValueError, match="--lora-rank 16 is for adapters, got --mode full"):
+        TrainConfig.from_yaml(f"{text}mode: full\n")
+
+
+def test_dry_run_needs_no_data():
+    assert TrainConfig(model="preset:llama-3.1-8b", dry_run=True).dataset == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "folder"),
+    [
+        ({"model": "preset:llama-3.1-8b"}, "runs/llama-3.1-8b"),
+        ({"model": "/models/Llama-3.2-1B/"}, "runs/Llama-3.2-1B"),
+        ({"output_dir": "elsewhere"}, "elsewhere"),
+    ],
+)
+def test_run_folder(changes, folder):
+    assert str(TrainConfig(**{**SYNTHETIC, **changes}).run_folder) == folder
+
+
+def test_stands_alone():
+    """Option errors and --help come without loading torch."""
+    code = "import sys, flexengine.options.train_config, flexengine.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
