@@ -168,7 +168,11 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "interpreter" not in config.getoption("markexpr", ""):
+        by_hand = [item for item in items if "interpreter" in item.keywords]
+        items[:] = [item for item in items if "interpreter" not in item.keywords]
+        config.hook.pytest_deselected(items=by_hand)
     # at the end, one process would run them and others wait
     items.sort(key=lambda item: ("alone" not in item.keywords, "long" not in item.keywords))
     if torch.cuda.is_available():
