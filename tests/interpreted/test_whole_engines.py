@@ -17,6 +17,7 @@ from engine_helpers import (
     make_plan,
     random_batch,
     random_weights,
+    relative_error,
     same_bits,
     streamed_plan,
     tiny_config,
@@ -38,9 +39,8 @@ WIDE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 CUT = {"chunk_tokens": 8, "chunks_per_round": 3, "max_seq_len": 12}
 """Sequences of more than 8 tokens are cut into slices; the batch takes two rounds, the second of which adds up."""
 LENGTHS = [7, 12, 8, 3]
-IN_FLOAT32, IN_BF16, IN_FP8 = 2e-5, 3e-2, 0.3
-"""Largest relative errors of a gradient: sums in another order; values rounded to 8 bits an op earlier; and where that
-is so of a largest element, the scale and with it the rounding of a whole FP8 operand."""
+IN_FLOAT32, IN_BF16 = 2e-5, 3e-2
+"""Largest relative errors of a gradient: sums in another order; values rounded to 8 bits an op earlier."""
 
 
 class Whole(NamedTuple):
@@ -76,8 +76,12 @@ def kept() -> Whole:
     return changed(whole, with_keep_dtype(whole.source.spec, "fp8"))
 
 
+def without_fp8() -> Whole:
+    return Whole(random_weights(tiny_config(**WIDE, attention_bias=True)), BF16)
+
+
 def fp8() -> Whole:
-    whole = Whole(random_weights(tiny_config(**WIDE, attention_bias=True)), replace(BF16, matmul="fp8"))
+    whole = without_fp8()._replace(numerics=replace(BF16, matmul="fp8"))
     return changed(whole, with_fp8_linears(whole.source.spec))
 
 
@@ -121,11 +125,22 @@ def check(kind: str, monkeypatch: pytest.MonkeyPatch) -> Whole:
         patched.setenv("FLEXENGINE_INTERPRET_KERNELS", "0")
         plain_loss, plain_gradients = shown(whole, streamed_plan)
     exact = whole.numerics.compute == "float32"
-    most = IN_FLOAT32 if exact else IN_FP8 if whole.numerics.matmul == "fp8" else IN_BF16
     assert loss == pytest.approx(plain_loss, rel=1e-5 if exact else 1e-2)
     error, name = worst_error(gradients, plain_gradients)
-    assert error <= most, f"gradient of {name}: relative error {error:.1e}"
+    if whole.numerics.matmul == "fp8":
+        check_rounding(gradients, plain_gradients)
+    else:
+        assert error <= (IN_FLOAT32 if exact else IN_BF16), f"gradient of {name}: relative error {error:.1e}"
     return whole
+
+
+def check_rounding(gradients: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+    """One bit of an operand's largest element is its scale, and so the rounding of all of it to FP8: kernels and plain
+    torch may differ by as much as each of them does from products without FP8, and no more."""
+    _, unrounded = shown(without_fp8(), streamed_plan)
+    for name, gradient in gradients.items():
+        own, other = (relative_error(found, unrounded[name]) for found in (gradient, plain[name]))
+        assert own <= 1.25 * other, f"gradient of {name}: relative error {own:.1e}, plain torch {other:.1e}"
 
 
 @pytest.mark.usefixtures("interpreted")
