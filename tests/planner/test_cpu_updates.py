@@ -55,7 +55,7 @@ def test_on_a_cpu_both_updates_are_one():
 @pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(
     ("rate", "gpu_gib", "clipping"),
-    [(0.5e9, 8, True), (3e9, 4, False), (9e9, 40, False), (40e9, 4, True)],
+    [(3e9, 4, False), (40e9, 4, True)],
 )
 def test_the_bound_is_below_plans_with_and_without(rate, gpu_gib, clipping):
     request, profile = replace(REQUEST, max_gpu_bytes=gpu_gib * GIB, clipping=clipping), machine(rate)

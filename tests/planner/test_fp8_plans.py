@@ -100,6 +100,7 @@ def test_a_model_and_numerics_that_disagree_are_refused():
 
 def test_the_command_plans_with_fp8(capsys):
     flags = ["--model", "preset:llama-3.1-8b", "--gpu", "rtx4090", "--max-global-batch-tokens", "16384"]
+    flags += ["--chunk-tokens", "8192", "--round-tokens", "16384"]
     found = []
     for matmul in ("compute", "fp8"):
         assert main(["plan", *flags, "--json", "--matmul-dtype", matmul]) == 0

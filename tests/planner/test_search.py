@@ -179,12 +179,11 @@ def test_llama_1b_in_4_gib():
 
 
 @pytest.mark.usefixtures("quick_search")
-@pytest.mark.parametrize(("name", "gib"), [("llama-3.2-1b", 3), ("llama-3.1-8b", 5)])
-def test_edges_of_a_large_vocabulary_fit_small_budgets(name, gib):
+def test_edges_of_a_large_vocabulary_fit_small_budgets():
     """Weights, accumulator and gradient of the head are most of what such a budget holds; the gradient takes the place
     of the weights."""
-    request = Request(2048, 131072, gib << 30, 110 << 30, numerics=Numerics(state="bfloat16"))
-    model = open_model(f"preset:{name}").spec
+    request = Request(2048, 131072, 3 << 30, 110 << 30, numerics=Numerics(state="bfloat16"))
+    model = open_model("preset:llama-3.2-1b").spec
     plan = make_plan(model, request, preset("h200"))
     assert plan.share_edge_slots
     assert plan.grads_over_weights
