@@ -1,6 +1,6 @@
 """The README's flow on the bundled model: look at the data, train with validation, be stopped, resume, export, ask.
 
-Every command is a process of its own, as a person starts it.
+Runs are processes of their own, as a person starts them.
 """
 
 import json
@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexengine.checkpoint.run_checkpoints import whole_checkpoints
+from flexengine.cli import main
 from flexengine.models.registry import ASSETS
 from flexengine.run.saver import STOPPED
 
@@ -42,6 +43,12 @@ def flexengine(*flags: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "flexengine", *flags]
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What a command printed that this process ran."""
+    assert main(list(flags)) == 0
+    return capsys.readouterr().out
 
 
 def finished(process: subprocess.Popen[str], status: int = 0) -> str:
@@ -77,7 +84,7 @@ def greedy(folder: str) -> str:
 
 
 @pytest.mark.long
-def test_from_nothing_to_answers():
+def test_from_nothing_to_answers(capsys):
     data = ("--dataset", "data.jsonl", "--max-seq-len", str(LENGTH))
     on_cpu = ("--dtype", "float32", "--device", "cpu", "--max-gpu-mem-gib", "0.1")
     train = (
@@ -86,9 +93,7 @@ def test_from_nothing_to_answers():
         "--save-steps", "4", "--output-dir", "run",
     )  # fmt: skip
 
-    assert "trained tokens stand between [[ and ]]" in finished(
-        flexengine("data", "preview", "--model", "model", *data)
-    )
+    assert "trained tokens stand between [[ and ]]" in printed(capsys, "data", "preview", "--model", "model", *data)
 
     first = flexengine(*train)
     stop_after_a_step(first)
@@ -105,7 +110,7 @@ def test_from_nothing_to_answers():
     assert [line["step"] for line in evaluations] == [4, STEPS]
     assert evaluations[-1]["perplexity"] == pytest.approx(math.exp(evaluations[-1]["loss"]))
 
-    assert f"model after step {STEPS}: run/final" in finished(flexengine("export", "--run", "run"))
+    assert f"model after step {STEPS}: run/final" in printed(capsys, "export", "--run", "run")
     asked = ("--prompt", PROMPT, "--max-new-tokens", str(NUM_NEW))
-    answer = finished(flexengine("generate", "--model", "run/final", *on_cpu, *asked)).strip()
+    answer = printed(capsys, "generate", "--model", "run/final", *on_cpu, *asked).strip()
     assert answer == greedy("run/final")
