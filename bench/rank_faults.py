@@ -180,7 +180,7 @@ def run_fault(fault: Fault, model: Path, folder: Path, about: Known) -> Outcome:
     process = start(fault, model, folder, mark)
     try:
         begin_s, pid = bring(fault, process, mark, folder, about)
-        await_that(lambda: process.poll() is not None and not running(mark), LIMIT_S * 2)
+        await_that(lambda: process.poll() is not None and not running(mark) and not exiting(process.pid), LIMIT_S * 2)
         seconds = time.monotonic() - begin_s
     finally:
         left = [f"process {pid}" for pid in running(mark)]
@@ -240,6 +240,16 @@ def running(mark: str) -> list[int]:
     """The processes of a run that have not ended, by the mark that they were started with."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if f"{MARK}={mark}" in environment_of(pid)]
+
+
+def exiting(session: int) -> bool:
+    """Whether processes of a session hold files yet: they let go of memory, and so of their environment, before."""
+    states = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, own = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            states += [state] if int(own) == session else []
+    return any(state not in "ZX" for state in states)
 
 
 def shared_names() -> set[str]:
