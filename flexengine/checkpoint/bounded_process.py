@@ -32,6 +32,8 @@ SILENT_S = 600.0
 """Longest time without a sign of life of a process that computes nothing: it waits for a pipe, a disk or the hub."""
 MOST_BYTES = 5 * 2**28
 """Memory beyond what the parent had: 1.25 GiB, of which 8 million characters, the longest text, take two thirds."""
+MOST_WORDS = 4000
+"""Characters of an error that are told: a file decides what some of them say."""
 LOOK_S = 0.1
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -308,10 +310,15 @@ def _answer(replies: _Replies, call: Callable[[], Any]) -> None:
     except MemoryError:
         replies.send("memory")
     except ModuleNotFoundError as error:
-        replies.send("ModuleNotFoundError", str(error), error.name)
+        replies.send("ModuleNotFoundError", _words(error), error.name)
     except OSError as error:
         replies.send("OSError", *(error.args if error.filename is None else (*error.args, str(error.filename))))
     except ValueError as error:
-        replies.send("ValueError", str(error))
+        replies.send("ValueError", _words(error))
     except Exception:
-        replies.send("bug", traceback.format_exc())
+        replies.send("bug", traceback.format_exc()[-MOST_WORDS:])
+
+
+def _words(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= MOST_WORDS else f"{text[: MOST_WORDS // 2]} ... {text[-MOST_WORDS // 2 :]}"

@@ -54,6 +54,7 @@ CALLS = {
     "os_error": raising(FileNotFoundError(2, "No such file or directory", "weights.json")),
     "no_module": raising(ModuleNotFoundError("No module named 'zstd'", name="zstd")),
     "bug": raising(KeyError("who")),
+    "long_words": raising(ValueError("row 3: " + "x" * 10**7 + " is bad")),
 }
 
 
@@ -83,6 +84,7 @@ def test_long_values_pass(process):
         ("os_error", FileNotFoundError, "weights.json"),
         ("no_module", ModuleNotFoundError, "zstd"),
         ("bug", RuntimeError, "KeyError: 'who'"),
+        ("long_words", ValueError, r"^row 3: x{1993} \.\.\. x{1993} is bad$"),
     ],
 )
 def test_what_a_call_raises_is_raised_here_and_the_process_goes_on(process, name, kind, text):
