@@ -7,7 +7,6 @@ import pytest
 if not (Path(__file__).resolve().parents[2] / "bench" / "random_runs.py").is_file():
     pytest.skip("bench/ is not beside the package", allow_module_level=True)
 
-from conftest import search_quickly
 from family_configs import CASES as CONFIGS
 
 from bench import random_runs
@@ -28,16 +27,14 @@ def check(seeds: range, most_ranks: int) -> list[random_runs.Result]:
 
 
 @pytest.mark.long
-def test_plans_of_random_jobs_change_no_bit(monkeypatch):
-    search_quickly(monkeypatch)
+def test_plans_of_random_jobs_change_no_bit():
     same = check(ALONE, 1)
     assert len(same) > 0.6 * len(ALONE)  # few draw what the options forbid
     assert len({result.name for result in same}) > 25
 
 
 @pytest.mark.long
-def test_ranks_of_random_jobs_change_no_bit(monkeypatch):
-    search_quickly(monkeypatch)
+def test_ranks_of_random_jobs_change_no_bit():
     same = check(RANKS, 3)
     assert {text[0] for result in same for text in result.variants} > {"1"}
 
