@@ -14,7 +14,7 @@ from flexengine.options.flags import add_flag, overlay
 from flexengine.options.hf_names import renamed_flag
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
-from flexengine.options.train_config import TrainConfig, options_from_yaml
+from flexengine.options.train_config import BUNDLED_DATA, TrainConfig, options_from_yaml
 from flexengine.output import INTERRUPTED, command_output, loading, steady_messages
 from flexengine.run.launch import is_rank, launch
 from flexengine.wording import (
@@ -274,11 +274,10 @@ def demo_options() -> dict[str, Any]:
     with loading():
         import torch  # noqa: PLC0415, only this command asks for the device here
 
-    demo = Path(__file__).resolve().parent / "assets" / "demo"
     on_gpu = torch.cuda.is_available()
     return {
         "model": "preset:demo",
-        "dataset": str(demo / "demo_instructions.jsonl"),
+        "dataset": str(BUNDLED_DATA),
         "output_dir": "runs/demo",
         "save": True,
         "max_seq_len": 128,

@@ -52,7 +52,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_text[close[0]]}?" if close else ""
 
 
-_ELSEWHERE = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:[\w.-]+)*(=[\d.]+)?|preset:.*")
+HUB_MODEL = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/(?P<name>[\w.-]+))(@(?P<revision>\w[\w./-]*))?")
+"""A model on the hub: ORG/NAME or ORG/NAME@REVISION, where a revision is a branch, a tag or a commit."""
+
+
+def hub_model(text: str) -> re.Match[str] | None:
+    """Read a name as a model on the hub; None for one that is not of that form, and for what is on this disk."""
+    return None if Path(text).exists() else HUB_MODEL.fullmatch(text)
+
+
+_ELSEWHERE = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@[\w./-]+)?(:[\w.-]+)*(=[\d.]+)?|preset:.*")
 """An id on the hub, perhaps with configuration, split and weight, or a preset: names that mean the same to others."""
 
 

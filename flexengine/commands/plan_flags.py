@@ -18,8 +18,8 @@ from flexengine.wording import FlagParser
 FILES = ("timeline", "html", "plan_json")
 """Flags that name a file to be written."""
 BUDGETS = {
-    "max_gpu_mem_gib": "GPU memory budget of the process in GiB (default: all of the card)",
-    "max_host_mem_gib": "host memory budget of the process in GiB (default: all of the machine)",
+    "max_gpu_mem_gib": "GPU memory budget of the process in GiB (default: the card's, less room for the system)",
+    "max_host_mem_gib": "host memory budget of the process in GiB (default: the machine's, less room for the system)",
 }
 """Budgets mean what they mean to `train`, but nobody else's memory counts: what is planned for may be elsewhere."""
 JOB = [option for option in options_of(Job).values() if option.decides_plan]
@@ -76,7 +76,8 @@ def plan_parser() -> FlagParser:
         "--model",
         required=True,
         metavar="DIR_OR_PRESET",
-        help="Hugging Face model folder (a config.json is enough), or preset:NAME (required)",
+        help="Hugging Face model folder (a config.json is enough), an id on the hub (ORG/NAME[@REVISION], of which"
+        " config and tokenizer are fetched), or preset:NAME (required)",
     )
     _add_machine(parser.add_argument_group("machine and budgets"))
     work = parser.add_argument_group("work and numerics, as in train")

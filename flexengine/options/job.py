@@ -69,10 +69,20 @@ class Job:
         131072
     )
     max_gpu_mem_gib: Annotated[
-        float | None, Option("GPU memory budget of the process in GiB (default: what is free)", above=0, most=MOST_GIB)
+        float | None,
+        Option(
+            "GPU memory budget of the process in GiB (default: what is free, less room for the system)",
+            above=0,
+            most=MOST_GIB,
+        ),
     ] = None
     max_host_mem_gib: Annotated[
-        float | None, Option("host memory budget of the process in GiB (default: what is free)", above=0, most=MOST_GIB)
+        float | None,
+        Option(
+            "host memory budget of the process in GiB (default: what is free, less room for the system)",
+            above=0,
+            most=MOST_GIB,
+        ),
     ] = None
     device: Annotated[str, Option("auto, cuda, cuda:N or cpu; auto = an NVIDIA GPU if there is one")] = "auto"
     dtype: Annotated[ComputeDtype, Option("dtype of the computation")] = "bfloat16"

@@ -22,6 +22,7 @@ from flexengine.options.job import ADAPTER_LR, Job, meant_by
 from flexengine.options.learning import DEFAULT_LR, LearningOptions
 from flexengine.options.option import FlagWords, Need, Option, Words, options_of
 from flexengine.options.yaml_options import read_yaml
+from flexengine.wording import hub_model
 
 PLAN_FILE, TIMELINE_FILE, TRACE_FILE, LOG_FILE = "plan.json", "timeline.json", "trace.json", "train_log.jsonl"
 """What a run folder holds about its speed: the plan, the simulated step, the measured one (--trace), a line a step."""
@@ -32,6 +33,9 @@ EVAL_LOG_FILE = "eval_log.jsonl"
 DATA_FILE = "data.json"
 """What became of the records of each data set: how many are trained, left out or bad, and why."""
 
+BUNDLED_DATA = Path(__file__).resolve().parent.parent / "assets" / "demo" / "demo_instructions.jsonl"
+"""Instructions that come with the package, and for how many steps a run without data of its own trains on them."""
+TRIAL_STEPS = 20
 CHECKPOINTS_KEPT = 2
 """Checkpoints that are kept where --save-total-limit is not given."""
 NO_DRY_RUN = Need("dry_run", absent=True, why="contradict each other, as one observes a step and the other takes none")
@@ -50,7 +54,11 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     words: ClassVar[Words] = FlagWords()
 
     model: Annotated[
-        str, Option("Hugging Face model folder, or preset:NAME for a shipped config with random weights (required)")
+        str,
+        Option(
+            "Hugging Face model folder, an id on the hub (ORG/NAME or ORG/NAME@REVISION, fetched into the hub's cache),"
+            " or preset:NAME for a shipped config with random weights (required)"
+        ),
     ] = ""
 
     data_source: Annotated[
@@ -60,8 +68,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         Sequence[str],
         Option(
             "where records come from, as PLACE[:SPLIT][=WEIGHT]: files (JSON, CSV, Parquet, Arrow) or folders of them,"
-            " ids on the Hugging Face hub (of both also PLACE:CONFIG:SPLIT), shards of tokens (.bin, .npy); json_sft"
-            " needs one or more",
+            " ids on the Hugging Face hub (of both also PLACE:CONFIG:SPLIT), shards of tokens (.bin, .npy); without"
+            f" any, json_sft tries the model for {TRIAL_STEPS} steps on a small set that comes with the package",
             needs=(Need("data_source", ("json_sft",), why="names records, but random tokens need no data"),),
         ),
     ] = ()
@@ -141,7 +149,9 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         bool,
         Option("plan again with the speeds that ten steps showed, within the memory already held; results stay"),
     ] = False
-    output_dir: Annotated[str | None, Option("run folder (default: runs/ and the name of the model)")] = None
+    output_dir: Annotated[
+        str | None, Option("run folder (default: runs/NAME-MODE, by name of the model and --mode)")
+    ] = None
     save: Annotated[bool, Option("write the trained model to final/ of the run folder, as Hugging Face does")] = False
     save_steps: Annotated[
         int | None,
@@ -230,22 +240,26 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
                 object.__setattr__(self, name, (getattr(self, name),))
         if self.template_date is not None:
             object.__setattr__(self, "template_date", _day(self.template_date))
+        if str(self.model).startswith("preset:"):
+            object.__setattr__(self, "init", "random")
         super().__post_init__()
         if not self.model:
-            raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
-        self._check_data()
+            raise ValueError(
+                "--model is missing: give a Hugging Face model folder, an id on the hub (ORG/NAME), or preset:NAME"
+            )
+        self._take_bundled_data()
         self.check_learning()
         self.check_evaluation()
         self._check_recording()
         if self.resume == "":
             raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
 
-    def _check_data(self) -> None:
-        """Raise ValueError where records are to be read, but none are named."""
+    def _take_bundled_data(self) -> None:
+        """Have a run without data try the model on the bundled instructions, for a few steps unless told otherwise."""
         if self.data_source == "json_sft" and not self.dataset and not self.dry_run:
-            raise ValueError(
-                "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"
-            )
+            object.__setattr__(self, "dataset", (str(BUNDLED_DATA),))
+            if self.steps is None and self.epochs is None:
+                object.__setattr__(self, "steps", TRIAL_STEPS)
 
     def _check_recording(self) -> None:
         """Refuse a trace to nowhere and a profile backwards; what the number of steps decides comes later."""
@@ -293,10 +307,14 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
 
     @property
     def run_folder(self) -> Path:
-        """output_dir, or runs/NAME from the last part of the model's name."""
+        """output_dir, or runs/NAME-MODE from the model's name, of a model in a run's folder from that of the run."""
         if self.output_dir is not None:
             return Path(self.output_dir)
-        return Path("runs") / Path(self.model.removeprefix("preset:")).resolve().name
+        if on_hub := hub_model(self.model):
+            return Path("runs") / f"{on_hub['name']}-{self.mode}"
+        place = Path(self.model.removeprefix("preset:")).resolve()
+        name = f"{place.parent.name}-{place.name}" if place.name in (FINAL_FOLDER, BEST_FOLDER) else place.name
+        return Path("runs") / f"{name}-{self.mode}"
 
     def to_yaml(self) -> str:
         """All options, one a line; `from_yaml` gives the config back equal."""

@@ -39,7 +39,14 @@ from flexengine.metrics import (
 from flexengine.models.registry import ModelSource
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
-from flexengine.options.train_config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FOLDER, LOG_FILE, TrainConfig
+from flexengine.options.train_config import (
+    BEST_FOLDER,
+    BUNDLED_DATA,
+    EVAL_LOG_FILE,
+    FINAL_FOLDER,
+    LOG_FILE,
+    TrainConfig,
+)
 from flexengine.output import INTERRUPTED, run_output
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.run.callbacks import Callback, Callbacks
@@ -75,6 +82,9 @@ DATA_NOT_COUNTED = (
     " as part of the process, and plans with it"
 )
 """What a dry run, which reads no data, says of its host memory."""
+BUNDLED_DATA_IS_TRAINED = (
+    "data: the instructions that come with the package, to try a model; --dataset FILE_OR_HUB_ID trains on yours"
+)
 
 
 def train(
@@ -101,7 +111,13 @@ def train(
 def _train(
     config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
 ) -> int:
-    source = first_rank_first(team, lambda: open_source(config.model, config))
+    if config.init == "random":
+        print(
+            f"model {config.model}: RANDOM weights, drawn from --seed {config.seed} (init: random); nothing is loaded"
+        )
+    source = first_rank_first(team, lambda: open_source(config.model, config, not config.dry_run))
+    if config.dataset == (str(BUNDLED_DATA),) and not replace:
+        print(BUNDLED_DATA_IS_TRAINED)
     if config.dry_run:
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
@@ -230,7 +246,7 @@ def stop_status(saver: RunSaver, last_step: int) -> int:
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
     """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
-    return prepare_job(config.model, config.as_job())
+    return prepare_job(config.model, config.as_job(), needs_weights=not config.dry_run)
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:

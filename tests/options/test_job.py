@@ -232,7 +232,7 @@ def test_names_of_frozen_layers_in_any_form():
 
 def test_zero_stands_for_no_clipping_in_flags_and_yaml_alone():
     config = TrainConfig(model="preset:demo", data_source="synthetic", max_grad_norm=0)
-    assert config.as_job() == Job(max_grad_norm=None)
+    assert config.as_job() == Job(max_grad_norm=None, init="random")
     assert "max_grad_norm: 0.0\n" in config.to_yaml()
     assert TrainConfig.from_yaml(config.to_yaml()) == config
     with pytest.raises(ValueError, match="--max-grad-norm must not be negative, got -1"):

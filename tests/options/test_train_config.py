@@ -8,7 +8,7 @@ import pytest
 from flexengine.cli import parse_config
 from flexengine.options.hf_names import OTHERWISE, SAME
 from flexengine.options.option import options_of
-from flexengine.options.train_config import TrainConfig, options_from_yaml
+from flexengine.options.train_config import BUNDLED_DATA, TRIAL_STEPS, TrainConfig, options_from_yaml
 
 SYNTHETIC = {"model": "preset:demo", "data_source": "synthetic"}
 
@@ -101,7 +101,6 @@ def test_bad_yaml(text, message):
         ({"adam_beta2": 1.0}, "--adam-beta2 must be below 1, got 1.0"),
         ({"steps": 3, "epochs": 1.0}, "give one"),
         ({"dataset": "x.json"}, "--dataset x.json names records, but random tokens need no data"),
-        ({"data_source": "json_sft"}, "needs --dataset"),
         ({"max_seq_len": 2048, "max_global_batch_tokens": 1024}, "2048 tokens exceeds --max-global-batch-tokens 1024"),
         ({"dtype": "float16"}, "--dtype must be one of bfloat16, float32, float64"),
         ({"save": "yes"}, "--save must be of type bool"),
@@ -163,6 +162,16 @@ def test_options_of_adapters_in_a_file_mean_adapters():
         TrainConfig.from_yaml(f"{text}mode: full\n")
 
 
+def test_a_run_without_data_tries_the_model_on_the_bundled_set():
+    config = TrainConfig(model="org/name")
+    assert (config.dataset, config.steps) == ((str(BUNDLED_DATA),), TRIAL_STEPS)
+    assert TrainConfig(model="org/name", epochs=2.0).steps is None
+
+
+def test_presets_say_that_their_weights_are_random():
+    assert (TrainConfig(model="preset:demo").init, TrainConfig(model="org/name").init) == ("random", "checkpoint")
+
+
 def test_dry_run_needs_no_data():
     assert TrainConfig(model="preset:llama-3.1-8b", dry_run=True).dataset == ()
 
@@ -170,8 +179,10 @@ def test_dry_run_needs_no_data():
 @pytest.mark.parametrize(
     ("changes", "folder"),
     [
-        ({"model": "preset:llama-3.1-8b"}, "runs/llama-3.1-8b"),
-        ({"model": "/models/Llama-3.2-1B/"}, "runs/Llama-3.2-1B"),
+        ({"model": "preset:llama-3.1-8b"}, "runs/llama-3.1-8b-full"),
+        ({"model": "/models/Llama-3.2-1B/", "mode": "lora"}, "runs/Llama-3.2-1B-lora"),
+        ({"model": "runs/demo/final"}, "runs/demo-final-full"),
+        ({"model": "org/name@v1", "mode": "lora"}, "runs/name-lora"),
         ({"output_dir": "elsewhere"}, "elsewhere"),
     ],
 )
