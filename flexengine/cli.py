@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, TextIO
 
 from flexengine import __version__
 from flexengine.options.flags import add_flag, overlay
-from flexengine.options.hf_names import renamed_flag
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
+from flexengine.options.other_names import COMMANDS as COMMANDS_OF_OTHERS
+from flexengine.options.other_names import translated_flags
 from flexengine.options.train_config import BUNDLED_DATA, TrainConfig, options_from_yaml
 from flexengine.output import INTERRUPTED, command_output, loading, steady_messages
 from flexengine.run.launch import is_rank, launch
@@ -106,6 +107,8 @@ def _bound_product_caches() -> None:
 def _unknown_command(name: str) -> str:
     if name.startswith("-"):
         return f"a command comes before {name}; for a training run: flexengine train {name} ..."
+    if name.replace("_", "-") in COMMANDS_OF_OTHERS:
+        return f"there is no command {name!r}: flexengine {COMMANDS_OF_OTHERS[name.replace('_', '-')]}"
     return f"unknown command {name!r}{did_you_mean(name, COMMANDS)}"
 
 
@@ -218,7 +221,7 @@ def parse_config(prog: str, argv: list[str], base: Mapping[str, Any] | None = No
     Raises ValueError on values that TrainConfig refuses; exits with status 2 on flags that do not exist.
     """
     base = base or {}
-    flags = vars(build_parser(prog, base).parse_args([renamed_flag(argument) for argument in argv]))
+    flags = vars(build_parser(prog, base).parse_args(translated_flags(argv, options_of(TrainConfig))))
     path = flags.pop("config", None)
     from_file: dict[str, Any] = {}
     if path is not None:

@@ -213,7 +213,9 @@ class FlagParser(argparse.ArgumentParser):
     def _unknown(self, arguments: Sequence[str]) -> str:
         flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("-")]
         if not flags:
-            return f"unexpected argument {shown(arguments[0])}; every option is a flag, such as --model"
+            is_yaml = arguments[0].endswith((".yaml", ".yml")) and "--config" in self._known_flags()
+            such = f"give --config {arguments[0]}" if is_yaml else "every option is a flag, such as --model"
+            return f"unexpected argument {shown(arguments[0])}; {such}"
         known = list(self._known_flags())
         return "; ".join(f"unknown flag {shown(flag)[1:-1]}{did_you_mean(flag, known)}" for flag in flags[:3])
 

@@ -7,6 +7,7 @@ import pytest
 
 from flexengine import __version__, cli
 from flexengine.options.option import flag_of, options_of
+from flexengine.options.other_names import COMMANDS as COMMANDS_OF_OTHERS
 from flexengine.options.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +64,16 @@ def test_top_level_help_and_unknown_command(capsys):
     captured = capsys.readouterr()
     assert all(name in captured.out for name in cli.COMMANDS)
     assert "unknown command 'trian'" in captured.err
+
+
+def test_commands_of_others_lead_to_ours(capsys):
+    for name, ours in COMMANDS_OF_OTHERS.items():
+        assert cli.main([name]) == cli.BAD_INPUT
+        assert f"there is no command {name!r}: flexengine {ours}" in capsys.readouterr().err
+        assert ours.split()[0] in cli.COMMANDS
+    with pytest.raises(SystemExit):
+        cli.main(["train", "run.yaml"])
+    assert "unexpected argument 'run.yaml'; give --config run.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

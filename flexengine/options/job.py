@@ -212,8 +212,8 @@ class Job:
     lora_targets: Annotated[
         Sequence[str] | None,
         Option(
-            "modules that have adapters: all-linear (all linear layers of the blocks but experts'), all-experts, names"
-            " as q_proj, or regular expressions for whole names (default: all-linear)",
+            "modules that have adapters: all-linear (all linear layers of the blocks but experts'), all-experts, all"
+            " (both), names as q_proj, or regular expressions for whole names (default: all-linear)",
             needs=FOR_ADAPTERS,
         ),
     ] = None

@@ -17,10 +17,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 
 from flexengine.options.evaluation import FOR_RECORDS, EvaluationOptions
-from flexengine.options.hf_names import renamed
 from flexengine.options.job import ADAPTER_LR, Job, meant_by
 from flexengine.options.learning import DEFAULT_LR, LearningOptions
 from flexengine.options.option import FlagWords, Need, Option, Words, options_of
+from flexengine.options.other_names import translated
 from flexengine.options.yaml_options import read_yaml
 from flexengine.wording import hub_model
 
@@ -344,4 +344,4 @@ def options_from_yaml(text: str, source: str) -> dict[str, Any]:
 
     Raises ValueError when it is not YAML, not a mapping, or has a key that is no option; `source` names the file.
     """
-    return meant_by(read_yaml(text, source, options_of(TrainConfig), renamed))
+    return meant_by(read_yaml(text, source, options_of(TrainConfig), translated))

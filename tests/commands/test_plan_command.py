@@ -92,6 +92,17 @@ def test_frozen_layers(run):
     assert "block 0: forward only, as nothing is trained there or below" in text
 
 
+def test_plan_knows_the_names_of_others_too(run):
+    status, out, _ = run("--gpu cpu-test --max-gpu-mem-gib 0.004 --strategy lora --lora-r 2 --compute-dtype fp32")
+    assert (status, "adapter" in out) == (0, True)
+    for flags, says in (
+        ("--batch-size 8", "--batch-size is not an option: a step here is counted in tokens"),
+        ("--learning-rate 1e-4", "--lr is an option of train that no plan depends on; leave it out"),
+    ):
+        status, _, err = run(f"--gpu cpu-test {flags}")
+        assert (status, says in err) == (2, True), err
+
+
 def test_host_memory_is_the_machines_and_the_default_budget(run):
     _, out, _ = run("--gpu rtx4090 --host-mem-gib 32 --json")
     values = json.loads(out)
