@@ -8,22 +8,26 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from flexengine.api import PlannedRun
 from flexengine.data.batches import Batch
 from flexengine.hardware.nvml import IDLE, gpu_clocks
+from flexengine.hardware.probe import mend
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import FAR_OFF, TIMED_STEP, StepMetrics, format_seconds
 from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import is_first
 from flexengine.plan import Plan, PlanError, Prediction
-from flexengine.planner.correction import Factors, Review
+from flexengine.planner.correction import Factors, Review, mended_profile
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.ranks.price import review_for_ranks
 from flexengine.reports.plan_text import describe
+from flexengine.request import probe_shape
 from flexengine.run.folder import write_plan
 from flexengine.run.recording import Recorder, reviewed_step
 from flexengine.run.step_prediction import StepPredictor
@@ -32,6 +36,9 @@ from flexengine.wording import going_on_without
 
 LEAST_GAIN = 0.01
 """Least share of the step time that a new plan must save: predictions are no better than that."""
+
+BEATEN = 0.9
+"""A step below this share of its bound says that the rates are too slow, not that clocks wander."""
 
 
 def review_step(
@@ -178,9 +185,27 @@ class Reviewer:
         slowed = f" (slowed by {reason})" if reason else ""
         tqdm.write(f"step {metrics.step}{slowed}: {found.describe()}")
         self._correct(found)
+        self._mend(metrics, found)
         self._tell_of_the_first_step()
         if self.config.replan and not self.replan_step:
             self._replan(found)
+
+    def _mend(self, metrics: StepMetrics, found: Review) -> None:
+        """Mend the remembered rates where a step beats the bound that follows from them, which is no bound then."""
+        planned, engine = self.planned, self.engine
+        bound_s, profile = metrics.sol_pct / 100 * metrics.step_s, planned.profile  # NaN where there is no bound
+        if profile.source != "measured" or not is_first(planned.team) or not metrics.step_s < BEATEN * bound_s:
+            return
+        mended = partial(mended_profile, factors=found.factors)
+        shape = probe_shape(planned.source.spec)
+        if mend(engine.device, getattr(torch, planned.job.dtype), shape, mended):
+            rate = mended(profile).peak_matmul_flops_per_s
+            engine.settings = replace(engine.settings, matmul_flops_per_s=rate)
+            tqdm.write(
+                f"step {metrics.step} took {format_seconds(metrics.step_s)}, less than the {format_seconds(bound_s)}"
+                " that this machine's remembered rates allow: they were measured while it was busy, and are mended for"
+                " later runs by what this step showed"
+            )
 
     def _found(self, timed_step: int, measured_s: float, predicted_s: float) -> Review:
         """What a timed step shows, beside measured and predicted seconds of a step; to all ranks what the first saw."""
