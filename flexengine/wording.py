@@ -67,6 +67,8 @@ _ELSEWHERE = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@[\w./-]+)?(:[\w.-]+)*(=[
 
 def without_folders(place: str) -> str:
     """Name a model or data set that a person gave without the local folders that it lies in."""
+    if "://" in place:  # with neither a password nor a query, which may be signed
+        return re.sub(r"//[^/\s@]+@", "//", place).partition("?")[0]
     elsewhere = _ELSEWHERE.fullmatch(place)
     if elsewhere and not (elsewhere["id"] and Path(elsewhere["id"]).exists()):
         return place

@@ -73,6 +73,23 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
             needs=(Need("data_source", ("json_sft",), why="names records, but random tokens need no data"),),
         ),
     ] = ()
+    columns: Annotated[
+        Sequence[str],
+        Option(
+            "names for columns of records, as NAME=COLUMN: prompt=input answer=target, messages=chat, text=body; of"
+            " --val-dataset, too",
+            needs=(FOR_RECORDS,),
+        ),
+    ] = ()
+    max_records: Annotated[
+        int | None,
+        Option(
+            "read the first N records of each --dataset alone, without tokenizing the others (default: all)",
+            above=0,
+            most=10**12,
+            needs=(FOR_RECORDS,),
+        ),
+    ] = None
     train_on: Annotated[
         Literal["assistant", "last", "all"] | None,
         Option(
@@ -235,7 +252,7 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     def __post_init__(self) -> None:
         for option in options_of(TrainConfig).values():
             object.__setattr__(self, option.name, option.from_flag(getattr(self, option.name)))
-        for name in ("dataset", "val_dataset", "sample_prompts", "report_to", "add_tokens"):
+        for name in ("dataset", "val_dataset", "columns", "sample_prompts", "report_to", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         if self.template_date is not None:

@@ -227,7 +227,8 @@ def run_record(config: TrainConfig, num_steps: int) -> str:
 
 def _named(record: dict[str, Any]) -> dict[str, Any]:
     """What became of the records of a source, without the folders that it lies in."""
-    place, name = str(Path(record["place"])), without_folders(record["place"])
+    given = record["place"]
+    place, name = given if "://" in given else str(Path(given)), without_folders(given)
     begins = (f"{place},", f"{place}/")  # of the file itself, or of one in the folder
     lines = [
         f"{name}{line.removeprefix(place)}" if line.startswith(begins) else line for line in record["first_bad_records"]

@@ -23,7 +23,7 @@ from flexengine.data import (
     GlobalBatches,
     SyntheticBatches,
     TokenizerProcess,
-    parse_source,
+    sources_of,
 )
 from flexengine.data.batches import Batch
 from flexengine.data.templates import today
@@ -293,8 +293,7 @@ def check_gpus(config: TrainConfig, ranks: int) -> None:
 
 def check_sources(config: TrainConfig) -> None:
     """Raise ValueError, with what is missing, for data that is not there."""
-    for text in config.dataset:
-        parse_source(text)
+    sources_of([*config.dataset, *config.val_dataset], config.columns)
 
 
 def dry_run(config: TrainConfig) -> int:
