@@ -16,7 +16,7 @@ from flexengine.hardware.devices import choose_device
 from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.node_probe import with_ranks_at_work
 from flexengine.hardware.presets import named_profile
-from flexengine.hardware.probe import check_multiplies_fp8, probe
+from flexengine.hardware.probe import check_multiplies_fp8, mend, probe
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
@@ -77,6 +77,10 @@ class PlannedRun:
     def describe(self) -> str:
         """The plan in words."""
         return describe(self.plan, self.source.spec)
+
+    def mend_rates(self, mended: Callable[[HardwareProfile], HardwareProfile]) -> bool:
+        """Change what is remembered of this machine by what a run showed; False where nothing is remembered."""
+        return mend(self.device, getattr(torch, self.job.dtype), probe_shape(self.source.spec), mended)
 
     def timeline(self) -> str:
         """The simulated step as Chrome trace JSON; open it in Perfetto."""

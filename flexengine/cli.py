@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from flexengine import __version__
+from flexengine.options.data import BUNDLED_DATA
 from flexengine.options.flags import add_flag, overlay
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
 from flexengine.options.other_names import COMMANDS as COMMANDS_OF_OTHERS
 from flexengine.options.other_names import translated_flags
-from flexengine.options.train_config import BUNDLED_DATA, TrainConfig, options_from_yaml
+from flexengine.options.train_config import TrainConfig, options_from_yaml
 from flexengine.output import INTERRUPTED, command_output, loading, steady_messages
 from flexengine.run.launch import is_rank, launch
 from flexengine.wording import (

@@ -58,7 +58,8 @@ HUB_MODEL = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/(?P<name>[\w.-]+))(@(?P<rev
 
 def hub_model(text: str) -> re.Match[str] | None:
     """Read a name as a model on the hub; None for one that is not of that form, and for what is on this disk."""
-    return None if Path(text).exists() else HUB_MODEL.fullmatch(text)
+    found = HUB_MODEL.fullmatch(text)
+    return None if found is None or Path(text).exists() else found
 
 
 _ELSEWHERE = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@[\w./-]+)?(:[\w.-]+)*(=[\d.]+)?|preset:.*")

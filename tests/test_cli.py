@@ -49,7 +49,7 @@ def test_help_names_every_flag_default_and_unit(capsys):
     assert stopped.value.code == 0
     assert all(flag_of(name) in text for name in options_of(TrainConfig))
     for part in (
-        "in GiB (default: what is free, less room for the system)",
+        "in GiB (default: what is free less a reserve)",
         "in tokens (default: 2048)",
         "(default: 3e-05)",
         "(default: no)",

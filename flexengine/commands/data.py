@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         " cut or left out and why. Tokens are kept for the run.",
     )
     options = options_of(TrainConfig)
-    shown.add_argument("--model", required=True, help="model folder, for its tokenizer and chat template (required)")
+    shown.add_argument(
+        "--model", required=True, help="model folder or id on the hub, for its tokenizer and chat template (required)"
+    )
     shown.add_argument(
         "--dataset", nargs="+", required=True, metavar="PLACE[:SPLIT][=WEIGHT]", help=f"{options['dataset'].help}"
     )

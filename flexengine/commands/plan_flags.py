@@ -20,8 +20,8 @@ from flexengine.wording import FlagParser
 FILES = ("timeline", "html", "plan_json")
 """Flags that name a file to be written."""
 BUDGETS = {
-    "max_gpu_mem_gib": "GPU memory budget of the process in GiB (default: the card's, less room for the system)",
-    "max_host_mem_gib": "host memory budget of the process in GiB (default: the machine's, less room for the system)",
+    "max_gpu_mem_gib": "GPU memory budget of the process in GiB (default: the card's less a reserve)",
+    "max_host_mem_gib": "host memory budget of the process in GiB (default: the machine's less a reserve)",
 }
 """Budgets mean what they mean to `train`, but nobody else's memory counts: what is planned for may be elsewhere."""
 JOB = [option for option in options_of(Job).values() if option.decides_plan]

@@ -29,11 +29,9 @@ from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
-from flexengine.options.lora import ALL_EXPERTS, ALL_LINEAR, EVERYTHING, LoRA
+from flexengine.options.lora import ALL_EXPERTS, ALL_LINEAR, EVERYTHING, KINDS, LoRA
 from flexengine.wording import did_you_mean, shown
 
-KINDS = (ALL_LINEAR, ALL_EXPERTS, EVERYTHING)
-"""Targets that mean all modules of a kind."""
 PEFT_PREFIX = "base_model.model."
 """What PEFT writes before the names of a model's modules."""
 

@@ -14,6 +14,8 @@ ALL_EXPERTS = "all-experts"
 """The target that means every product of the experts of the blocks."""
 EVERYTHING = "all"
 """The target that means both, where there are experts."""
+KINDS = (ALL_LINEAR, ALL_EXPERTS, EVERYTHING)
+"""Targets that mean all modules of a kind."""
 PISSA = "pissa"
 _INITS = re.compile(rf"default|orthogonal|{PISSA}(_niter_[1-9][0-9]?)?")
 

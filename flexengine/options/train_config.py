@@ -7,16 +7,15 @@ from `job.py`; this file adds data, length, learning rate and files. It imports 
 
 from __future__ import annotations
 
-import datetime
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
-from flexengine.options.evaluation import FOR_RECORDS, EvaluationOptions
+from flexengine.options.data import DataOptions
+from flexengine.options.evaluation import EvaluationOptions
 from flexengine.options.job import ADAPTER_LR, Job, meant_by
 from flexengine.options.learning import DEFAULT_LR, LearningOptions
 from flexengine.options.option import FlagWords, Need, Option, Words, options_of
@@ -33,9 +32,6 @@ EVAL_LOG_FILE = "eval_log.jsonl"
 DATA_FILE = "data.json"
 """What became of the records of each data set: how many are trained, left out or bad, and why."""
 
-BUNDLED_DATA = Path(__file__).resolve().parent.parent / "assets" / "demo" / "demo_instructions.jsonl"
-"""Instructions that come with the package, and for how many steps a run without data of its own trains on them."""
-TRIAL_STEPS = 20
 CHECKPOINTS_KEPT = 2
 """Checkpoints that are kept where --save-total-limit is not given."""
 NO_DRY_RUN = Need("dry_run", absent=True, why="contradict each other, as one observes a step and the other takes none")
@@ -45,7 +41,7 @@ STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(LearningOptions, EvaluationOptions, Job):
+class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
     """Everything `train` can be asked: a job, and what only a run needs.
 
     Raises ValueError naming the flag, the value and what is allowed.
@@ -61,70 +57,6 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         ),
     ] = ""
 
-    data_source: Annotated[
-        Literal["json_sft", "synthetic"], Option("json_sft = records of --dataset, synthetic = random tokens")
-    ] = "json_sft"
-    dataset: Annotated[
-        Sequence[str],
-        Option(
-            "where records come from, as PLACE[:SPLIT][=WEIGHT]: files (JSON, CSV, Parquet, Arrow) or folders of them,"
-            " ids on the Hugging Face hub (of both also PLACE:CONFIG:SPLIT), shards of tokens (.bin, .npy); without"
-            f" any, json_sft tries the model for {TRIAL_STEPS} steps on a small set that comes with the package",
-            needs=(Need("data_source", ("json_sft",), why="names records, but random tokens need no data"),),
-        ),
-    ] = ()
-    columns: Annotated[
-        Sequence[str],
-        Option(
-            "names for columns of records, as NAME=COLUMN: prompt=input answer=target, messages=chat, text=body; of"
-            " --val-dataset, too",
-            needs=(FOR_RECORDS,),
-        ),
-    ] = ()
-    max_records: Annotated[
-        int | None,
-        Option(
-            "read the first N records of each --dataset alone, without tokenizing the others (default: all)",
-            above=0,
-            most=10**12,
-            needs=(FOR_RECORDS,),
-        ),
-    ] = None
-    train_on: Annotated[
-        Literal["assistant", "last", "all"] | None,
-        Option(
-            "what has a loss in conversations: the assistant's turns, the last of them, or every token (default:"
-            " assistant)",
-            needs=(FOR_RECORDS,),
-        ),
-    ] = None
-    truncate_long: Annotated[
-        bool,
-        Option(
-            "cut conversations longer than --max-seq-len instead of dropping them; texts are always split",
-            needs=(FOR_RECORDS,),
-        ),
-    ] = False
-    bad_records: Annotated[
-        Literal["stop", "skip"],
-        Option(
-            "what is done about records that cannot be read: stop at the first, or skip them all, count them and name"
-            " the first",
-            needs=(Need("data_source", ("json_sft",), of=("skip",), why="is about records"),),
-        ),
-    ] = "stop"
-    template_date: Annotated[
-        str | None,
-        Option(
-            "the day, as YYYY-MM-DD, that a chat template sees which writes today's date (default: today; with --resume"
-            " that of the run)",
-            needs=(FOR_RECORDS,),
-        ),
-    ] = None
-    data_cache: Annotated[
-        str | None,
-        Option("folder of tokenized records (default: data/ in flexengine's cache folder)", needs=(FOR_RECORDS,)),
-    ] = None
     steps: Annotated[
         int | None,
         Option(
@@ -255,8 +187,7 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         for name in ("dataset", "val_dataset", "columns", "sample_prompts", "report_to", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        if self.template_date is not None:
-            object.__setattr__(self, "template_date", _day(self.template_date))
+        self.take_day()
         if str(self.model).startswith("preset:"):
             object.__setattr__(self, "init", "random")
         super().__post_init__()
@@ -264,19 +195,12 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
             raise ValueError(
                 "--model is missing: give a Hugging Face model folder, an id on the hub (ORG/NAME), or preset:NAME"
             )
-        self._take_bundled_data()
+        self.take_bundled_data(self.dry_run, self.steps is not None or self.epochs is not None)
         self.check_learning()
         self.check_evaluation()
         self._check_recording()
         if self.resume == "":
             raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
-
-    def _take_bundled_data(self) -> None:
-        """Have a run without data try the model on the bundled instructions, for a few steps unless told otherwise."""
-        if self.data_source == "json_sft" and not self.dataset and not self.dry_run:
-            object.__setattr__(self, "dataset", (str(BUNDLED_DATA),))
-            if self.steps is None and self.epochs is None:
-                object.__setattr__(self, "steps", TRIAL_STEPS)
 
     def _check_recording(self) -> None:
         """Refuse a trace to nowhere and a profile backwards; what the number of steps decides comes later."""
@@ -346,14 +270,6 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         Raises: ValueError as `options_from_yaml` and for values that no run can have.
         """
         return TrainConfig(**options_from_yaml(text, "config"))
-
-
-def _day(given: object) -> str:
-    """A day as YYYY-MM-DD; YAML reads one without quotes as a date. Raises ValueError for what is none."""
-    try:
-        return datetime.date.fromisoformat(str(given)).isoformat()
-    except ValueError:
-        raise ValueError(f"--template-date {given!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31") from None
 
 
 def options_from_yaml(text: str, source: str) -> dict[str, Any]:

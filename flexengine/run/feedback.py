@@ -11,13 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from flexengine.api import PlannedRun
 from flexengine.data.batches import Batch
 from flexengine.hardware.nvml import IDLE, gpu_clocks
-from flexengine.hardware.probe import mend
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import FAR_OFF, TIMED_STEP, StepMetrics, format_seconds
 from flexengine.options.train_config import TrainConfig
@@ -27,7 +25,6 @@ from flexengine.planner.correction import Factors, Review, mended_profile
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.ranks.price import review_for_ranks
 from flexengine.reports.plan_text import describe
-from flexengine.request import probe_shape
 from flexengine.run.folder import write_plan
 from flexengine.run.recording import Recorder, reviewed_step
 from flexengine.run.step_prediction import StepPredictor
@@ -193,13 +190,12 @@ class Reviewer:
     def _mend(self, metrics: StepMetrics, found: Review) -> None:
         """Mend the remembered rates where a step beats the bound that follows from them, which is no bound then."""
         planned, engine = self.planned, self.engine
-        bound_s, profile = metrics.sol_pct / 100 * metrics.step_s, planned.profile  # NaN where there is no bound
-        if profile.source != "measured" or not is_first(planned.team) or not metrics.step_s < BEATEN * bound_s:
+        bound_s = metrics.sol_pct / 100 * metrics.step_s  # NaN where there is no bound
+        if not (metrics.step_s < BEATEN * bound_s and is_first(planned.team) and planned.profile.source == "measured"):
             return
         mended = partial(mended_profile, factors=found.factors)
-        shape = probe_shape(planned.source.spec)
-        if mend(engine.device, getattr(torch, planned.job.dtype), shape, mended):
-            rate = mended(profile).peak_matmul_flops_per_s
+        if planned.mend_rates(mended):
+            rate = mended(planned.profile).peak_matmul_flops_per_s
             engine.settings = replace(engine.settings, matmul_flops_per_s=rate)
             tqdm.write(
                 f"step {metrics.step} took {format_seconds(metrics.step_s)}, less than the {format_seconds(bound_s)}"

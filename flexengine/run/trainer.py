@@ -23,7 +23,6 @@ from flexengine.data import (
     GlobalBatches,
     SyntheticBatches,
     TokenizerProcess,
-    sources_of,
 )
 from flexengine.data.batches import Batch
 from flexengine.data.templates import today
@@ -39,14 +38,7 @@ from flexengine.metrics import (
 from flexengine.models.registry import ModelSource
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
-from flexengine.options.train_config import (
-    BEST_FOLDER,
-    BUNDLED_DATA,
-    EVAL_LOG_FILE,
-    FINAL_FOLDER,
-    LOG_FILE,
-    TrainConfig,
-)
+from flexengine.options.train_config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FOLDER, LOG_FILE, TrainConfig
 from flexengine.output import INTERRUPTED, run_output
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.run.callbacks import Callback, Callbacks
@@ -68,7 +60,7 @@ from flexengine.run.resuming import (
 )
 from flexengine.run.saver import STOPPED, RunSaver
 from flexengine.run.trackers import open_trackers
-from flexengine.run.training_data import TrainingData, open_data
+from flexengine.run.training_data import TrainingData, check_sources, open_data, tell_what_was_not_given
 from flexengine.run.watchers import Watchers
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
@@ -82,9 +74,6 @@ DATA_NOT_COUNTED = (
     " as part of the process, and plans with it"
 )
 """What a dry run, which reads no data, says of its host memory."""
-BUNDLED_DATA_IS_TRAINED = (
-    "data: the instructions that come with the package, to try a model; --dataset FILE_OR_HUB_ID trains on yours"
-)
 
 
 def train(
@@ -111,13 +100,8 @@ def train(
 def _train(
     config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
 ) -> int:
-    if config.init == "random":
-        print(
-            f"model {config.model}: RANDOM weights, drawn from --seed {config.seed} (init: random); nothing is loaded"
-        )
+    tell_what_was_not_given(config, is_demo=replace)
     source = first_rank_first(team, lambda: open_source(config.model, config, not config.dry_run))
-    if config.dataset == (str(BUNDLED_DATA),) and not replace:
-        print(BUNDLED_DATA_IS_TRAINED)
     if config.dry_run:
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
@@ -289,11 +273,6 @@ def check_gpus(config: TrainConfig, ranks: int) -> None:
             f"--gpus {config.gpus}, but {ranks} of this machine's processes train: `flexengine train` and `demo` start"
             " one for each GPU; under torchrun give --nproc-per-node, and leave --gpus out"
         )
-
-
-def check_sources(config: TrainConfig) -> None:
-    """Raise ValueError, with what is missing, for data that is not there."""
-    sources_of([*config.dataset, *config.val_dataset], config.columns)
 
 
 def dry_run(config: TrainConfig) -> int:

@@ -23,6 +23,7 @@ from flexengine.data import (
 )
 from flexengine.data.preview import MARKS, date_line, marked_text, shortened
 from flexengine.models.registry import ASSETS, ModelSource
+from flexengine.options.data import BUNDLED_DATA
 from flexengine.options.train_config import TrainConfig
 from flexengine.wording import without_folders
 
@@ -55,6 +56,19 @@ class TrainingData:
     def writes_date(self) -> bool:
         """Whether conversations hold the day on which they are written."""
         return self.tokenizer is not None and self.tokenizer.date is not None
+
+
+def tell_what_was_not_given(config: TrainConfig, is_demo: bool) -> None:
+    """Say first what a run takes that nobody gave: random weights, and data that come with the package."""
+    if config.init == "random":
+        print(f"model {config.model}: RANDOM weights, drawn from --seed {config.seed} (init: random)")
+    if config.dataset == (str(BUNDLED_DATA),) and not is_demo:
+        print("data: the instructions that come with the package, to try a model; --dataset trains on your own")
+
+
+def check_sources(config: TrainConfig) -> None:
+    """Raise ValueError, with what is missing, for data that is not there."""
+    sources_of([*config.dataset, *config.val_dataset], config.columns)
 
 
 def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:

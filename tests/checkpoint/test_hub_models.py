@@ -68,8 +68,9 @@ def test_the_headline_command_from_an_empty_cache_and_offline(hub, repo, tmp_pat
     assert open_model("runs/tiny-llama-full/final").spec.num_parameters
     asked = len(hub.requests)
     offline(monkeypatch)
-    assert cli.main([*command, "--mode", "lora", "--steps", "1"]) == 0
-    assert (tmp_path / "runs" / "tiny-llama-lora").is_dir()
+    assert cli.main([*command, "--mode", "lora", "--steps", "1", "--save"]) == 0
+    adapter = json.loads((tmp_path / "runs/tiny-llama-lora/final/adapter_config.json").read_text())
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == (REPO, hub.commit)
     assert len(hub.requests) == asked
 
 

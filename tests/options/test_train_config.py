@@ -6,9 +6,10 @@ from dataclasses import fields
 import pytest
 
 from flexengine.cli import parse_config
+from flexengine.options.data import BUNDLED_DATA, TRIAL_STEPS
 from flexengine.options.option import FlagWords, options_of
 from flexengine.options.other_names import BY_VALUE, OTHERWISE, OWN, SAME, SPELLINGS, translated_flags
-from flexengine.options.train_config import BUNDLED_DATA, TRIAL_STEPS, TrainConfig, options_from_yaml
+from flexengine.options.train_config import TrainConfig, options_from_yaml
 
 SYNTHETIC = {"model": "preset:demo", "data_source": "synthetic"}
 

@@ -102,7 +102,7 @@ def test_a_step_that_beats_its_bound_mends_the_remembered_rates(prepared, monkey
         remembered["profile"] = mended(measured.profile)
         return True
 
-    monkeypatch.setattr(feedback, "mend", mend)
+    monkeypatch.setattr("flexengine.api.mend", mend)
     reviewer = feedback.Reviewer.__new__(feedback.Reviewer)
     reviewer.planned, reviewer.engine = measured, build(prepared)
     factors = Factors(0.1, 1.0, 2.0, 1.0)

@@ -587,3 +587,10 @@ def test_a_full_disk_is_found_before_training(engine, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="the disk has 1000 bytes free"):
         trainer.train(config_in(tmp_path, save=True))
     assert not engine.batches
+
+
+def test_what_was_not_given_is_said_first(capsys):
+    training_data.tell_what_was_not_given(TrainConfig(model="preset:demo"), is_demo=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "model preset:demo: RANDOM weights, drawn from --seed 0 (init: random)"
+    assert lines[1].startswith("data: the instructions that come with the package")
