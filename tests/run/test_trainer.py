@@ -402,7 +402,7 @@ def test_final_tells_no_local_place(tmp_path):
     lists = {name for name, option in options_of(TrainConfig).items() if option.is_list}
     free = {"device", "lora_init"} | {"sample_prompts", "report_to", "lr_groups", "weight_decay_groups"}
     free |= {"freeze", "lora_targets", "modules_to_save"}  # names of parts of a model, questions, trackers
-    free |= {"add_tokens", "template_date"}
+    free |= {"add_tokens", "template_date", "columns"}
     places = (texts.keys() | lists | {"trace"}) - free
     assert {"model", "dataset", "val_dataset", "adapter", "plan_json", "data_cache", "output_dir"} <= places
     values = {name: f"/home/ann/secret/{name}" for name in places - {"resume"}}
