@@ -16,7 +16,7 @@ from flexengine.hardware.devices import choose_device
 from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.node_probe import with_ranks_at_work
 from flexengine.hardware.presets import named_profile
-from flexengine.hardware.probe import check_multiplies_fp8, probe
+from flexengine.hardware.probe import check_multiplies_fp8, mend, probe
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
@@ -37,6 +37,7 @@ from flexengine.reports.plan_data import step_timeline
 from flexengine.reports.plan_text import describe
 from flexengine.request import (
     budget_gib,
+    budgets_found,
     check_is_free,
     check_new_rows,
     described,
@@ -76,6 +77,10 @@ class PlannedRun:
     def describe(self) -> str:
         """The plan in words."""
         return describe(self.plan, self.source.spec)
+
+    def mend_rates(self, mended: Callable[[HardwareProfile], HardwareProfile]) -> bool:
+        """Change what is remembered of this machine by what a run showed; False where nothing is remembered."""
+        return mend(self.device, getattr(torch, self.job.dtype), probe_shape(self.source.spec), mended)
 
     def timeline(self) -> str:
         """The simulated step as Chrome trace JSON; open it in Perfetto."""
@@ -150,7 +155,7 @@ class EngineArguments(PrepareArguments):
 
 @takes(EngineArguments)
 def from_pretrained(arguments: EngineArguments) -> Engine:
-    """An engine for a Hugging Face model folder, or for `preset:NAME` with random initial weights.
+    """An engine for a model folder, an id on the Hugging Face hub, or `preset:NAME` with random initial weights.
 
     init: "random" takes a folder without weights, such as config.json and a tokenizer alone.
     optimizer: AdamW(...), Lion(...) or SGD(...) of `flexengine.optim`, or a name. batches: of several ranks, each gives
@@ -183,19 +188,21 @@ def prepare_job(
     job: Job,
     hardware: HardwareProfile | str | Path | None = None,
     cache_bytes: int = 0,
+    needs_weights: bool = True,
 ) -> PlannedRun:
     """What `prepare` does, for a job that is a value already.
 
-    cache_bytes: of the GPU budget, what the plan leaves to sequences that are generated.
+    cache_bytes: of the GPU budget, what the plan leaves to sequences that are generated. needs_weights: False where
+    nothing will be built of the plan.
     """
     team = join()
     if team is None:
-        opened = _open(path_or_preset, job, None)
+        opened = _open(path_or_preset, job, None, needs_weights)
         profile = _profile(hardware, opened)
         plan = _plan(opened, profile, hardware is None, Ranks.alone(), cache_bytes)
     else:
         with team.control.all_or_none():
-            opened = _open(path_or_preset, job, team)
+            opened = _open(path_or_preset, job, team, needs_weights)
         _check_same_job(team, opened)
         gpus_of_ranks(team.control, opened.device).check_own()
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
@@ -206,12 +213,12 @@ def prepare_job(
     return PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
 
 
-def open_source(path_or_preset: str | Path, job: Job) -> ModelSource:
+def open_source(path_or_preset: str | Path, job: Job, needs_weights: bool = True) -> ModelSource:
     """Read the description of the model that a job trains, with the tokens that it adds. Loads no weights.
 
     Raises: ValueError as `open_initial` and `with_new_tokens`.
     """
-    return with_new_tokens(open_initial(path_or_preset, job.init), job)
+    return with_new_tokens(open_initial(path_or_preset, job.init, needs_weights), job)
 
 
 class _Opened(NamedTuple):
@@ -222,8 +229,8 @@ class _Opened(NamedTuple):
     device: torch.device
 
 
-def _open(path_or_preset: str | Path, job: Job, team: Team | None) -> _Opened:
-    source, job = open_source(path_or_preset, job), with_read_adapter(job)
+def _open(path_or_preset: str | Path, job: Job, team: Team | None, needs_weights: bool) -> _Opened:
+    source, job = open_source(path_or_preset, job, needs_weights), with_read_adapter(job)
     source = source._replace(spec=described(source.spec, job))
     check_new_rows(source, job)
     if source.spec.notice:
@@ -258,6 +265,8 @@ def _plan(opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks
     """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free."""
     source, job, device = opened
     request = make_request(job, profile, device.type, ranks.local_size, ranks.nodes)
+    if found := budgets_found(job, request, profile, device.type):
+        logger.info(found)
     plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from flexengine import __version__
+from flexengine.options.data import BUNDLED_DATA
 from flexengine.options.flags import add_flag, overlay
-from flexengine.options.hf_names import renamed_flag
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
+from flexengine.options.other_names import COMMANDS as COMMANDS_OF_OTHERS
+from flexengine.options.other_names import translated_flags
 from flexengine.options.train_config import TrainConfig, options_from_yaml
 from flexengine.output import INTERRUPTED, command_output, loading, steady_messages
 from flexengine.run.launch import is_rank, launch
@@ -106,6 +108,8 @@ def _bound_product_caches() -> None:
 def _unknown_command(name: str) -> str:
     if name.startswith("-"):
         return f"a command comes before {name}; for a training run: flexengine train {name} ..."
+    if name.replace("_", "-") in COMMANDS_OF_OTHERS:
+        return f"there is no command {name!r}: flexengine {COMMANDS_OF_OTHERS[name.replace('_', '-')]}"
     return f"unknown command {name!r}{did_you_mean(name, COMMANDS)}"
 
 
@@ -218,7 +222,7 @@ def parse_config(prog: str, argv: list[str], base: Mapping[str, Any] | None = No
     Raises ValueError on values that TrainConfig refuses; exits with status 2 on flags that do not exist.
     """
     base = base or {}
-    flags = vars(build_parser(prog, base).parse_args([renamed_flag(argument) for argument in argv]))
+    flags = vars(build_parser(prog, base).parse_args(translated_flags(argv, options_of(TrainConfig))))
     path = flags.pop("config", None)
     from_file: dict[str, Any] = {}
     if path is not None:
@@ -274,11 +278,10 @@ def demo_options() -> dict[str, Any]:
     with loading():
         import torch  # noqa: PLC0415, only this command asks for the device here
 
-    demo = Path(__file__).resolve().parent / "assets" / "demo"
     on_gpu = torch.cuda.is_available()
     return {
         "model": "preset:demo",
-        "dataset": str(demo / "demo_instructions.jsonl"),
+        "dataset": str(BUNDLED_DATA),
         "output_dir": "runs/demo",
         "save": True,
         "max_seq_len": 128,

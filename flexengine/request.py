@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexengine.checkpoint.adapter_config import embedding_rows, read_lora, tokenizer_of
 from flexengine.checkpoint.layout import CONFIG_FILE
@@ -159,8 +159,9 @@ def probe_shape(spec: ModelSpec) -> ProbeShape:
 
 
 def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1) -> Request:
-    """Make what a job asks of the planner for all ranks; a budget that is not given is what is free on the machine.
+    """Make what a job asks of the planner for all ranks.
 
+    A budget that is not given is what is free on the machine, less some room for the system (`system_room`).
     device_type: cuda or cpu, on which the GPU budget is taken out of the host's. ranks: of a node. Raises ValueError
     where the machine has no memory left or cannot do what the job wants.
     """
@@ -176,16 +177,12 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: in
         raise ValueError(
             f"cuda_graphs=always: {profile.name} has no CUDA graphs; they take an NVIDIA GPU, so leave it out"
         )
-    free_host = profile.host_available_bytes + profile.host_base_bytes
-    free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes if device_type == "cuda" else free_host // 2
-    gpu_bytes = _budget_bytes("gpu", job.max_gpu_mem_gib, free_gpu)
-    if device_type == "cpu":
-        free_host = max(1, free_host - gpu_bytes)
+    gpu_bytes, host_bytes = _budgets(job, profile, device_type)
     return Request(
         max_seq_len=job.max_seq_len,
         max_global_batch_tokens=job.max_global_batch_tokens,
         max_gpu_bytes=gpu_bytes,
-        max_host_bytes=_budget_bytes("host", job.max_host_mem_gib, free_host),
+        max_host_bytes=host_bytes,
         chunk_tokens=job.chunk_tokens,
         round_tokens=job.round_tokens,
         round_multiple=job.round_multiple,
@@ -215,6 +212,55 @@ def with_cache(plan: Plan, request: Request, cache_bytes: int) -> Plan:
     """Count the cache in a plan that was made without it: its bytes, and the budget that was asked for."""
     predicted = replace(plan.predicted, gpu_bytes=plan.predicted.gpu_bytes + cache_bytes)
     return replace(plan, predicted=predicted).for_request(request) if cache_bytes else plan
+
+
+class Room(NamedTuple):
+    """What is left to the system and others where a budget is not given: a share of the memory, within limits."""
+
+    share: float
+    least_bytes: int
+    most_bytes: int
+
+    def of(self, total_bytes: int, free_bytes: int) -> int:
+        """Bytes of it, at most a quarter of what is free."""
+        wanted = min(max(int(self.share * total_bytes), self.least_bytes), self.most_bytes)
+        return max(0, min(wanted, free_bytes // 4))
+
+
+ROOM = {"gpu": Room(1 / 32, GIB // 4, 2 * GIB), "host": Room(1 / 16, GIB, 8 * GIB)}
+"""Desktops, drivers and page tables take more from time to time than when a run begins."""
+
+
+def _budgets(job: Job, profile: HardwareProfile, device_type: str) -> tuple[int, int]:
+    """Budgets of GPU and host in bytes; on the CPU both are of the host's memory, half of it each."""
+    gpu_room, host_room = system_room(profile, device_type)
+    free_host = profile.host_available_bytes + profile.host_base_bytes - host_room
+    free_gpu = (
+        profile.gpu_free_bytes + profile.gpu_context_bytes - gpu_room if device_type == "cuda" else free_host // 2
+    )
+    gpu_bytes = _budget_bytes("gpu", job.max_gpu_mem_gib, free_gpu)
+    if device_type == "cpu":
+        free_host = max(1, free_host - gpu_bytes)
+    return gpu_bytes, _budget_bytes("host", job.max_host_mem_gib, free_host)
+
+
+def system_room(profile: HardwareProfile, device_type: str) -> tuple[int, int]:
+    """Bytes of GPU and host memory that budgets which are not given leave to the system and others."""
+    free_gpu, free_host = profile.gpu_free_bytes, profile.host_available_bytes
+    gpu = ROOM["gpu"].of(profile.gpu_total_bytes, free_gpu) if device_type == "cuda" else 0
+    return gpu, ROOM["host"].of(profile.host_total_bytes, free_host)
+
+
+def budgets_found(job: Job, request: Request, profile: HardwareProfile, device_type: str) -> str:
+    """Say which budgets were not given, what they are, and how much they leave; empty where both were given."""
+    given = (job.max_gpu_mem_gib, job.max_host_mem_gib)
+    budgets = zip(("GPU", "host"), given, (request.max_gpu_bytes, request.max_host_bytes), strict=True)
+    found = [f"{place} {format_bytes(num_bytes)}" for place, gib, num_bytes in budgets if gib is None]
+    if not found:
+        return ""
+    rooms = zip(("GPU", "host"), given, system_room(profile, device_type), strict=True)
+    left = [f"{format_bytes(room)} of {place} memory" for place, gib, room in rooms if gib is None and room]
+    return f"budgets found: {', '.join(found)}; left to the system: {', '.join(left) or 'nothing'}"
 
 
 def _budget_bytes(place: str, gib: float | None, free_bytes: int) -> int:

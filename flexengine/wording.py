@@ -52,12 +52,24 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_text[close[0]]}?" if close else ""
 
 
-_ELSEWHERE = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:[\w.-]+)*(=[\d.]+)?|preset:.*")
+HUB_MODEL = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/(?P<name>[\w.-]+))(@(?P<revision>\w[\w./-]*))?")
+"""A model on the hub: ORG/NAME or ORG/NAME@REVISION, where a revision is a branch, a tag or a commit."""
+
+
+def hub_model(text: str) -> re.Match[str] | None:
+    """Read a name as a model on the hub; None for one that is not of that form, and for what is on this disk."""
+    found = HUB_MODEL.fullmatch(text)
+    return None if found is None or Path(text).exists() else found
+
+
+_ELSEWHERE = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@[\w./-]+)?(:[\w.-]+)*(=[\d.]+)?|preset:.*")
 """An id on the hub, perhaps with configuration, split and weight, or a preset: names that mean the same to others."""
 
 
 def without_folders(place: str) -> str:
     """Name a model or data set that a person gave without the local folders that it lies in."""
+    if "://" in place:  # with neither a password nor a query, which may be signed
+        return re.sub(r"//[^/\s@]+@", "//", place).partition("?")[0]
     elsewhere = _ELSEWHERE.fullmatch(place)
     if elsewhere and not (elsewhere["id"] and Path(elsewhere["id"]).exists()):
         return place
@@ -204,7 +216,9 @@ class FlagParser(argparse.ArgumentParser):
     def _unknown(self, arguments: Sequence[str]) -> str:
         flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("-")]
         if not flags:
-            return f"unexpected argument {shown(arguments[0])}; every option is a flag, such as --model"
+            is_yaml = arguments[0].endswith((".yaml", ".yml")) and "--config" in self._known_flags()
+            such = f"give --config {arguments[0]}" if is_yaml else "every option is a flag, such as --model"
+            return f"unexpected argument {shown(arguments[0])}; {such}"
         known = list(self._known_flags())
         return "; ".join(f"unknown flag {shown(flag)[1:-1]}{did_you_mean(flag, known)}" for flag in flags[:3])
 

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -31,6 +32,16 @@ hypothesis.settings.load_profile("alike")
 # A search for garbage goes through all that torch and pytest hold; by default one follows every 700 new objects.
 gc.set_threshold(10_000, 10, 10)
 torch.set_num_threads(1)  # whatever the environment says: the order of floating-point sums depends on it
+
+
+def heed_interrupts() -> None:
+    """Have children of the tests heed SIGINT under a launcher that ignores it, as `nohup make test &` does: they would
+    inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+heed_interrupts()
 HELPERS = str(Path(__file__).resolve().parent)
 if HELPERS not in sys.path:
     sys.path.append(HELPERS)

@@ -7,6 +7,7 @@ import pytest
 
 from flexengine import __version__, cli
 from flexengine.options.option import flag_of, options_of
+from flexengine.options.other_names import COMMANDS as COMMANDS_OF_OTHERS
 from flexengine.options.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +48,12 @@ def test_help_names_every_flag_default_and_unit(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert stopped.value.code == 0
     assert all(flag_of(name) in text for name in options_of(TrainConfig))
-    for part in ("in GiB (default: what is free)", "in tokens (default: 2048)", "(default: 3e-05)", "(default: no)"):
+    for part in (
+        "in GiB (default: what is free less a reserve)",
+        "in tokens (default: 2048)",
+        "(default: 3e-05)",
+        "(default: no)",
+    ):
         assert part in text
 
 
@@ -60,11 +66,20 @@ def test_top_level_help_and_unknown_command(capsys):
     assert "unknown command 'trian'" in captured.err
 
 
+def test_commands_of_others_lead_to_ours(capsys):
+    for name, ours in COMMANDS_OF_OTHERS.items():
+        assert cli.main([name]) == cli.BAD_INPUT
+        assert f"there is no command {name!r}: flexengine {ours}" in capsys.readouterr().err
+        assert ours.split()[0] in cli.COMMANDS
+    with pytest.raises(SystemExit):
+        cli.main(["train", "run.yaml"])
+    assert "unexpected argument 'run.yaml'; give --config run.yaml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--data-source", "synthetic"], "--model is missing"),
-        (["--model", "preset:demo"], "needs --dataset"),
         ([*SYNTHETIC, "--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
         (["--model", "no/such/folder", "--data-source", "synthetic"], "no such folder"),
         (["--model", "preset:llama-9", "--data-source", "synthetic"], "unknown preset 'llama-9'"),

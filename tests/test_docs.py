@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from flexengine.commands.plan_flags import FILES
-from flexengine.options.hf_names import OTHERWISE, SAME
 from flexengine.options.option import flag_of, options_of
+from flexengine.options.other_names import BY_VALUE, OTHERWISE, SAME
 from flexengine.options.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +73,7 @@ def test_flags_that_are_named_exist(page):
     --rank shows how to add one."""
     sources = "".join(path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py"))
     known = {option.flag for option in options_of(TrainConfig).values()} | {flag_of(name) for name in FILES}
-    known |= {flag_of(name) for name in (*SAME, *OTHERWISE)}
+    known |= {flag_of(name) for name in (*SAME, *BY_VALUE, *OTHERWISE)}
     known |= {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), "--rank", *OF_TORCHRUN, *OF_SLURM}
     known |= OF_SERVERS if page.name == "export.md" else set()
     text = page.read_text().replace("unknown flag --max-gpu-mem;", "")

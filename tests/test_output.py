@@ -19,6 +19,7 @@ from flexengine.output import Output
 from flexengine.run.callbacks import Callback
 from flexengine.run.trackers import WandbTracker
 from flexengine.run.trainer import train
+from tests.conftest import heed_interrupts
 from tests.failures.provoke import arguments, write_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -232,3 +233,14 @@ def test_an_output_is_its_stream_in_everything_else():
     assert (shown.encoding, shown.isatty(), shown.write("a🧮\ud800")) == ("latin-1", False, 3)
     shown.flush()
     assert shown.buffer.getvalue() == b"a\\U0001f9ee\\ud800"
+
+
+def test_children_of_tests_heed_interrupts_also_under_nohup():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        heed_interrupts()
+        child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+        said = subprocess.run([sys.executable, "-c", child], check=True, capture_output=True, text=True).stdout
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert said == "True\n"

@@ -29,6 +29,8 @@ FORMATS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+SINGLE_FORMATS = {".txt": "txt", ".pt": "pt"}
+"""Formats of files that are named themselves; in a folder such files may be notes or weights."""
 NOT_DATA = frozenset({"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"})
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -46,6 +48,14 @@ def format_of(path: str) -> str | None:
     kind = FORMATS.get(PurePosixPath(pure.stem).suffix if compressed else pure.suffix)
     hidden = any(part.startswith((".", "__")) for part in pure.parts)
     return None if hidden or pure.name in NOT_DATA or (compressed and kind in ("parquet", "arrow")) else kind
+
+
+def kind_of(name: str) -> str | None:
+    """The format of a file that is named itself: as `format_of`, or txt (also .gz) or pt."""
+    pure = PurePosixPath(name.lower())
+    compressed = pure.suffix == ".gz"
+    single = SINGLE_FORMATS.get(PurePosixPath(pure.stem).suffix if compressed else pure.suffix)
+    return format_of(name) or (None if compressed and single == "pt" else single)
 
 
 def select_data_files(paths: list[str], readme: str | None, split: str, config: str | None) -> list[str]:

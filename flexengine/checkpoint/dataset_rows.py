@@ -1,6 +1,7 @@
 """Rows of data files, whatever their format, in order and a bounded piece of a file at a time; and JSON lines of them.
 
-JSON stays JSON: libraries that read it into typed columns add nulls for keys that other rows have, which would change
+A plain text is given in blocks of lines, and a file of torch.save in the lists and tensors that it holds. JSON stays
+JSON: libraries that read it into typed columns add nulls for keys that other rows have, which would change
 tool calls and their schemas. Parquet and Arrow are read through pyarrow, and such nulls are taken out.
 """
 
@@ -24,13 +25,15 @@ from typing import Any, BinaryIO, TextIO
 
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.checkpoint.bounded_process import report_alive
-from flexengine.checkpoint.dataset_files import format_of
+from flexengine.checkpoint.dataset_files import kind_of
 from flexengine.checkpoint.manifest import DownloadError, FileRecord
 from flexengine.wording import parse_json, shown
 
 PARQUET_BATCH_ROWS = 1024  # bounds memory to a batch of rows instead of a row group
 MAX_ROW_BYTES = 2**26  # one row in memory is several times its bytes; the longest sequence is a quarter of this
 READ_BYTES = 2**20
+TEXT_BYTES = 2**20  # of a plain text that become one record, which is split into sequences
+TORCH_CPU_S, TORCH_BYTES_PER_CPU_S = 20.0, 50e6  # to import torch, and to read a file of it
 LONGEST_WORD = 16  # of JSON's names and escapes, which the end of a buffer may cut
 ARCHIVES = frozenset({".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".tgz", ".7z"})
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -101,9 +104,16 @@ def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
     Raises: ValueError naming file and place for a file that cannot be read (on), or for a row of more than
     MAX_ROW_BYTES.
     """
-    kind = format_of(path.name)
+    kind = kind_of(path.name)
     _refuse_other_files(path)
     try:
+        if kind == "txt":
+            with _open(path) as file:
+                yield from _text_blocks(file, path)
+            return
+        if kind == "pt":
+            yield from ((row, f"{path}, record {i}") for i, row in enumerate(_torch_rows(path), start=1))
+            return
         if kind in ("parquet", "arrow"):
             rows = _parquet_rows(path) if kind == "parquet" else _arrow_rows(path)
             yield from ((without_nulls(row), f"{path}, row {i}") for i, row in enumerate(rows, start=1))
@@ -117,6 +127,67 @@ def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
         raise ValueError(f"{path}: damaged gzip data ({error}), and so at its source; tell its authors.") from error
     except UnicodeDecodeError as error:
         raise ValueError(_not_text(str(path), error)) from error
+
+
+def _text_blocks(file: BinaryIO, path: Path) -> Iterator[tuple[Any, str]]:
+    """Texts of whole lines of about TEXT_BYTES each: a longer text would be in memory several times."""
+    block, first = b"", 1
+    for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
+        if len(line) > MAX_ROW_BYTES:
+            raise ValueError(f"{path}, line {number}: longer than {MAX_ROW_BYTES >> 20} MiB; break the line")
+        block += line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if len(block) >= TEXT_BYTES:
+            yield {"text": block.decode("utf-8")}, f"{path}, line {first}"
+            block, first = b"", number + 1
+    if block.strip():
+        yield {"text": block.decode("utf-8")}, f"{path}, line {first}"
+
+
+def _torch_rows(path: Path) -> Iterator[Any]:
+    """Records of a file of torch.save: token ids as a tensor, columns of them, or a list of records, ids or texts.
+
+    Only tensors and plain values are read (weights_only), so that no code of the file runs.
+    """
+    import torch  # noqa: PLC0415 - downloads do without
+
+    report_alive(path.name, TORCH_CPU_S + path.stat().st_size / TORCH_BYTES_PER_CPU_S)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # a stranger's file: it may fail in any way
+        said = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"{path}: torch.load with weights_only, which runs no code of the file, does not read it: {said}; save a"
+            " tensor of token ids, or lists and dicts of such"
+        ) from None
+    if isinstance(found, torch.Tensor):
+        found = {"input_ids": found}
+    if isinstance(found, dict) and "input_ids" in found:
+        return map(_plain, _rows_of_columns(found, path))
+    if not isinstance(found, (list, tuple)):
+        raise ValueError(f"{path}: holds a {type(found).__name__}, expected a tensor, a list, or a dict with input_ids")
+    named = {str: "text", list: "input_ids", tuple: "input_ids", torch.Tensor: "input_ids"}
+    return (_plain({named[type(row)]: row} if type(row) in named else row) for row in found)
+
+
+def _plain(row: Any) -> Any:
+    """A record with lists in place of tensors."""
+    if not isinstance(row, dict):
+        return row
+    return {str(key): value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()}
+
+
+def _rows_of_columns(columns: dict[Any, Any], path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of columns of the same length; one row where input_ids are those of a single sequence."""
+    ids = columns["input_ids"]
+    depth = ids.dim() if hasattr(ids, "dim") else 1 + bool(len(ids) and not isinstance(ids[0], int))
+    if depth == 1:
+        return iter([columns])
+    lengths = {str(name): len(column) for name, column in columns.items()}
+    if depth != 2 or len(set(lengths.values())) != 1:
+        raise ValueError(f"{path}: input_ids are {depth} deep and columns have {lengths} rows; expected one row each")
+    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 def _refuse_other_files(path: Path) -> None:

@@ -16,6 +16,12 @@ _HUB_CACHE = re.compile(r"models--(?P<repo>.+)/snapshots/(?P<revision>[0-9a-f]{4
 """The end of a folder's path in the cache of huggingface_hub, which names repository and commit."""
 
 
+def hub_place(folder: Path) -> tuple[str, str] | None:
+    """The repository and commit of a folder in the cache of huggingface_hub; None for one elsewhere."""
+    cached = _HUB_CACHE.search(folder.resolve().as_posix())
+    return None if cached is None else (cached["repo"].replace("--", "/"), cached["revision"])
+
+
 def base_of(folder: Path | None, name: str) -> dict[str, Any]:
     """Name the model or adapter in a folder that a run begins with, by what others can look up; no local path.
 
@@ -30,9 +36,8 @@ def base_of(folder: Path | None, name: str) -> dict[str, Any]:
         manifest = read_manifest(folder)
         found |= {key: manifest[key] for key in ("repo", "revision") if key in manifest}
         found["manifest_sha256"] = sha256_of(folder / FOLDER_MANIFEST)
-    elif cached := _HUB_CACHE.search(folder.resolve().as_posix()):
-        found |= {"name": cached["repo"].replace("--", "/"), "repo": cached["repo"].replace("--", "/")}
-        found["revision"] = cached["revision"]
+    elif cached := hub_place(folder):
+        found |= {"name": cached[0], "repo": cached[0], "revision": cached[1]}
     configs = [folder / file for file in (CONFIG_FILE, ADAPTER_CONFIG) if (folder / file).is_file()]
     return {**found, "config_sha256": sha256_of(configs[0])} if configs else found
 

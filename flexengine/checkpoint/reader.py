@@ -70,7 +70,7 @@ class CheckpointReader:
         shard lacks, and when two shards hold the same tensor.
         """
         folder = Path(folder)
-        weight_map, index_metadata = _find_files(folder, index_file)
+        weight_map, index_metadata = find_files(folder, index_file)
         files = [SINGLE_FILE] if weight_map is None else list(dict.fromkeys(weight_map.values()))
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
@@ -238,7 +238,7 @@ class CheckpointReader:
         return self.tensors[name]
 
 
-def _find_files(folder: Path, index_file: str) -> tuple[dict[str, str] | None, dict[str, str]]:
+def find_files(folder: Path, index_file: str) -> tuple[dict[str, str] | None, dict[str, str]]:
     """The index's weight map and metadata, or (None, {}) where a single file holds everything."""
     if index_file == INDEX_FILE and (folder / SINGLE_FILE).is_file():
         return None, {}

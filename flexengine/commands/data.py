@@ -17,7 +17,7 @@ PREVIEWED = [
     options_of(TrainConfig)[name]
     for name in (
         *("max_seq_len", "truncate_long", "train_on", "template_date", "data_cache"),
-        *("bad_records", "adapter", "add_tokens", "resize_embeddings"),
+        *("columns", "max_records", "bad_records", "adapter", "add_tokens", "resize_embeddings"),
     )
 ]
 """Options that mean what they mean to `train`, beside --model and --dataset."""
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
-    from flexengine.data import TokenizerOptions, TokenizerProcess, parse_source, prepare_sources  # noqa: PLC0415
+    from flexengine.data import TokenizerOptions, TokenizerProcess, prepare_sources, sources_of  # noqa: PLC0415
     from flexengine.data.preview import MARKS, preview  # noqa: PLC0415
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
     from flexengine.request import with_new_tokens  # noqa: PLC0415
@@ -50,7 +50,7 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
         folder, source.spec.vocab_size, source.new_tokens, options["template_date"], options["train_on"] or "assistant"
     )
     tokenizer = TokenizerProcess(about)
-    sources = [parse_source(text) for text in arguments.dataset]
+    sources = sources_of(arguments.dataset, options["columns"], options["max_records"])
     lengths = options["max_seq_len"], options["truncate_long"]
     prepared = prepare_sources(sources, tokenizer, *lengths, cache, options["bad_records"])
     print(f"tokenizer: {folder}; trained tokens stand between {MARKS[0]} and {MARKS[1]}")
@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         " cut or left out and why. Tokens are kept for the run.",
     )
     options = options_of(TrainConfig)
-    shown.add_argument("--model", required=True, help="model folder, for its tokenizer and chat template (required)")
+    shown.add_argument(
+        "--model", required=True, help="model folder or id on the hub, for its tokenizer and chat template (required)"
+    )
     shown.add_argument(
         "--dataset", nargs="+", required=True, metavar="PLACE[:SPLIT][=WEIGHT]", help=f"{options['dataset'].help}"
     )

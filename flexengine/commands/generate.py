@@ -123,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         " the host; keys, values and states of the answers count in the budget.",
     )
     parser.add_argument(
-        "--model", required=True, help="model folder, such as final/ of a run, or preset:NAME (required)"
+        "--model",
+        required=True,
+        help="model folder, such as final/ of a run, an id on the hub (ORG/NAME), or preset:NAME (required)",
     )
     parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="prompts, each a user's message")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ...}')

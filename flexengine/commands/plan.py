@@ -30,7 +30,7 @@ from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
 from flexengine.reports.plan_text import report, shortage_report
-from flexengine.request import described, make_request, probe_shape, with_new_tokens, with_read_adapter
+from flexengine.request import budgets_found, described, make_request, probe_shape, with_new_tokens, with_read_adapter
 
 DOES_NOT_FIT = 2
 """Exit status when nothing fits, as for any request that cannot be carried out."""
@@ -58,8 +58,11 @@ def main(argv: Sequence[str]) -> int:
     if flags.compare:
         return _compare(asked)
     profile = machine(asked, flags.gpu)
+    request = request_of(asked, job, profile)
+    if found := budgets_found(job, request, profile, profile.device_type):
+        print(found, file=sys.stderr)
     try:
-        plan = plan_for_ranks(model, request_of(asked, job, profile), profile, _network_bytes_per_s(flags))
+        plan = plan_for_ranks(model, request, profile, _network_bytes_per_s(flags))
     except ShortageError as error:
         return _does_not_fit(asked, profile, error)
     return _fits(asked, Picture(plan, model, profile))

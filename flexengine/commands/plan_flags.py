@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from flexengine.commands.files import check_target
@@ -13,13 +13,15 @@ from flexengine.models.preset_files import preset_names
 from flexengine.options.flags import add_flag, from_flags, positive_count, positive_number
 from flexengine.options.job import Job
 from flexengine.options.option import flag_of, options_of
+from flexengine.options.other_names import translated_flags
+from flexengine.options.train_config import TrainConfig
 from flexengine.wording import FlagParser
 
 FILES = ("timeline", "html", "plan_json")
 """Flags that name a file to be written."""
 BUDGETS = {
-    "max_gpu_mem_gib": "GPU memory budget of the process in GiB (default: all of the card)",
-    "max_host_mem_gib": "host memory budget of the process in GiB (default: all of the machine)",
+    "max_gpu_mem_gib": "GPU memory budget of the process in GiB (default: the card's less a reserve)",
+    "max_host_mem_gib": "host memory budget of the process in GiB (default: the machine's less a reserve)",
 }
 """Budgets mean what they mean to `train`, but nobody else's memory counts: what is planned for may be elsewhere."""
 JOB = [option for option in options_of(Job).values() if option.decides_plan]
@@ -29,7 +31,11 @@ WORK = [option for option in JOB if option.name not in (*BUDGETS, "device")]
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
     """The flags, and the job that they describe. Raises: ValueError for what is wrong whatever the model is."""
-    arguments = plan_parser().parse_args(argv)
+    parser = plan_parser()
+    known = {action.dest for action in parser._actions}
+    argv = translated_flags(argv, known)
+    _refuse_options_of_runs(argv, known)
+    arguments = parser.parse_args(argv)
     _check_files(arguments)
     if arguments.network_gbit_per_s is not None and arguments.nodes == 1:
         raise ValueError("--network-gbit-per-s is about several nodes, and there is one; give --nodes, or leave it out")
@@ -42,6 +48,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
             raise ValueError(f"--compare {case}: a budget must be more than 0 GiB, got {budget:g}")
         _check_largest(f"--compare {case}: a budget", budget, host.most)
     return arguments, Job(**job)
+
+
+def _refuse_options_of_runs(argv: Sequence[str], known: Collection[str]) -> None:
+    """Raise ValueError for an option of `train` that no plan depends on."""
+    for argument in argv:
+        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and name in options_of(TrainConfig) and name not in known:
+            raise ValueError(f"{flag_of(name)} is an option of train that no plan depends on; leave it out")
 
 
 def budget_of_case(case: str) -> float | None:
@@ -76,7 +90,8 @@ def plan_parser() -> FlagParser:
         "--model",
         required=True,
         metavar="DIR_OR_PRESET",
-        help="Hugging Face model folder (a config.json is enough), or preset:NAME (required)",
+        help="Hugging Face model folder (a config.json is enough), an id on the hub (ORG/NAME[@REVISION], of which"
+        " config and tokenizer are fetched), or preset:NAME (required)",
     )
     _add_machine(parser.add_argument_group("machine and budgets"))
     work = parser.add_argument_group("work and numerics, as in train")

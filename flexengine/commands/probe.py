@@ -70,7 +70,9 @@ def _preset(name: str) -> tuple[HardwareProfile, list[str]]:
 
 def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
     """Give the profile of this machine, and tell where it comes from."""
-    shape = DEFAULT_SHAPE if arguments.model is None else probe_shape(open_model(arguments.model).spec)
+    shape = (
+        DEFAULT_SHAPE if arguments.model is None else probe_shape(open_model(arguments.model, needs_weights=False).spec)
+    )
     dtype = arguments.dtype or DTYPE.default
     device = choose_device(arguments.device or DEVICE.default)
     # Timed here because a remembered profile answers at once, and the difference is worth telling.

@@ -3,7 +3,7 @@
 from flexengine.data.batches import Batch, GlobalBatches
 from flexengine.data.prepare import Prepared, prepare_sequences, prepare_sources
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord, parse_record
-from flexengine.data.sources import Source, parse_source, read_json_sft
+from flexengine.data.sources import Source, parse_source, read_json_sft, sources_of
 from flexengine.data.store import StoredSequences, default_cache
 from flexengine.data.synthetic import SyntheticBatches
 from flexengine.data.tokenizer import ChatTokenizer
@@ -32,4 +32,5 @@ __all__ = [
     "prepare_sequences",
     "prepare_sources",
     "read_json_sft",
+    "sources_of",
 ]

@@ -8,14 +8,16 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from flexengine.checkpoint.bounded_process import report_alive
+from flexengine.checkpoint.hub_errors import without_secrets
+from flexengine.checkpoint.web_file import fetched
 from flexengine.data.bad_records import BadRecords, Policy
 from flexengine.data.records import TokenizedRecord
-from flexengine.data.sources import NotFromHubError, Reader, Source
+from flexengine.data.sources import WEB, NotFromHubError, Reader, Source
 from flexengine.data.store import (
     Cut,
     StoredSequences,
@@ -110,7 +112,7 @@ def _bad_lines(table: TokenTable, place: str) -> list[str]:
 
 def _path(place: str) -> str:
     """A place as messages about its records begin: without "./" and the like."""
-    return str(Path(place)) if place else ""
+    return place if WEB.fullmatch(place) else str(Path(place)) if place else ""
 
 
 class TableMaker(Protocol):
@@ -137,8 +139,16 @@ def prepare_sources(
     Raises ValueError for records that cannot be read, unless bad_records says to skip them, or when a source leaves
     nothing to train on, saying why.
     """
-    tables = ((source, _open(source, tokenizer, cache, bad_records)) for source in sources)
-    return [prepare_table(table, max_seq_len, truncate_long, source.place, source.weight) for source, table in tables]
+    tables = ((source, _open(_on_disk(source, cache), tokenizer, cache, bad_records)) for source in sources)
+    return [
+        prepare_table(table, max_seq_len, truncate_long, without_secrets(source.place), source.weight)
+        for source, table in tables
+    ]
+
+
+def _on_disk(source: Source, cache: Path | None) -> Source:
+    """The source with what is on the web in a file. Raises ValueError as `fetched`."""
+    return replace(source, place=str(fetched(source.place, cache))) if WEB.fullmatch(source.place) else source
 
 
 def prepare_sequences(records: Iterable[TokenizedRecord], max_seq_len: int, truncate_long: bool) -> Prepared:
@@ -167,6 +177,9 @@ def prepare_table(
 def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | None, bad_records: Policy) -> TokenTable:
     """The tokens of a source. Raises ValueError as `prepare_sources`, also where an earlier run skipped bad records."""
     if source.is_shard:
+        if source.columns or source.max_records is not None:
+            given = "--columns" if source.columns else f"--max-records {source.max_records}"
+            raise ValueError(f"data set {source.place}: {given} is about records, and a shard of tokens has none")
         return open_shard(Path(source.place), tokenizer.num_ids)
     with tempfile.TemporaryDirectory(prefix="flexengine-tokens") as folder:
         scratch = Path(folder, "table")
@@ -212,7 +225,7 @@ def make_table(
 
 def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
     """A link in the cache to the tokens of a data set of the hub, as it last was, for runs without a network."""
-    place = (source.place, source.config, source.split)
+    place = (source.place, source.config, source.split, repr(source.columns), repr(source.max_records))
     return cache / f"hub-{_digest(*place, tokenizer.key(), _code_key())}"
 
 

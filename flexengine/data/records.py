@@ -4,9 +4,9 @@
 |---|---|
 | {"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"}, ...]} | the conversation |
 | {"prompt": [...], "completion": [...]} (lists of messages) | one conversation; only the completion is trained |
-| {"instruction", "input"?, "output", "history"?} | earlier pairs, then user: instruction, input; assistant: output |
-| {"prompt", "completion" or "response"}, {"question", "answer"} | user, assistant |
-| {"text"} | plain text: every token is a target |
+| {"instruction", "input" or "context"?, "output" or "response", "history"?} | earlier pairs, then user, assistant |
+| {"prompt", "completion" or "response"}, {"question", "answer"} and other PAIRS | user, assistant |
+| {"text"}, {"content"} | plain text: every token is a target |
 | {"input_ids", "labels" or a mask} | tokens as they are |
 
 Beside a conversation: "system", "tools" (or "functions"), and "chat_template_kwargs" for the template. A turn may carry
@@ -76,16 +76,26 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 CALL_ROLES = ("function_call", "tool_call")
 """Speakers whose text is the call itself."""
 
-PAIRS = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
+PAIRS = (
+    *(("instruction", "output"), ("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
+    *(("prompt", "answer"), ("query", "response"), ("instruction", "response"), ("question", "response")),
+    *(("problem", "solution"), ("input", "output")),
+)
 """(question key, answer key) of the single-turn formats, first match wins."""
+BESIDE_INSTRUCTION = ("input", "context")
+"""What follows an instruction in the user's turn, where it is there."""
+TEXTS = ("text", "content")
 
 KNOWN_FORMATS = (
     '{"messages": [{"role", "content"}]}',
     '{"conversations": [{"from", "value"}]}',
-    '{"instruction", "input"?, "output"}',
-    '{"prompt", "completion" | "response"}',
-    '{"question", "answer"}',
-    '{"text"}',
+    '{"instruction", "input" | "context"?, "output" | "response"}',
+    '{"prompt", "completion" | "response" | "answer"}',
+    '{"question", "answer" | "response"}',
+    '{"query", "response"}',
+    '{"problem", "solution"}',
+    '{"input", "output"}',
+    '{"text" | "content"}',
     '{"input_ids", "labels"?}',
 )
 PREFERENCES = (("chosen", "rejected"), ("completion_a", "completion_b"))
@@ -96,6 +106,10 @@ TURN_KEYS = {*TURN_OPTIONS, "role", "content", "from", "value", "tool_calls", "f
 PART_KEYS = {"type", "text"}
 CALL_KEYS = {"id", "type", "function", "name", "arguments", "parameters"}
 CHAT_KEYS = {"system", "system_prompt", "tools", "functions", "chat_template_kwargs"}
+
+KNOWN_NAMES = ("messages", *dict.fromkeys(key for pair in PAIRS for key in pair), *TEXTS, "input_ids", "labels")
+KNOWN_NAMES += ("context", "history", "system", "tools")
+"""Names that --columns may give to columns."""
 
 
 def parse_record(raw: Any, where: str, unread: Counter[str] | None = None) -> Record:
@@ -117,6 +131,21 @@ def parse_record(raw: Any, where: str, unread: Counter[str] | None = None) -> Re
         unread.update(inside)
         unread.update(str(key) for key in given.keys() - read if _says_something(given[key]))
     return replace(record, where=where)
+
+
+def named_columns(row: Any, columns: Mapping[str, str], unread: Counter[str] | None = None) -> Any:
+    """Give a row with its columns under the names that records have. columns: name of a record -> column of the row.
+
+    A row that has none of these columns stays as it is: it may be of another schema. A column whose name another one
+    takes is counted in `unread`.
+    """
+    if not isinstance(row, dict) or not any(column in row for column in columns.values()):
+        return row
+    rest = {name: value for name, value in row.items() if name not in columns.values()}
+    hidden = rest.keys() & columns.keys()
+    if unread is not None:
+        unread.update(f"the column {name}, whose name --columns gives to another," for name in hidden if rest[name])
+    return {**rest, **{name: row[column] for name, column in columns.items() if column in row}}
 
 
 def remarks(record: Record) -> Iterator[str]:
@@ -146,15 +175,18 @@ def _parse(raw: dict[str, Any], where: str, unread: Counter[str], nulls: set[str
             return _chat(raw, _turns(raw[key], where, unread), where), {key, *CHAT_KEYS}
     for question_key, answer_key in PAIRS:
         if question_key in raw and answer_key in raw:
-            read = {question_key, answer_key, *CHAT_KEYS, *(("input", "history") if answer_key == "output" else ())}
+            beside = (*BESIDE_INSTRUCTION, "history") if question_key == "instruction" else ()
+            read = {question_key, answer_key, *CHAT_KEYS, *beside}
             return _chat(raw, _pair(raw, question_key, answer_key, where, unread), where), read
-    if "text" in raw:
-        return Record(text=_string(raw, "text", where)), {"text"}
+    for key in TEXTS if "role" not in raw else ():
+        if key in raw:
+            return Record(text=_string(raw, key, where)), {key}
     if "input_ids" in raw:
         return Record(tokens=tokens_of(raw, where)), {*TOKEN_KEYS}
     without = f" (null: {_keys(nulls)})" if nulls else ""
     raise ValueError(
-        f"{where}: unknown record format with keys {_keys(raw)}{without}\n  known formats: {', '.join(KNOWN_FORMATS)}"
+        f"{where}: unknown record format with keys {_keys(raw)}{without}\n  known formats: {', '.join(KNOWN_FORMATS)};"
+        " columns of other names are named by --columns prompt=NAME answer=NAME"
     )
 
 
@@ -307,9 +339,9 @@ def _pair(raw: dict[str, Any], question_key: str, answer_key: str, where: str, u
     if isinstance(raw[question_key], list) or isinstance(raw[answer_key], list):
         return _prompt_and_completion(raw, question_key, answer_key, where, unread)
     question, answer = _string(raw, question_key, where), _string(raw, answer_key, where)
-    if answer_key == "output" and raw.get("input"):
-        question = f"{question}\n\n{_string(raw, 'input', where)}"
-    earlier = raw.get("history") or []
+    for key in BESIDE_INSTRUCTION if question_key == "instruction" else ():
+        question += f"\n\n{_string(raw, key, where)}" if raw.get(key) else ""
+    earlier = (raw.get("history") or []) if question_key == "instruction" else []
     if not isinstance(earlier, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in earlier):
         raise ValueError(f"{where}: history must be a list of pairs of question and answer, found {shown(earlier)}")
     pairs = [(_string({"history": q}, "history", where), _string({"history": a}, "history", where)) for q, a in earlier]

@@ -11,17 +11,20 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.checkpoint.atomic import sha256_of
-from flexengine.checkpoint.dataset_files import README, check_card, format_of, left_aside, select_data_files
+from flexengine.checkpoint.dataset_files import README, check_card, format_of, kind_of, left_aside, select_data_files
 from flexengine.checkpoint.dataset_rows import read_rows, without_nulls
 from flexengine.checkpoint.manifest import DownloadError
+from flexengine.checkpoint.web_file import is_private, name_in
 from flexengine.data.bad_records import BadRecords
-from flexengine.data.records import Record, parse_record, remarks
+from flexengine.data.records import KNOWN_NAMES, Record, named_columns, parse_record, remarks
 from flexengine.data.store import SHARD_SUFFIXES
+from flexengine.wording import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +33,17 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DEFAULT_SPLIT = "train"
 SLICE = re.compile(r"(:\w*)?\[[^\]]*\]$")
 """Behind a split, as `train[:10%]`."""
-WANTED = "--dataset wants a JSON or JSON Lines file, CSV, Parquet, Arrow, a folder of them, or an id on the hub"
+WEB = re.compile(r"https?://\S+")
+WANTED = (
+    "--dataset wants a JSON or JSON Lines file, CSV, Parquet, Arrow, .txt or .pt, a folder of them, an id on the hub,"
+    " or an https address of such a file"
+)
 ONCE = "That can be read only once, and a run may read its data again: write them to a file first"
 NO_PLACES = (
     (r"^-$", f"the standard input is not read. {ONCE}"),
     (r"^file://", "write the path alone, without file://"),
     (r"^hf://", "write ORG/NAME, without hf://datasets/"),
-    (r"^\w+://", "addresses are not fetched; download the file first, or name an id on the hub as ORG/NAME"),
+    (r"^\w+://", "only https addresses are fetched; download the file first, or name an id on the hub as ORG/NAME"),
     (r"^~", "the shell replaces ~ only outside of quotes; write the whole path"),
     (r"=[\d.,]+%?$", "no such file; a weight is a number behind =, such as =0.5"),
     (r"[*?]", "no such file; the shell replaces patterns only outside of quotes, and a folder can be named as a whole"),
@@ -48,17 +55,46 @@ SHOWN_FILES = 6
 
 @dataclass(frozen=True)
 class Source:
-    """One place of records; weight says how often an epoch sees it (0.5: half of it, 2: twice)."""
+    """One place of records; weight says how often an epoch sees it (0.5: half of it, 2: twice).
+
+    columns: pairs of the name that a column has in records and its own. max_records: how many are read, the first ones.
+    """
 
     place: str
     split: str = DEFAULT_SPLIT
     config: str | None = None
     weight: float = 1.0
+    columns: tuple[tuple[str, str], ...] = ()
+    max_records: int | None = None
 
     @property
     def is_shard(self) -> bool:
         """Whether it holds tokens rather than records."""
         return Path(self.place).suffix in SHARD_SUFFIXES
+
+
+def parse_columns(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Read what --columns says, as NAME=COLUMN with names that records have. Raises ValueError for other names."""
+    pairs = [text.partition("=") for text in given]
+    wrong = next((text for text, (_, _, column) in zip(given, pairs, strict=True) if not column), None)
+    if wrong is not None:
+        raise ValueError(f"--columns {wrong}: write NAME=COLUMN, such as prompt=input answer=target")
+    names = Counter(name for name, _, _ in pairs)
+    for name, count in names.items():
+        if name not in KNOWN_NAMES:
+            raise ValueError(
+                f"--columns {name}=...: records have no {name}{did_you_mean(name, KNOWN_NAMES)}; they have"
+                f" {', '.join(KNOWN_NAMES)}"
+            )
+        if count > 1:
+            raise ValueError(f"--columns gives {name} twice; give it once")
+    return tuple((name, column) for name, _, column in pairs)
+
+
+def sources_of(places: Sequence[str], columns: Sequence[str] = (), max_records: int | None = None) -> list[Source]:
+    """The sources that options name. Raises ValueError as `parse_source` and `parse_columns`."""
+    named = parse_columns(columns)
+    return [replace(parse_source(text), columns=named, max_records=max_records) for text in places]
 
 
 def parse_source(text: str) -> Source:
@@ -67,6 +103,8 @@ def parse_source(text: str) -> Source:
     name, weight = (match[1], float(match[2])) if match else (text, 1.0)
     if weight <= 0:
         raise ValueError(f"data set {text}: a weight must be more than 0; leave the data set out instead")
+    if WEB.fullmatch(text):
+        return _on_the_web(*((text, 1.0) if match is None or "?" in match[1] else (name, weight)))
     place, rest = _place(name)
     _check_place(text, name, place)
     if len(rest) > 2:
@@ -78,6 +116,16 @@ def parse_source(text: str) -> Source:
             " name a folder with files for each split"
         )
     return Source(place, split or DEFAULT_SPLIT, config, weight)
+
+
+def _on_the_web(url: str, weight: float) -> Source:
+    """A file of the web, which is fetched when it is read. Raises ValueError where the address cannot be of one."""
+    name = name_in(url)
+    if not is_private(url):
+        raise ValueError(f"data set {url}: what comes over http may be changed on the way; give an https address")
+    if not (kind_of(name) or Path(name).suffix in SHARD_SUFFIXES):
+        raise ValueError(f"data set {url}: the address ends in {name or 'no name of a file'}; {WANTED}")
+    return Source(url, weight=weight)
 
 
 def _place(name: str) -> tuple[str, list[str]]:
@@ -92,7 +140,7 @@ def _check_place(text: str, name: str, place: str) -> None:
     """Raise ValueError, with the reason, where a name can be no source. text: as it was given, with weight and all."""
     if SLICE.search(name) and not os.path.exists(name):
         raise ValueError(
-            f"data set {text}: a part of a split is not read; write these records to a file, or give a weight:"
+            f"data set {text}: a part of a split is not read; --max-records N reads the first ones, and a weight as in"
             f" {SLICE.sub('', name)}=0.1 takes a tenth of them, another tenth in each epoch"
         )
     if os.path.exists(place):
@@ -125,9 +173,10 @@ class Reader:
 
     def key(self) -> str:
         """A digest of the contents."""
-        if self._hub is not None:
-            return self._hub.key
-        parts = [f"{format_of(path.name)} {sha256_of(path)}" for path in self._files]
+        parts = [f"{kind_of(path.name)} {sha256_of(path)}" for path in self._files]
+        parts += [] if self._hub is None else [self._hub.key]
+        parts += [f"columns {sorted(self.source.columns)}"] if self.source.columns else []
+        parts += [f"first {self.source.max_records}"] if self.source.max_records is not None else []
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def records(self, bad: BadRecords | None = None) -> Iterator[Record]:
@@ -135,13 +184,13 @@ class Reader:
 
         Raises ValueError naming file and place of what cannot be read; without `bad`, at the first.
         """
-        found, bad = False, bad or BadRecords()
-        for row, where in self._rows():
+        found, bad, columns = False, bad or BadRecords(), dict(self.source.columns)
+        for row, where in islice(self._rows(), self.source.max_records):
             found = True
             try:
                 if isinstance(row, ValueError):
                     raise row
-                record = parse_record(row, where, self.unread)
+                record = parse_record(named_columns(row, columns, self.unread), where, self.unread)
             except ValueError as error:
                 bad.leave_out(error)
                 continue

@@ -98,6 +98,7 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
 
     def table(source: dict[str, Any], cache: str | None, scratch: str, bad_records: Policy) -> str:
         place = None if cache is None else Path(cache)
+        source["columns"] = tuple(tuple(pair) for pair in source["columns"])
         return str(make_table(Source(**source), tokenizer, place, Path(scratch), bad_records))
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:

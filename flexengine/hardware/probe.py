@@ -3,12 +3,14 @@
 import logging
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from flexengine.hardware.busy import busy_signs
 from flexengine.hardware.cache import age_s, profile_path, read_cached, write_cached
 from flexengine.hardware.host_memory import host_memory
 from flexengine.hardware.host_samples import pooled
@@ -93,8 +95,7 @@ def run_probe(
     if device.type == "cuda":
         note_baseline()
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    else:
-        shape = ProbeShape(_nearby_size(shape.hidden_size), _nearby_size(shape.intermediate_size), CPU_HEAD_DIM)
+    shape = _measured_shape(device, shape)
     path = _path(device, dtype, shape)
     profile = None if force else read_cached(path)
     from_cache = profile is not None
@@ -103,6 +104,22 @@ def run_probe(
         profile = pooled(found, _samples_path(device, dtype), anew=force)
         path = path if write_cached(path, _for_later(profile)) else None
     return ProbeResult(_with_current_memory(profile, device), path, from_cache, age_s(path))
+
+
+def mend(
+    device: torch.device, dtype: torch.dtype, shape: ProbeShape, mended: Callable[[HardwareProfile], HardwareProfile]
+) -> bool:
+    """Change the remembered profile of a device by what a run showed; False where none is remembered."""
+    path = _path(device, dtype, _measured_shape(device, shape))
+    profile = read_cached(path)
+    return profile is not None and write_cached(path, mended(profile))
+
+
+def _measured_shape(device: torch.device, shape: ProbeShape) -> ProbeShape:
+    """Give the shape that is measured for a model's: on the CPU one of few."""
+    if device.type == "cuda":
+        return ProbeShape(*shape)
+    return ProbeShape(_nearby_size(shape.hidden_size), _nearby_size(shape.intermediate_size), CPU_HEAD_DIM)
 
 
 def check_multiplies_fp8(device: torch.device) -> None:
@@ -114,6 +131,12 @@ def check_multiplies_fp8(device: torch.device) -> None:
 
 def _measured(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:
     logger.info("measuring the rates of %s once (a few seconds)", device)
+    if signs := busy_signs():
+        logger.warning(
+            "the machine is busy (%s), so that these rates are of this moment: predictions will be too slow;"
+            " `flexengine probe --force` measures again when it is idle",
+            signs,
+        )
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
         return _probe_cuda(device, dtype, shape, scale) if on_cuda else _probe_cpu(dtype, shape, scale)

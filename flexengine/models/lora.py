@@ -29,7 +29,7 @@ from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
-from flexengine.options.lora import ALL_EXPERTS, ALL_LINEAR, LoRA
+from flexengine.options.lora import ALL_EXPERTS, ALL_LINEAR, EVERYTHING, KINDS, LoRA
 from flexengine.wording import did_you_mean, shown
 
 PEFT_PREFIX = "base_model.model."
@@ -251,8 +251,8 @@ def _spans(sources: Sequence[WeightSource], op: _Target) -> Iterator[tuple[Weigh
 def _hits(target: str, module: _Module, meant: _Meant) -> bool:
     """Whether a target means a module: all of a kind, its name or the end of it, or an expression for the whole
     name."""
-    if target in (ALL_LINEAR, ALL_EXPERTS):
-        return not module.router and module.expert == (target == ALL_EXPERTS)
+    if target in KINDS:
+        return not module.router and (target == EVERYTHING or module.expert == (target == ALL_EXPERTS))
     return not meant[target].isdisjoint(_names(module))
 
 
@@ -276,7 +276,7 @@ def _named_by_targets(model: ModelSpec, lora: LoRA) -> _Meant:
     names = {name for module in modules for name in _names(module)}.union(edge_modules(model))
     meant: _Meant = {}
     for target in lora.targets:
-        if target not in (ALL_LINEAR, ALL_EXPERTS):
+        if target not in KINDS:
             meant[target] = _named_by(target, names)
         hit = any(_hits(target, module, meant) for module in modules)
         edges = [module for module in edge_modules(model) if module in meant.get(target, ())]
@@ -292,7 +292,7 @@ def _named_by_targets(model: ModelSpec, lora: LoRA) -> _Meant:
             there = ", ".join(f"{name} ({count})" for name, count in short.items()) or "none"
             raise ValueError(
                 f"lora target {shown(target)}: no linear layer of {model.name}'s blocks has that name{guess}; there are"
-                f" {there}, and {ALL_LINEAR} for all of them"
+                f" {there}, and {ALL_LINEAR}, {ALL_EXPERTS} or {EVERYTHING} for all of a kind"
             )
     return meant
 

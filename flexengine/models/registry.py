@@ -1,4 +1,4 @@
-"""Turns what a person names, a folder or preset:NAME, into a ModelSpec.
+"""Turns what a person names, a folder, an id on the hub or preset:NAME, into a ModelSpec.
 
 No other module knows which families exist.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flexengine.checkpoint.manifest import check_acted_on
+from flexengine.checkpoint.manifest import DownloadError, check_acted_on
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
 from flexengine.models.any_family import dropout_notice, refuse_unsupported
@@ -21,7 +21,7 @@ from flexengine.models.quantised_weights import as_quantised, quantised_by, with
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
-from flexengine.wording import did_you_mean, parse_json, shown
+from flexengine.wording import did_you_mean, hub_model, parse_json, shown
 
 
 class Family(NamedTuple):
@@ -179,24 +179,25 @@ def build_model(name: str, config: Any) -> ModelSpec:
 
 
 def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelSource:
-    """Read the description of a Hugging Face folder or of a preset. Loads no weights.
+    """Read the description of a Hugging Face folder, of a model on the hub or of a preset. Loads no weights.
 
-    Raises ValueError when the name is empty, when there is no such preset or folder, when config.json is missing or
-    unreadable, when the folder has no safetensors weights (with needs_weights=False a config.json is enough), or when
-    a file that is read beside them is not what the manifest of the folder says.
+    An id, as ORG/NAME or ORG/NAME@REVISION, means the hub where there is no such folder: the files are fetched into its
+    cache first. Raises ValueError when the name is empty, when there is no such preset, folder or id, when config.json
+    is missing or unreadable, when there are no safetensors weights (with needs_weights=False a config.json is enough),
+    or when a file that is read beside them is not what the manifest of the folder says.
     """
     text = str(path_or_preset)
     if not text.strip():
-        raise ValueError(f"--model is empty: give a Hugging Face model folder or {PRESET_PREFIX}NAME")
+        raise ValueError(f"--model is empty: give a Hugging Face model folder, an id on the hub or {PRESET_PREFIX}NAME")
     if text.startswith(PRESET_PREFIX):
         return _open_preset(text.removeprefix(PRESET_PREFIX))
-    folder = Path(text)
+    folder, name = _folder_of(text, needs_weights)
     config = _read_config(folder)
     check_acted_on(folder)
     # Planning needs the config alone, so the weights may be missing there.
+    if not needs_weights and (name != folder.name or not any(folder.glob("*.safetensors"))):
+        return ModelSource(build_model(name, config), None, folder)
     if not any(folder.glob("*.safetensors")):
-        if not needs_weights:
-            return ModelSource(build_model(folder.name, config), None, folder)
         found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".pt", ".gguf"))[:3]
         raise ValueError(
             f"model folder {folder} has a config.json but no *.safetensors file"
@@ -204,37 +205,55 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
             " download the weights first: flexengine download model ORG/NAME --target DIR, or train from scratch with"
             " --init random"
         )
-    return ModelSource(_with_weights(folder, config, needs_weights), folder, folder)
+    return ModelSource(_with_weights(folder, name, config, needs_weights), folder, folder)
 
 
-def _with_weights(folder: Path, config: Any, needs_weights: bool) -> ModelSpec:
+def _folder_of(text: str, needs_weights: bool) -> tuple[Path, str]:
+    """Find the folder of a model, and its name; for an id on the hub, its place in the hub's cache."""
+    on_hub, folder = hub_model(text), Path(text)
+    if on_hub is None:
+        return folder, folder.name
+    from flexengine.checkpoint.hub_cache import cached_model  # noqa: PLC0415, a client that few need
+
+    try:
+        return cached_model(text, needs_weights), on_hub["name"]
+    except DownloadError as error:
+        preset = on_hub["name"].lower()
+        shape = f"\n  {PRESET_PREFIX}{preset} is its shape with random weights" if preset in preset_names() else ""
+        raise ValueError(f"model {text}: no such folder, and not to be had from the hub: {error}{shape}") from None
+
+
+def _with_weights(folder: Path, name: str, config: Any, needs_weights: bool) -> ModelSpec:
     """Describe a model by its config and, where that says that the weights are quantised, by what these are.
 
     needs_weights: a damaged checkpoint is refused, too. Reads headers only.
     """
     stated = without_quantisation(config) if isinstance(config, dict) else config
     if stated == config:
-        return build_model(folder.name, config)
+        return build_model(name, config)
     try:
         # Fine-tunes are saved in 16 bits with the config of the quantised model that they began with.
-        plain = build_model(folder.name, stated)
+        plain = build_model(name, stated)
         if reads_as_it_is(plain, folder):
             return replace(plain, notice="; ".join(filter(None, (plain.notice, NOT_QUANTISED))))
-        spec = build_model(folder.name, config)
+        spec = build_model(name, config)
         with open_checkpoint(spec, folder) as reader:
             return spec.named_as(reader.tensors)
     except CheckpointError:
         if needs_weights:
             raise
-    return build_model(folder.name, config)
+    return build_model(name, config)
 
 
-def open_initial(path_or_preset: str | Path, init: Literal["checkpoint", "random"]) -> ModelSource:
+def open_initial(
+    path_or_preset: str | Path, init: Literal["checkpoint", "random"], needs_weights: bool = True
+) -> ModelSource:
     """Read the description of a model that is trained from its weights, or from random ones.
 
-    Raises ValueError as `open_model`, and for random weights where the folder has some that would be passed over.
+    needs_weights: False for a plan alone. Raises ValueError as `open_model`, and for random weights where the folder
+    has some that would be passed over.
     """
-    source = open_model(path_or_preset, needs_weights=init == "checkpoint")
+    source = open_model(path_or_preset, needs_weights=needs_weights and init == "checkpoint")
     if init == "random" and source.weights_folder is not None:
         raise ValueError(
             f"init is random, but model folder {source.weights_folder} has weights; leave --init out to train these, or"
@@ -275,8 +294,7 @@ def _no_config(folder: Path) -> str:
         return f"model folder {name} has no config.json (found {found}); give the folder of a Hugging Face model"
     presets = [PRESET_PREFIX + preset for preset in preset_names()]
     meant = did_you_mean(PRESET_PREFIX + folder.name, presets)
-    hub = name if len(folder.parts) == 2 and not folder.is_absolute() else "ORG/NAME"
     return (
-        f"model {name}: no such folder{meant}\n  give a Hugging Face model folder (flexengine download model {hub} "
-        f"--target DIR makes one) or {PRESET_PREFIX}NAME, such as {PRESET_PREFIX}demo"
+        f"model {name}: no such folder{meant}\n  give a Hugging Face model folder, an id on the hub (ORG/NAME) or "
+        f"{PRESET_PREFIX}NAME, such as {PRESET_PREFIX}demo, which has random weights"
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from flexengine.options.option import FlagWords, Option
+from flexengine.options.other_names import FLOAT16, HALF
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -37,7 +39,15 @@ def add_flag(
         parser.add_argument(*names, action=argparse.BooleanOptionalAction, **keywords)
     else:
         metavar = None if option.choices else METAVARS[option.value_type]
-        parser.add_argument(*names, type=read or option.value_type, choices=option.choices, metavar=metavar, **keywords)
+        reader = partial(_read_choice, option) if option.choices else option.value_type
+        parser.add_argument(*names, type=read or reader, choices=option.choices, metavar=metavar, **keywords)
+
+
+def _read_choice(option: Option, text: str) -> str:
+    """Read one of the choices in any of its spellings."""
+    if text.lower() in HALF and option.name.endswith("dtype"):
+        raise argparse.ArgumentTypeError(FLOAT16)
+    return option.normalised(text)
 
 
 def option_help(option: Option) -> str:

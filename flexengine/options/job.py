@@ -69,10 +69,10 @@ class Job:
         131072
     )
     max_gpu_mem_gib: Annotated[
-        float | None, Option("GPU memory budget of the process in GiB (default: what is free)", above=0, most=MOST_GIB)
+        float | None, Option("GPU memory budget in GiB (default: what is free less a reserve)", above=0, most=MOST_GIB)
     ] = None
     max_host_mem_gib: Annotated[
-        float | None, Option("host memory budget of the process in GiB (default: what is free)", above=0, most=MOST_GIB)
+        float | None, Option("host memory budget in GiB (default: what is free less a reserve)", above=0, most=MOST_GIB)
     ] = None
     device: Annotated[str, Option("auto, cuda, cuda:N or cpu; auto = an NVIDIA GPU if there is one")] = "auto"
     dtype: Annotated[ComputeDtype, Option("dtype of the computation")] = "bfloat16"
@@ -202,8 +202,8 @@ class Job:
     lora_targets: Annotated[
         Sequence[str] | None,
         Option(
-            "modules that have adapters: all-linear (all linear layers of the blocks but experts'), all-experts, names"
-            " as q_proj, or regular expressions for whole names (default: all-linear)",
+            "modules that have adapters: all-linear (all linear layers of the blocks but experts'), all-experts, all,"
+            " names as q_proj, or regular expressions for whole names (default: all-linear)",
             needs=FOR_ADAPTERS,
         ),
     ] = None

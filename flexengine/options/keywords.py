@@ -10,6 +10,7 @@ from dataclasses import InitVar
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from flexengine.options.option import options_of
+from flexengine.options.other_names import translated_keywords
 from flexengine.wording import did_you_mean
 
 P = ParamSpec("P")
@@ -26,16 +27,22 @@ def takes(arguments: Callable[P, Any]) -> Callable[[Callable[[Any], R]], Callabl
     """
     signature = _plain_signature(arguments)
 
+    make: Callable[..., Any] = arguments
+
     def decorate(function: Callable[[Any], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def called(*args: P.args, **keywords: P.kwargs) -> R:
+            meant: Any = keywords
             try:
-                signature.bind(*args, **keywords)
+                meant = translated_keywords(keywords, signature.parameters.keys())
+                signature.bind(*args, **meant)
+            except ValueError as error:
+                raise TypeError(f"{function.__name__}(): {_FLAG.sub(_keyword, str(error))}") from None
             except TypeError as error:
-                unknown = next((name for name in keywords if name not in signature.parameters), None)
+                unknown = next((name for name in meant if name not in signature.parameters), None)
                 guess = did_you_mean(unknown, signature.parameters) if unknown else ""
                 raise TypeError(f"{function.__name__}() {error}{guess}") from None
-            return function(arguments(*args, **keywords))
+            return function(make(*args, **meant))
 
         result = get_type_hints(function).get("return", inspect.Signature.empty)
         vars(called)["__signature__"] = signature.replace(return_annotation=result)
@@ -60,6 +67,10 @@ def _described(arguments: Any) -> str:
     lines = []
     for option in options_of(arguments).values():
         none = f"; None = {option.zero_means}" if option.zero_means else ""
-        text = _FLAG.sub(lambda flag: flag[1].replace("-", "_"), f"{option.help}{none}")
+        text = _FLAG.sub(_keyword, f"{option.help}{none}")
         lines.append(f"    {option.name}: {text}")
     return "\n".join(lines)
+
+
+def _keyword(flag: re.Match[str]) -> str:
+    return flag[1].replace("-", "_")

@@ -12,6 +12,10 @@ ALL_LINEAR = "all-linear"
 """The target that means every linear layer of the blocks."""
 ALL_EXPERTS = "all-experts"
 """The target that means every product of the experts of the blocks."""
+EVERYTHING = "all"
+"""The target that means both, where there are experts."""
+KINDS = (ALL_LINEAR, ALL_EXPERTS, EVERYTHING)
+"""Targets that mean all modules of a kind."""
 PISSA = "pissa"
 _INITS = re.compile(rf"default|orthogonal|{PISSA}(_niter_[1-9][0-9]?)?")
 
@@ -20,13 +24,13 @@ _INITS = re.compile(rf"default|orthogonal|{PISSA}(_niter_[1-9][0-9]?)?")
 class LoRA:
     """Low-rank adapters of the blocks' linear layers, which are trained in place of the model.
 
-    targets: all-linear (every linear layer of the blocks but experts'), all-experts, names of modules (q_proj,
-    mlp.down_proj) or regular expressions that match a whole name. rank, alpha: the product of an adapter is multiplied
-    by alpha / rank, with use_rslora by alpha / sqrt(rank). dropout: probability for an element of what an adapter
-    reads, while training. use_dora: each output has a trained magnitude beside the direction of its weights. init:
-    default (A uniform, B zeros), orthogonal, pissa (the principal parts of the weights, which are taken out of them) or
-    pissa_niter_N (the same by N iterations, which is faster). modules_to_save: modules that are trained in full beside
-    the adapters, by the ends of their names: embed_tokens, lm_head, norms.
+    targets: all-linear (every linear layer of the blocks but experts'), all-experts, all (both), names of modules
+    (q_proj, mlp.down_proj) or regular expressions that match a whole name. rank, alpha: the product of an adapter is
+    multiplied by alpha / rank, with use_rslora by alpha / sqrt(rank). dropout: probability for an element of what an
+    adapter reads, while training. use_dora: each output has a trained magnitude beside the direction of its weights.
+    init: default (A uniform, B zeros), orthogonal, pissa (the principal parts of the weights, which are taken out of
+    them) or pissa_niter_N (the same by N iterations, which is faster). modules_to_save: modules that are trained in
+    full beside the adapters, by the ends of their names: embed_tokens, lm_head, norms.
     Raises: ValueError for values that no adapter can have.
     """
 

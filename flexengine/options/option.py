@@ -17,6 +17,7 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
+from flexengine.options.other_names import FLOAT16, HALF, spelled
 from flexengine.wording import shown
 
 
@@ -138,8 +139,8 @@ class Option:
         return not (value is None or value is False or value in ((), self.default))
 
     def normalised(self, value: Any) -> Any:
-        """The value in the one form that it is kept in: lists become tuples."""
-        return tuple(value) if self.is_list and isinstance(value, list) else value
+        """The value in the one form that it is kept in: lists become tuples, and other spellings ours."""
+        return tuple(value) if self.is_list and isinstance(value, list) else spelled(self.name, value)
 
     def from_flag(self, value: Any) -> Any:
         """The value of what a flag or YAML says: None for the 0 that stands for it."""
@@ -158,7 +159,8 @@ class Option:
             return
         if self.choices:
             if value not in self.choices:
-                raise ValueError(words.unknown_choice(self, value))
+                reason = f"; {FLOAT16}" if value in HALF else ""
+                raise ValueError(words.unknown_choice(self, value) + reason)
             return
         problem = self._wrong_type(value)
         if problem:

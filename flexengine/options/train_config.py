@@ -7,21 +7,21 @@ from `job.py`; this file adds data, length, learning rate and files. It imports 
 
 from __future__ import annotations
 
-import datetime
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
-from flexengine.options.evaluation import FOR_RECORDS, EvaluationOptions
-from flexengine.options.hf_names import renamed
+from flexengine.options.data import DataOptions
+from flexengine.options.evaluation import EvaluationOptions
 from flexengine.options.job import ADAPTER_LR, Job, meant_by
 from flexengine.options.learning import DEFAULT_LR, LearningOptions
 from flexengine.options.option import FlagWords, Need, Option, Words, options_of
+from flexengine.options.other_names import translated
 from flexengine.options.yaml_options import read_yaml
+from flexengine.wording import hub_model
 
 PLAN_FILE, TIMELINE_FILE, TRACE_FILE, LOG_FILE = "plan.json", "timeline.json", "trace.json", "train_log.jsonl"
 """What a run folder holds about its speed: the plan, the simulated step, the measured one (--trace), a line a step."""
@@ -41,7 +41,7 @@ STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(LearningOptions, EvaluationOptions, Job):
+class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
     """Everything `train` can be asked: a job, and what only a run needs.
 
     Raises ValueError naming the flag, the value and what is allowed.
@@ -50,56 +50,13 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     words: ClassVar[Words] = FlagWords()
 
     model: Annotated[
-        str, Option("Hugging Face model folder, or preset:NAME for a shipped config with random weights (required)")
+        str,
+        Option(
+            "Hugging Face model folder, an id on the hub (ORG/NAME or ORG/NAME@REVISION, fetched into the hub's cache),"
+            " or preset:NAME for a shipped config with random weights (required)"
+        ),
     ] = ""
 
-    data_source: Annotated[
-        Literal["json_sft", "synthetic"], Option("json_sft = records of --dataset, synthetic = random tokens")
-    ] = "json_sft"
-    dataset: Annotated[
-        Sequence[str],
-        Option(
-            "where records come from, as PLACE[:SPLIT][=WEIGHT]: files (JSON, CSV, Parquet, Arrow) or folders of them,"
-            " ids on the Hugging Face hub (of both also PLACE:CONFIG:SPLIT), shards of tokens (.bin, .npy); json_sft"
-            " needs one or more",
-            needs=(Need("data_source", ("json_sft",), why="names records, but random tokens need no data"),),
-        ),
-    ] = ()
-    train_on: Annotated[
-        Literal["assistant", "last", "all"] | None,
-        Option(
-            "what has a loss in conversations: the assistant's turns, the last of them, or every token (default:"
-            " assistant)",
-            needs=(FOR_RECORDS,),
-        ),
-    ] = None
-    truncate_long: Annotated[
-        bool,
-        Option(
-            "cut conversations longer than --max-seq-len instead of dropping them; texts are always split",
-            needs=(FOR_RECORDS,),
-        ),
-    ] = False
-    bad_records: Annotated[
-        Literal["stop", "skip"],
-        Option(
-            "what is done about records that cannot be read: stop at the first, or skip them all, count them and name"
-            " the first",
-            needs=(Need("data_source", ("json_sft",), of=("skip",), why="is about records"),),
-        ),
-    ] = "stop"
-    template_date: Annotated[
-        str | None,
-        Option(
-            "the day, as YYYY-MM-DD, that a chat template sees which writes today's date (default: today; with --resume"
-            " that of the run)",
-            needs=(FOR_RECORDS,),
-        ),
-    ] = None
-    data_cache: Annotated[
-        str | None,
-        Option("folder of tokenized records (default: data/ in flexengine's cache folder)", needs=(FOR_RECORDS,)),
-    ] = None
     steps: Annotated[
         int | None,
         Option(
@@ -141,7 +98,9 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         bool,
         Option("plan again with the speeds that ten steps showed, within the memory already held; results stay"),
     ] = False
-    output_dir: Annotated[str | None, Option("run folder (default: runs/ and the name of the model)")] = None
+    output_dir: Annotated[
+        str | None, Option("run folder (default: runs/NAME-MODE, by name of the model and --mode)")
+    ] = None
     save: Annotated[bool, Option("write the trained model to final/ of the run folder, as Hugging Face does")] = False
     save_steps: Annotated[
         int | None,
@@ -225,27 +184,23 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     def __post_init__(self) -> None:
         for option in options_of(TrainConfig).values():
             object.__setattr__(self, option.name, option.from_flag(getattr(self, option.name)))
-        for name in ("dataset", "val_dataset", "sample_prompts", "report_to", "add_tokens"):
+        for name in ("dataset", "val_dataset", "columns", "sample_prompts", "report_to", "add_tokens"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        if self.template_date is not None:
-            object.__setattr__(self, "template_date", _day(self.template_date))
+        self.take_day()
+        if str(self.model).startswith("preset:"):
+            object.__setattr__(self, "init", "random")
         super().__post_init__()
         if not self.model:
-            raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
-        self._check_data()
+            raise ValueError(
+                "--model is missing: give a Hugging Face model folder, an id on the hub (ORG/NAME), or preset:NAME"
+            )
+        self.take_bundled_data(self.dry_run, self.steps is not None or self.epochs is not None)
         self.check_learning()
         self.check_evaluation()
         self._check_recording()
         if self.resume == "":
             raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
-
-    def _check_data(self) -> None:
-        """Raise ValueError where records are to be read, but none are named."""
-        if self.data_source == "json_sft" and not self.dataset and not self.dry_run:
-            raise ValueError(
-                "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"
-            )
 
     def _check_recording(self) -> None:
         """Refuse a trace to nowhere and a profile backwards; what the number of steps decides comes later."""
@@ -293,10 +248,14 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
 
     @property
     def run_folder(self) -> Path:
-        """output_dir, or runs/NAME from the last part of the model's name."""
+        """output_dir, or runs/NAME-MODE from the model's name, of a model in a run's folder from that of the run."""
         if self.output_dir is not None:
             return Path(self.output_dir)
-        return Path("runs") / Path(self.model.removeprefix("preset:")).resolve().name
+        if on_hub := hub_model(self.model):
+            return Path("runs") / f"{on_hub['name']}-{self.mode}"
+        place = Path(self.model.removeprefix("preset:")).resolve()
+        name = f"{place.parent.name}-{place.name}" if place.name in (FINAL_FOLDER, BEST_FOLDER) else place.name
+        return Path("runs") / f"{name}-{self.mode}"
 
     def to_yaml(self) -> str:
         """All options, one a line; `from_yaml` gives the config back equal."""
@@ -313,17 +272,9 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         return TrainConfig(**options_from_yaml(text, "config"))
 
 
-def _day(given: object) -> str:
-    """A day as YYYY-MM-DD; YAML reads one without quotes as a date. Raises ValueError for what is none."""
-    try:
-        return datetime.date.fromisoformat(str(given)).isoformat()
-    except ValueError:
-        raise ValueError(f"--template-date {given!r} is no day; give it as YYYY-MM-DD, such as 2026-01-31") from None
-
-
 def options_from_yaml(text: str, source: str) -> dict[str, Any]:
     """The options of `train` that a YAML file sets, keys with dashes or underscores, and what they mean.
 
     Raises ValueError when it is not YAML, not a mapping, or has a key that is no option; `source` names the file.
     """
-    return meant_by(read_yaml(text, source, options_of(TrainConfig), renamed))
+    return meant_by(read_yaml(text, source, options_of(TrainConfig), translated))

@@ -12,11 +12,14 @@ from flexengine.wording import did_you_mean, shown
 
 
 def read_yaml(
-    text: str, source: str, options: Mapping[str, Option], renamed: Callable[[str], str] = str
+    text: str,
+    source: str,
+    options: Mapping[str, Option],
+    translate: Callable[[Mapping[str, Any], str], dict[str, Any]] = lambda given, _: dict(given),
 ) -> dict[str, Any]:
     """Read the options that a YAML text sets, of those that there are.
 
-    renamed: gives the name of an option by another tool's name for it.
+    translate: gives the options by other systems' names for them; it is told the source, too.
 
     Raises ValueError when it is not YAML, not a mapping, or has a key that is no option; `source` names the file.
     """
@@ -29,12 +32,7 @@ def read_yaml(
     if not isinstance(raw, Mapping):
         found = "nothing" if raw is None else type(raw).__name__
         raise ValueError(f"{source} must hold one `option: value` a line, found {found}")
-    given: dict[str, Any] = {}
-    for key, value in raw.items():
-        name = renamed(str(key).replace("-", "_"))
-        if name in given:
-            raise ValueError(f"{source} gives {name} twice, once by another name; keep one of them")
-        given[name] = value
+    given = translate({str(key).replace("-", "_"): value for key, value in raw.items()}, source)
     unknown = sorted(set(given) - set(options))
     if unknown:
         named = "; ".join(f"{shown(key)[1:-1]}{did_you_mean(key, options)}" for key in unknown[:3])

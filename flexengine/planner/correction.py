@@ -146,6 +146,13 @@ def stream_factors(
     return Factors(**factors)
 
 
+def mended_profile(profile: HardwareProfile, factors: Factors) -> HardwareProfile:
+    """The profile with the rates of streams that were faster than it says, its peak included; slower ones stay."""
+    faster = Factors(*(min(1.0, factor) for factor in factors))
+    mended = corrected_profile(profile, faster)
+    return replace(mended, peak_matmul_flops_per_s=profile.peak_matmul_flops_per_s / faster.compute)
+
+
 def corrected_profile(profile: HardwareProfile, factors: Factors) -> HardwareProfile:
     """The profile with every rate of a stream divided by its factor; memory sizes stay."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -20,7 +21,7 @@ from flexengine.metrics import FAR_OFF, TIMED_STEP, StepMetrics, format_seconds
 from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import is_first
 from flexengine.plan import Plan, PlanError, Prediction
-from flexengine.planner.correction import Factors, Review
+from flexengine.planner.correction import Factors, Review, mended_profile
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.ranks.price import review_for_ranks
 from flexengine.reports.plan_text import describe
@@ -32,6 +33,9 @@ from flexengine.wording import going_on_without
 
 LEAST_GAIN = 0.01
 """Least share of the step time that a new plan must save: predictions are no better than that."""
+
+BEATEN = 0.9
+"""A step below this share of its bound says that the rates are too slow, not that clocks wander."""
 
 
 def review_step(
@@ -178,9 +182,26 @@ class Reviewer:
         slowed = f" (slowed by {reason})" if reason else ""
         tqdm.write(f"step {metrics.step}{slowed}: {found.describe()}")
         self._correct(found)
+        self._mend(metrics, found)
         self._tell_of_the_first_step()
         if self.config.replan and not self.replan_step:
             self._replan(found)
+
+    def _mend(self, metrics: StepMetrics, found: Review) -> None:
+        """Mend the remembered rates where a step beats the bound that follows from them, which is no bound then."""
+        planned, engine = self.planned, self.engine
+        bound_s = metrics.sol_pct / 100 * metrics.step_s  # NaN where there is no bound
+        if not (metrics.step_s < BEATEN * bound_s and is_first(planned.team) and planned.profile.source == "measured"):
+            return
+        mended = partial(mended_profile, factors=found.factors)
+        if planned.mend_rates(mended):
+            rate = mended(planned.profile).peak_matmul_flops_per_s
+            engine.settings = replace(engine.settings, matmul_flops_per_s=rate)
+            tqdm.write(
+                f"step {metrics.step} took {format_seconds(metrics.step_s)}, less than the {format_seconds(bound_s)}"
+                " that this machine's remembered rates allow: they were measured while it was busy, and are mended for"
+                " later runs by what this step showed"
+            )
 
     def _found(self, timed_step: int, measured_s: float, predicted_s: float) -> Review:
         """What a timed step shows, beside measured and predicted seconds of a step; to all ranks what the first saw."""

@@ -16,6 +16,7 @@ from typing import Any
 from flexengine.api import PlannedRun
 from flexengine.checkpoint.atomic import write_text
 from flexengine.checkpoint.run_checkpoints import (
+    RunCheckpoint,
     checkpoint_folder,
     checkpoints_of,
     clean_up,
@@ -36,7 +37,7 @@ from flexengine.options.train_config import (
     TRACE_FILE,
     TrainConfig,
 )
-from flexengine.run.resuming import SAME_RESULTS
+from flexengine.run.resuming import AUTO, SAME_RESULTS
 from flexengine.wording import without_folders
 
 NAMED_PLACES = ("model", "adapter", "dataset", "val_dataset")
@@ -49,8 +50,8 @@ def check_run_folder(config: TrainConfig, replace: bool) -> None:
     """Raise ValueError when the run folder cannot be used.
 
     It may be new, empty, or that of an earlier run that took no step. One that holds an earlier run's log, checkpoints
-    or model is refused, unless the run resumes it, or replace=True or --overwrite allows that these are replaced. A
-    folder that another process trains in is refused.
+    or model is refused, unless the run goes on from a checkpoint of it, also to another end, or replace=True or
+    --overwrite allows that these are replaced. A folder that another process trains in is refused.
     """
     _check_contents(config, replace)
     if config.run_folder.is_dir():
@@ -83,7 +84,7 @@ def _check_replaces_nothing(config: TrainConfig, folder: Path) -> None:
             f"{checkpoints[0].folder} is of an earlier run; give --resume auto to continue it, or choose another"
             " --output-dir, or give --overwrite to replace that run"
         )
-    if final.exists() and not _has_config(folder, config):
+    if final.exists() and not (_continues(config, checkpoints) or _has_config(folder, config)):
         raise ValueError(
             f"{final} is the model of another run; choose another --output-dir or remove it, or give --overwrite"
         )
@@ -91,6 +92,13 @@ def _check_replaces_nothing(config: TrainConfig, folder: Path) -> None:
         raise ValueError(
             f"{log} is of an earlier run; choose another --output-dir, or give --overwrite to replace that run"
         )
+
+
+def _continues(config: TrainConfig, checkpoints: Sequence[RunCheckpoint]) -> bool:
+    """Whether a run goes on from a checkpoint of its own folder, whose model is then that of its own shorter self."""
+    if config.resume is None or not checkpoints:
+        return False
+    return config.resume == AUTO or Path(config.resume).resolve().is_relative_to(config.run_folder.resolve())
 
 
 def _has_config(folder: Path, config: TrainConfig) -> bool:
@@ -166,7 +174,8 @@ def started_run_folder(
             remove_checkpoints(config.run_folder)
             (config.run_folder / EVAL_LOG_FILE).unlink(missing_ok=True)  # as the log of steps is replaced
         clean_up(config.run_folder)
-        (config.run_folder / TRACE_FILE).unlink(missing_ok=True)
+        if not _continues(config, checkpoints_of(config.run_folder)):
+            (config.run_folder / TRACE_FILE).unlink(missing_ok=True)
         write_text(config.run_folder / CONFIG_FILE, dataclasses.replace(config, resume=None, overwrite=False).to_yaml())
         (config.run_folder / DATA_FILE).unlink(missing_ok=True)
         if records:
@@ -218,7 +227,8 @@ def run_record(config: TrainConfig, num_steps: int) -> str:
 
 def _named(record: dict[str, Any]) -> dict[str, Any]:
     """What became of the records of a source, without the folders that it lies in."""
-    place, name = str(Path(record["place"])), without_folders(record["place"])
+    given = record["place"]
+    place, name = given if "://" in given else str(Path(given)), without_folders(given)
     begins = (f"{place},", f"{place}/")  # of the file itself, or of one in the folder
     lines = [
         f"{name}{line.removeprefix(place)}" if line.startswith(begins) else line for line in record["first_bad_records"]

@@ -23,7 +23,6 @@ from flexengine.data import (
     GlobalBatches,
     SyntheticBatches,
     TokenizerProcess,
-    parse_source,
 )
 from flexengine.data.batches import Batch
 from flexengine.data.templates import today
@@ -61,7 +60,7 @@ from flexengine.run.resuming import (
 )
 from flexengine.run.saver import STOPPED, RunSaver
 from flexengine.run.trackers import open_trackers
-from flexengine.run.training_data import TrainingData, open_data
+from flexengine.run.training_data import TrainingData, check_sources, open_data, tell_what_was_not_given
 from flexengine.run.watchers import Watchers
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
@@ -101,7 +100,8 @@ def train(
 def _train(
     config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
 ) -> int:
-    source = first_rank_first(team, lambda: open_source(config.model, config))
+    tell_what_was_not_given(config, is_demo=replace)
+    source = first_rank_first(team, lambda: open_source(config.model, config, not config.dry_run))
     if config.dry_run:
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
@@ -230,7 +230,7 @@ def stop_status(saver: RunSaver, last_step: int) -> int:
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
     """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
-    return prepare_job(config.model, config.as_job())
+    return prepare_job(config.model, config.as_job(), needs_weights=not config.dry_run)
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:
@@ -273,12 +273,6 @@ def check_gpus(config: TrainConfig, ranks: int) -> None:
             f"--gpus {config.gpus}, but {ranks} of this machine's processes train: `flexengine train` and `demo` start"
             " one for each GPU; under torchrun give --nproc-per-node, and leave --gpus out"
         )
-
-
-def check_sources(config: TrainConfig) -> None:
-    """Raise ValueError, with what is missing, for data that is not there."""
-    for text in config.dataset:
-        parse_source(text)
 
 
 def dry_run(config: TrainConfig) -> int:

@@ -11,17 +11,19 @@ from flexengine.checkpoint.bounded_process import MOST_BYTES
 from flexengine.data import (
     GlobalBatches,
     Prepared,
+    Source,
     SyntheticBatches,
     TokenizerOptions,
     TokenizerProcess,
     ValidationBatches,
     default_cache,
     hold_out,
-    parse_source,
     prepare_sources,
+    sources_of,
 )
 from flexengine.data.preview import MARKS, date_line, marked_text, shortened
 from flexengine.models.registry import ASSETS, ModelSource
+from flexengine.options.data import BUNDLED_DATA
 from flexengine.options.train_config import TrainConfig
 from flexengine.wording import without_folders
 
@@ -56,6 +58,19 @@ class TrainingData:
         return self.tokenizer is not None and self.tokenizer.date is not None
 
 
+def tell_what_was_not_given(config: TrainConfig, is_demo: bool) -> None:
+    """Say first what a run takes that nobody gave: random weights, and data that come with the package."""
+    if config.init == "random":
+        print(f"model {config.model}: RANDOM weights, drawn from --seed {config.seed} (init: random)")
+    if config.dataset == (str(BUNDLED_DATA),) and not is_demo:
+        print("data: the instructions that come with the package, to try a model; --dataset trains on your own")
+
+
+def check_sources(config: TrainConfig) -> None:
+    """Raise ValueError, with what is missing, for data that is not there."""
+    sources_of([*config.dataset, *config.val_dataset], config.columns)
+
+
 def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     """Read, tokenize and pack the data. Raises ValueError when it does not fit the model or nothing is left."""
     vocab_size = source.spec.vocab_size
@@ -68,8 +83,8 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     options = TokenizerOptions(folder, vocab_size, source.new_tokens, config.template_date, train_on)
     tokenizer = TokenizerProcess(options, most_bytes_of_data(config.max_host_mem_gib))
     cache = Path(config.data_cache) if config.data_cache else default_cache()
-    prepared = _prepare(config, config.dataset, tokenizer, cache)
-    evaluated = _prepare(config, config.val_dataset, tokenizer, cache)
+    prepared = _prepare(config, sources_of(config.dataset, config.columns, config.max_records), tokenizer, cache)
+    evaluated = _prepare(config, sources_of(config.val_dataset, config.columns), tokenizer, cache)
     text = _describe(prepared)
     records = [part.as_json() for part in (*prepared, *evaluated)]
     prepared, validation = _with_validation(config, prepared, evaluated)
@@ -93,9 +108,8 @@ def most_bytes_of_data(max_host_mem_gib: float | None) -> int:
 
 
 def _prepare(
-    config: TrainConfig, places: Sequence[str], tokenizer: TokenizerProcess, cache: Path | None
+    config: TrainConfig, sources: Sequence[Source], tokenizer: TokenizerProcess, cache: Path | None
 ) -> list[Prepared]:
-    sources = [parse_source(text) for text in places]
     lengths = config.max_seq_len, config.truncate_long
     return prepare_sources(sources, tokenizer, *lengths, cache, config.bad_records)
 

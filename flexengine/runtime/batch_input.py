@@ -62,6 +62,14 @@ class Sequences(NamedTuple):
 
 
 READ_COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids", "weights")
+INSTEAD = {
+    "loss_fn": "give loss=, a function of blocks of logits",
+    "loss_mask": "give labels with -100 where there is no loss, or weights",
+    "targets": "give labels, which are not shifted",
+    "loss_scale_factor": "give step(divisor=...)",
+    "total_tokens_per_step": "give step(divisor=...)",
+}
+"""What others call what is read here by another name."""
 IMPLIED_COLUMNS = ("token_type_ids", "special_tokens_mask", "length", "seq_idx", "num_items_in_batch")
 IMPLIED_COLUMNS += ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What collators add that says nothing more: sequences follow from position_ids, and losses are summed over targets."""
@@ -165,6 +173,7 @@ def _columns_of(batch: object, columns: dict[str, object]) -> Mapping[str, objec
         raise ValueError(
             f"the batch has {', '.join(map(str, unread))}, which would be ignored; leave it out (read are"
             f" {', '.join(READ_COLUMNS)})"
+            + "".join(f"; for {name} {INSTEAD[name]}" for name in unread if name in INSTEAD)
         )
     return columns
 

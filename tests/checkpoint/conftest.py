@@ -28,7 +28,8 @@ class FakeHub:
 
     lfs: files kept in large-file storage, served by redirect from another host name, as the hub does.
     drop_after: file -> the connection breaks after this many bytes of body. corrupt: files sent with one byte changed.
-    status: file -> HTTP status instead of contents. no_ranges: Range headers are ignored, as some mirrors do.
+    status: file -> HTTP status instead of contents, error_code: what HEAD says of it as X-Error-Code.
+    no_ranges: Range headers are ignored, as some mirrors do.
     refuse: (status, X-Error-Code) for every question about repositories.
     together: files whose contents are sent once all of them have been asked for.
     """
@@ -44,6 +45,7 @@ class FakeHub:
         self.unlisted_hashes = False
         self.no_ranges = False
         self.refuse: tuple[int, str] | None = None
+        self.error_code = ""
         self.together: dict[str, threading.Barrier] = {}
         self.requests: list[Request] = []
         self.url = ""
@@ -87,6 +89,8 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("api/") and "/revision/" in path:
             repo, _, revision = path.removeprefix("api/").partition("/revision/")
             self.answer_listing(repo, revision)
+        elif path.startswith("api/") and "/tree/" in path:
+            self.answer_tree(path.removeprefix("api/").partition("/tree/")[0])
         elif path.startswith("cdn/"):
             _, kind, organisation, name, file = path.split("/", 4)
             self.answer_contents(self.hub.repos[f"{kind}/{organisation}/{name}"], file)
@@ -95,6 +99,27 @@ class Handler(BaseHTTPRequestHandler):
             self.answer_file(repo if repo.startswith("datasets/") else f"models/{repo}", *rest.split("/", 1))
         else:
             self.answer(404)
+
+    def do_HEAD(self) -> None:
+        """What the client of the hub asks before it fetches a file: its commit, size and hash."""
+        repo, _, rest = unquote(urlsplit(self.path).path).lstrip("/").partition("/resolve/")
+        _, _, file = rest.partition("/")
+        contents = self.hub.repos[f"models/{repo}"].get(file)
+        if file in self.hub.status or contents is None:
+            self.answer(self.hub.status.get(file, 404), X_Error_Code=self.hub.error_code)
+            return
+        digest = hashlib.sha256(contents).hexdigest()
+        about = {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(contents)), **about}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def answer_tree(self, repo: str) -> None:
+        """All files of a commit, as `list_repo_tree` asks for them."""
+        described = self.hub.describe(repo)["siblings"]
+        files = [{"type": "file", "path": s["rfilename"], "size": s["size"], "oid": s["blobId"]} for s in described]
+        self.answer(200, json.dumps(files).encode(), Content_Type="application/json")
 
     def answer_listing(self, repo: str, revision: str) -> None:
         if self.hub.refuse:

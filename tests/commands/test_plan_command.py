@@ -48,7 +48,8 @@ def run(model, capsys):
 
 def test_a_config_is_enough(run):
     status, out, err = run("--gpu cpu-test --max-gpu-mem-gib 0.004")
-    assert (status, err) == (0, "")
+    left = "budgets found: host 15.00 GiB; left to the system: 1.00 GiB of host memory\n"
+    assert (status, err) == (0, left)
     assert out.startswith("fits: ")
     for word in ("limited by: ", "model small", "GPU memory", "host memory", "speed of light: "):
         assert word in out
@@ -91,10 +92,22 @@ def test_frozen_layers(run):
     assert "block 0: forward only, as nothing is trained there or below" in text
 
 
+def test_plan_knows_the_names_of_others_too(run):
+    status, out, _ = run("--gpu cpu-test --max-gpu-mem-gib 0.004 --strategy lora --lora-r 2 --compute-dtype fp32")
+    assert (status, "adapter" in out) == (0, True)
+    for flags, says in (
+        ("--batch-size 8", "--batch-size is not an option: a step here is counted in tokens"),
+        ("--learning-rate 1e-4", "--lr is an option of train that no plan depends on; leave it out"),
+    ):
+        status, _, err = run(f"--gpu cpu-test {flags}")
+        assert (status, says in err) == (2, True), err
+
+
 def test_host_memory_is_the_machines_and_the_default_budget(run):
     _, out, _ = run("--gpu rtx4090 --host-mem-gib 32 --json")
     values = json.loads(out)
-    assert values["hardware"]["host_total_bytes"] == values["request"]["max_host_bytes"] == 32 << 30
+    assert values["hardware"]["host_total_bytes"] == 32 << 30
+    assert values["request"]["max_host_bytes"] == 30 << 30, "a sixteenth is left to the system"
     _, out, _ = run("--gpu rtx4090 --host-mem-gib 32 --max-host-mem-gib 8 --json")
     values = json.loads(out)
     assert (values["hardware"]["host_total_bytes"], values["request"]["max_host_bytes"]) == (32 << 30, 8 << 30)

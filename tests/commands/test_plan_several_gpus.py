@@ -79,7 +79,7 @@ def test_too_little_host_memory_is_said_for_several_gpus_with_what_fits(capsys, 
     asked, remedy = found["request"], found["fits_with"][0]["request"]
     assert remedy == {**asked, "max_host_bytes": pytest.approx(float(advised[1]) * GIB, abs=8)}
     needs = found["smallest_plan"]["host"]
-    assert needs["missing_bytes"] == needs["bytes"] - 14 * GIB
+    assert needs["missing_bytes"] == needs["bytes"] - 13 * GIB, "one of the 14 GiB is left to the system"
     assert sum(needs["categories"].values()) == pytest.approx(needs["bytes"], rel=0.01)
     assert "host memory" in page.read_text()
     assert main([*ARGUMENTS, "--gpus", "4", "--host-mem-gib", "64", "--max-host-mem-gib", advised[1]]) == 0

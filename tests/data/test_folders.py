@@ -151,7 +151,7 @@ def test_names_with_colons_and_equals_signs(tmp_path):
         ("~/a.jsonl", "the shell replaces ~ only outside of quotes"),
         ("-", "the standard input is not read. That can be read only once"),
         ("/dev/null", "/dev/null is a pipe or a device. That can be read only once"),
-        ("https://example.org/a.jsonl", "addresses are not fetched; download the file first"),
+        ("s3://example/a.jsonl", "only https addresses are fetched; download the file first"),
         ("hf://datasets/org/name/a.parquet", "write ORG/NAME"),
         ("file:///a.jsonl", "write the path alone, without file://"),
         ("link.jsonl", "is a link to nothing.jsonl, which is not there"),

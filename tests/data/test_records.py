@@ -1,12 +1,14 @@
 """Records of each schema, and that nothing of them is lost without a word."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from flexengine.data.records import IGNORE, Message, TokenizedRecord, parse_record, remarks
+from flexengine.data.records import IGNORE, Message, TokenizedRecord, named_columns, parse_record, remarks
+from flexengine.data.sources import parse_columns
 
 USER, ANSWER = Message("user", "2+2?"), Message("assistant", "4")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -117,6 +119,18 @@ CONVERSATIONS = {
         {"instruction": "2+2?", "input": "", "output": "4", "history": [["1+1?", "2"]], "system": "Be brief"},
         [Message("system", "Be brief"), Message("user", "1+1?"), Message("assistant", "2"), USER, ANSWER],
     ),
+    "query_and_response": ({"query": "2+2?", "response": "4"}, [USER, ANSWER]),
+    "problem_and_solution": ({"problem": "2+2?", "solution": "4"}, [USER, ANSWER]),
+    "input_and_output": ({"input": "2+2?", "output": "4"}, [USER, ANSWER]),
+    "prompt_and_answer": ({"prompt": "2+2?", "answer": "4"}, [USER, ANSWER]),
+    "dolly": (
+        {"instruction": "2+2?", "context": "Numbers add up.", "response": "4"},
+        [Message("user", "2+2?\n\nNumbers add up."), ANSWER],
+    ),
+    "open_orca": (
+        {"system_prompt": "Be brief", "question": "2+2?", "response": "4"},
+        [Message("system", "Be brief"), USER, ANSWER],
+    ),
     "trl_lists": (
         {"prompt": turns(("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")), "completion": [PAIR[1]]},
         [
@@ -137,6 +151,32 @@ def test_conversations(name):
     assert list(record.messages) == messages
     assert not unread
     assert list(record.tools) == ([TOOL] if raw.get("tools") else [])
+
+
+def test_columns_by_other_names():
+    columns = {"prompt": "input", "answer": "target"}
+    unread = Counter()
+    row = named_columns({"input": "2+2?", "target": "4", "prompt": "old", "id": 3}, columns, unread)
+    assert list(parse_record(row, "x", unread).messages) == [USER, ANSWER]
+    assert unread == {"the column prompt, whose name --columns gives to another,": 1, "id": 1}
+    assert named_columns({"text": "a"}, columns) == {"text": "a"}
+    assert parse_record({"content": "a"}, "x").text == "a"
+    with pytest.raises(ValueError, match="unknown record format with keys content, role"):
+        parse_record({"role": "user", "content": "a"}, "x")
+    assert parse_columns(["prompt=input", "text=a=b"]) == (("prompt", "input"), ("text", "a=b"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["prompt"], "--columns prompt: write NAME=COLUMN"),
+        (["promt=a"], "records have no promt; did you mean prompt?"),
+        (["text=a", "text=b"], "--columns gives text twice"),
+    ],
+)
+def test_columns_that_cannot_be(given, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        parse_columns(given)
 
 
 TOKENS = {

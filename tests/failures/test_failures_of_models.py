@@ -253,11 +253,15 @@ def test_python_face(case, model):
 
 
 NAMES = (
-    Case("no_such_folder", "nowhere", ("model nowhere: no such folder", "flexengine download model", "preset:demo")),
+    Case("no_such_folder", "nowhere", ("model nowhere: no such folder", "an id on the hub", "preset:demo")),
     Case(
-        "hub_name_that_was_not_downloaded",
+        "hub_model_without_a_network",
         "meta-llama/Llama-3.1-8B",
-        ("no such folder; did you mean preset:llama-3.1-8b\\?", "flexengine download model meta-llama/Llama-3.1-8B"),
+        (
+            "no such folder, and not to be had from the hub",
+            "HF_HUB_OFFLINE",
+            "preset:llama-3.1-8b is its shape with random",
+        ),
     ),
     Case("preset_without_its_prefix", "llama-3.2-1b", ("did you mean preset:llama-3.2-1b\\?",)),
     Case(
@@ -270,7 +274,8 @@ NAMES = (
 
 
 @cases(*NAMES)
-def test_model_names(case, command, tmp_path):
+def test_model_names(case, command, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     outcome = command("train", *arguments(model=case.provoke))
     assert outcome.status == case.status

@@ -16,7 +16,7 @@ from flexengine.hardware.host_memory import HostMemory
 from flexengine.hardware.measure.cpu import measure_cpu
 from flexengine.hardware.measure.gpu import Rates
 from flexengine.hardware.presets import preset
-from flexengine.hardware.probe import probe, run_probe
+from flexengine.hardware.probe import mend, probe, run_probe
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.native import library
 
@@ -358,3 +358,19 @@ def test_cuda_probe_of_a_large_model_stays_in_its_memory():
     assert profile.matmul_flops_per_s[-1][0] >= 4096
     lengths = [length for length, _ in profile.attention_forward_flops_per_s]
     assert lengths == [512, 2048, 8192, 32768]
+
+
+def test_a_remembered_profile_is_mended(measurements: list[torch.dtype], cache_folder: Path):
+    shape = ProbeShape(300, 800)  # measured as one of few sizes, and found again by them
+    faster = lambda profile: replace(profile, peak_matmul_flops_per_s=3e12)  # noqa: E731
+    assert not mend(CPU, torch.float32, shape, faster), "nothing is remembered yet"
+    probe(CPU, torch.float32, shape)
+    assert mend(CPU, torch.float32, shape, faster)
+    assert probe(CPU, torch.float32, shape).peak_matmul_flops_per_s == 3e12
+    assert measurements == [torch.float32]
+
+
+def test_a_busy_machine_is_said(measurements, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(probe_module, "busy_signs", lambda: "2.4 processes want each core")
+    probe(CPU, torch.float32, ProbeShape(64, 96))
+    assert "the machine is busy (2.4 processes want each core)" in caplog.text

@@ -166,6 +166,13 @@ def test_experts_in_one_tensor(targets, tmp_path):
         check_files(engine, tokens, tmp_path, lora)
 
 
+def test_all_means_linear_layers_and_experts_where_there_are_some():
+    for family, same in (("olmoe", ["all-linear", "all-experts"]), ("qwen3", "all-linear")):
+        spec = random_weights(CASES[family]).spec
+        found, meant = (with_lora(spec, LoRA(targets, rank=2)) for targets in ("all", same))
+        assert [adapter.module for adapter in adapters(found)] == [adapter.module for adapter in adapters(meant)]
+
+
 @pytest.mark.parametrize(
     ("family", "base", "use_dora"),
     [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_type_hints
 
 import pytest
+import torch
 
 from flexengine import from_pretrained
 from flexengine.api import EngineArguments, PrepareArguments, build, prepare
@@ -145,6 +146,21 @@ def test_one_line_adds_an_option_to_every_face():
     assert "rank: rank of the adapters that mode trains" in (rank_of.__doc__ or "")
 
 
+def test_names_and_values_of_others_in_python():
+    @takes(PrepareArguments)
+    def seen(arguments: PrepareArguments) -> PrepareArguments:
+        return arguments
+
+    others: dict = {"max_seq_length": 64, "compute_dtype": torch.float32, "use_muon": True, "master_dtype": "fp32"}
+    found = seen("m", **others)
+    assert (found.max_seq_len, found.dtype, found.optimizer, found.master_dtype) == (64, "float32", "muon", "float32")
+    assert seen("m", max_gpu_mem_bytes=2**30).max_gpu_mem_gib == 1.0
+    with pytest.raises(TypeError, match=r"seen\(\): batch_size is not an option: .* give max_global_batch_tokens"):
+        seen("m", batch_size=8)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"dtype='float16' is not supported; .*float16 is not offered"):
+        seen("m", dtype=torch.float16)  # pyright: ignore
+
+
 def test_a_misspelt_keyword_is_guessed():
     says = r"from_pretrained\(\) got an unexpected .*'max_seq'; did you mean max_seq_len\?"
     with pytest.raises(TypeError, match=says):
@@ -232,7 +248,7 @@ def test_names_of_frozen_layers_in_any_form():
 
 def test_zero_stands_for_no_clipping_in_flags_and_yaml_alone():
     config = TrainConfig(model="preset:demo", data_source="synthetic", max_grad_norm=0)
-    assert config.as_job() == Job(max_grad_norm=None)
+    assert config.as_job() == Job(max_grad_norm=None, init="random")
     assert "max_grad_norm: 0.0\n" in config.to_yaml()
     assert TrainConfig.from_yaml(config.to_yaml()) == config
     with pytest.raises(ValueError, match="--max-grad-norm must not be negative, got -1"):

@@ -6,8 +6,9 @@ from dataclasses import fields
 import pytest
 
 from flexengine.cli import parse_config
-from flexengine.options.hf_names import OTHERWISE, SAME
-from flexengine.options.option import options_of
+from flexengine.options.data import BUNDLED_DATA, TRIAL_STEPS
+from flexengine.options.option import FlagWords, options_of
+from flexengine.options.other_names import BY_VALUE, OTHERWISE, OWN, SAME, SPELLINGS, translated_flags
 from flexengine.options.train_config import TrainConfig, options_from_yaml
 
 SYNTHETIC = {"model": "preset:demo", "data_source": "synthetic"}
@@ -61,6 +62,69 @@ def test_names_without_counterpart_are_explained(name):
     assert {flag.replace("-", "_") for flag in flags} <= set(options_of(TrainConfig))
 
 
+@pytest.mark.parametrize("name", sorted(BY_VALUE))
+def test_names_whose_value_says_what_they_mean_lead_to_values_that_are_taken(name):
+    options = options_of(TrainConfig)
+    assert (name in options) <= (name in OWN)
+    for meant in BY_VALUE[name].values():
+        for option, value in meant.items() if isinstance(meant, dict) else ():
+            options[option].check(options[option].normalised(value), FlagWords())
+
+
+@pytest.mark.parametrize("name", sorted(SPELLINGS))
+def test_spellings_are_of_choices(name):
+    choices = options_of(TrainConfig)[name].choices
+    assert choices is not None
+    known = {**SPELLINGS[name]}
+    assert {value for value in known.values() if value in choices}
+    assert not known.keys() & set(choices)
+
+
+FLAGS = {
+    "--use-muon --lr 1e-3": "--optimizer muon --lr 1e-3",
+    "--strategy lora --load-in-4bit": "--mode lora --base-dtype nf4",
+    "--mode qlora --lora-r=8": "--mode lora --base-dtype nf4 --lora-rank=8",
+    "--mode=full --optim adamw_8bit": "--mode full --optimizer adamw --optimizer-state-dtype int8",
+    "--bf16 true --packing --use_peft": "--dtype bfloat16 --mode lora",
+    "--mixed-precision fp8 --input_bin a.bin": "--dtype bfloat16 --matmul-dtype fp8 --dataset a.bin",
+    "--report-to none --resume_from_checkpoint": "--resume auto",
+    "--report-to wandb trackio --resume-from-checkpoint runs/a": "--report-to wandb trackio --resume runs/a",
+    "--lora_target_linear true": "--lora-targets all-linear",
+}
+
+
+@pytest.mark.parametrize("given", FLAGS)
+def test_flags_of_others_are_rewritten(given):
+    assert " ".join(translated_flags(given.split(), options_of(TrainConfig))) == FLAGS[given]
+
+
+REFUSED_NAMES = {
+    "--zero-stage 3": "--zero-stage is not an option: memory is planned here",
+    "--tensor-parallel 2": "--transport",
+    "--nodes 2": "torchrun",
+    "--mixed-precision fp16": "--mixed-precision 'fp16' is not an option: float16 is not offered",
+    "--force-save-level 2": "--recompute",
+    "--strategy prefix": "its values are full, lora, qlora",
+    "--gradient-compression x": "--grad-dtype",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED_NAMES)
+def test_flags_without_a_counterpart_say_what_to_use(given):
+    with pytest.raises(ValueError, match="is not an option: ") as refused:
+        translated_flags(given.split(), options_of(TrainConfig))
+    assert REFUSED_NAMES[given] in str(refused.value)
+
+
+def test_values_in_other_spellings():
+    config = parse_config(
+        "train", ["--model", "m", "--dtype", "bf16", "--master-dtype", "bf16", "--base-dtype=bfloat16"]
+    )
+    assert (config.dtype, config.master_dtype, config.base_dtype) == ("bfloat16", "bfloat16", "bf16")
+    found = options_from_yaml("adapter: qlora\nbase_model: m\nbf16: auto\nsample_packing: true\n", "f")
+    assert found == {"mode": "lora", "base_dtype": "nf4", "model": "m", "dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -101,7 +165,6 @@ def test_bad_yaml(text, message):
         ({"adam_beta2": 1.0}, "--adam-beta2 must be below 1, got 1.0"),
         ({"steps": 3, "epochs": 1.0}, "give one"),
         ({"dataset": "x.json"}, "--dataset x.json names records, but random tokens need no data"),
-        ({"data_source": "json_sft"}, "needs --dataset"),
         ({"max_seq_len": 2048, "max_global_batch_tokens": 1024}, "2048 tokens exceeds --max-global-batch-tokens 1024"),
         ({"dtype": "float16"}, "--dtype must be one of bfloat16, float32, float64"),
         ({"save": "yes"}, "--save must be of type bool"),
@@ -163,6 +226,16 @@ def test_options_of_adapters_in_a_file_mean_adapters():
         TrainConfig.from_yaml(f"{text}mode: full\n")
 
 
+def test_a_run_without_data_tries_the_model_on_the_bundled_set():
+    config = TrainConfig(model="org/name")
+    assert (config.dataset, config.steps) == ((str(BUNDLED_DATA),), TRIAL_STEPS)
+    assert TrainConfig(model="org/name", epochs=2.0).steps is None
+
+
+def test_presets_say_that_their_weights_are_random():
+    assert (TrainConfig(model="preset:demo").init, TrainConfig(model="org/name").init) == ("random", "checkpoint")
+
+
 def test_dry_run_needs_no_data():
     assert TrainConfig(model="preset:llama-3.1-8b", dry_run=True).dataset == ()
 
@@ -170,8 +243,10 @@ def test_dry_run_needs_no_data():
 @pytest.mark.parametrize(
     ("changes", "folder"),
     [
-        ({"model": "preset:llama-3.1-8b"}, "runs/llama-3.1-8b"),
-        ({"model": "/models/Llama-3.2-1B/"}, "runs/Llama-3.2-1B"),
+        ({"model": "preset:llama-3.1-8b"}, "runs/llama-3.1-8b-full"),
+        ({"model": "/models/Llama-3.2-1B/", "mode": "lora"}, "runs/Llama-3.2-1B-lora"),
+        ({"model": "runs/demo/final"}, "runs/demo-final-full"),
+        ({"model": "org/name@v1", "mode": "lora"}, "runs/name-lora"),
         ({"output_dir": "elsewhere"}, "elsewhere"),
     ],
 )

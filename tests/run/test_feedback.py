@@ -1,6 +1,7 @@
 """From a measured step to another plan: what changes, what stays, and what is refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,3 +91,30 @@ def test_what_is_expected_of_several_ranks_is_of_all_together(prepared):
     found = review_for_ranks(plan, prepared.source.spec, prepared.profile, {}, measured_step_s=1.0)
     assert found.factors == Factors()
     assert found.expected == plan.predicted
+
+
+def test_a_step_that_beats_its_bound_mends_the_remembered_rates(prepared, monkeypatch, capsys):
+    """Compute took a tenth of what was predicted: the profile was measured while the machine was busy."""
+    measured = replace(prepared, profile=replace(prepared.profile, source="measured"))
+    remembered = {}
+
+    def mend(device, dtype, shape, mended):
+        remembered["profile"] = mended(measured.profile)
+        return True
+
+    monkeypatch.setattr("flexengine.api.mend", mend)
+    reviewer = feedback.Reviewer.__new__(feedback.Reviewer)
+    reviewer.planned, reviewer.engine = measured, build(prepared)
+    factors = Factors(0.1, 1.0, 2.0, 1.0)
+    found = replace(slow_link(prepared), factors=factors)
+    metrics = SimpleNamespace(step=3, step_s=10.0, sol_pct=80.0)
+    reviewer._mend(metrics, found)
+    assert not remembered
+    reviewer._mend(SimpleNamespace(step=3, step_s=10.0, sol_pct=1470.0), found)
+    assert "step 3 took 10.0 s, less than the 2 min 27 s" in capsys.readouterr().out
+    mended = remembered["profile"]
+    before = measured.profile
+    assert mended.peak_matmul_flops_per_s == pytest.approx(10 * before.peak_matmul_flops_per_s)
+    assert mended.matmul_flops_per_s[0][1] == pytest.approx(10 * before.matmul_flops_per_s[0][1])
+    assert mended.d2h_bytes_per_s == before.d2h_bytes_per_s, "a stream that was slower stays"
+    assert reviewer.engine.matmul_flops_per_s == mended.peak_matmul_flops_per_s

@@ -375,6 +375,20 @@ def test_gone_back_on_in_another_folder(run, stopped, whole):
     assert fingerprint(Path("run")) == before
 
 
+def test_a_finished_run_is_made_longer(run, capsys):
+    """With a model and a trace of the shorter run in its folder; the result is that of a run of the full length."""
+    options = {"lr_schedule": "constant", "save_steps": 2, **SIZES}
+    assert run(steps=4, trace=True, **options) == 0
+    trace = Path("run/trace.json").read_bytes()
+    assert run(steps=STEPS, resume="auto", **options) == 0
+    assert "other options than before: --steps 4 -> 7" in capsys.readouterr().out
+    assert run("whole", steps=STEPS, **options) == 0
+    assert logged(Path("run")) == logged(Path("whole"))
+    assert weights_of(Path("run/final")) == weights_of(Path("whole/final"))
+    assert json.loads(Path("run/final/flexengine_run.json").read_text())["steps"] == STEPS
+    assert Path("run/trace.json").read_bytes() == trace
+
+
 def test_without_a_checkpoint_auto_begins(run, whole, capsys):
     assert run(resume="auto") == 0
     assert "run has no checkpoint, so the run starts from the beginning" in capsys.readouterr().out

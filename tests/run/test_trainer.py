@@ -402,7 +402,7 @@ def test_final_tells_no_local_place(tmp_path):
     lists = {name for name, option in options_of(TrainConfig).items() if option.is_list}
     free = {"device", "lora_init"} | {"sample_prompts", "report_to", "lr_groups", "weight_decay_groups"}
     free |= {"freeze", "lora_targets", "modules_to_save"}  # names of parts of a model, questions, trackers
-    free |= {"add_tokens", "template_date"}
+    free |= {"add_tokens", "template_date", "columns"}
     places = (texts.keys() | lists | {"trace"}) - free
     assert {"model", "dataset", "val_dataset", "adapter", "plan_json", "data_cache", "output_dir"} <= places
     values = {name: f"/home/ann/secret/{name}" for name in places - {"resume"}}
@@ -587,3 +587,10 @@ def test_a_full_disk_is_found_before_training(engine, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="the disk has 1000 bytes free"):
         trainer.train(config_in(tmp_path, save=True))
     assert not engine.batches
+
+
+def test_what_was_not_given_is_said_first(capsys):
+    training_data.tell_what_was_not_given(TrainConfig(model="preset:demo"), is_demo=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "model preset:demo: RANDOM weights, drawn from --seed 0 (init: random)"
+    assert lines[1].startswith("data: the instructions that come with the package")
