@@ -7,7 +7,10 @@ import re
 from flexengine.models.fields import Fields
 from flexengine.wording import shown
 
-DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+DROPOUTS = (
+    "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout", "embedding_dropout",
+    "hidden_dropout",
+)  # fmt: skip
 
 TASKS = ("CausalLM", "ConditionalGeneration", "ImageTextToText", "TextToText")
 """What classes that predict tokens are for, by the ends of their names; of others the name says another task."""

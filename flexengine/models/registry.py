@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from flexengine.checkpoint.manifest import check_acted_on
 from flexengine.checkpoint.safetensors_format import CheckpointError
-from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
+from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next, variants
 from flexengine.models.any_family import dropout_notice, refuse_other_tasks, refuse_unsupported
 from flexengine.models.checkpoints import open_checkpoint, reads_as_it_is
 from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names
@@ -21,6 +21,7 @@ from flexengine.models.quantised_weights import as_quantised, quantised_by, with
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
+from flexengine.models.variant_rows import VARIANTS
 from flexengine.wording import did_you_mean, parse_json, shown
 
 
@@ -116,6 +117,10 @@ FAMILIES: dict[str, Family] = {
         1,
     ),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
+    **{
+        name: Family(variants.build, row.checkpoints, row.options, row.configs_compared)
+        for name, row in VARIANTS.items()
+    },
 }
 
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")

@@ -41,6 +41,13 @@ MISSING_IN_TYPES: dict[str, str] = {
         "gpt_neox gpt_neox_japanese falcon codegen persimmon fuyu"
     ),
     "a bias of the head": "phi gptj phimoe",
+    "xIELU, an activation with weights": "apertus apertus1p5_text apertus1p5",
+    "norms after the experts": "axk1",
+    "norms of queries and keys without weights": "nanochat",
+    "frequencies of their own in single layers": "granite_swa granitemoe_swa cohere_compass_text cohere_compass",
+    "queries, keys and values in one tensor beside experts": "sarvam_moe",
+    "tensors that are called otherwise": "exaone gpt-sw3",
+    "latent attention with scaled queries or residuals": "minicpm3 mistral4",
     "attention over chosen keys (an indexer)": (
         "deepseek_v32 glm_moe_dsa axk2 dots3_note dots3_note_text qwen4_exp qwen4_exp_text hy_v4 hy_v4_vl glm5_next "
         "minimax_m3_vl_text minimax_m3_vl"

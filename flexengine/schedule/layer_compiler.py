@@ -95,7 +95,10 @@ class _Compiler:
         self.tokens, self.compute_bytes = chunk_tokens, compute_bytes
         self.specs = {spec.name: spec for op in ops for spec in op.outputs}
         self.producer = {spec.name: op for op in ops for spec in op.outputs}
-        self.renamed = {op.in_place[0]: op.in_place[1] for op in ops if op.in_place}
+        self.renamed: dict[str, str] = {}
+        for op in reversed(ops):  # of a chain of such ops all tensors lie where its last one does
+            if op.in_place:
+                self.renamed[op.in_place[0]] = self.renamed.get(op.in_place[1], op.in_place[1])
         lost = [o.name for op in ops if op.name in savable_ops(ops) for o in op.outputs if o.name in self.renamed]
         assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
         if x is not None:
