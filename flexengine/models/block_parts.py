@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from flexengine.models.block_shape import AnyNorm, BlockShape
 from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.ops.base import Op
-from flexengine.ops.layernorm import LayerNorm, LayerNormStyle
+from flexengine.ops.layernorm import LayerNorm
 from flexengine.ops.linear import Linear
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 from flexengine.ops.scaled_sum import ScaledSum
-
-if TYPE_CHECKING:
-    from flexengine.models.blocks import BlockShape
-
-AnyNorm = NormStyle | LayerNormStyle
-"""How rows are normalised: by RMSNorm, or by LayerNorm."""
 
 
 def weight_names(name: str, bias: bool) -> tuple[str, str | None]:

@@ -138,7 +138,13 @@ def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
             )
 
 
-def check_all_read(model: ModelSpec, reader: CheckpointReader) -> None:
+def check_fits(model: ModelSpec, reader: CheckpointReader) -> None:
+    """Raise ValueError unless a checkpoint holds all of a model's tensors and no others. Reads headers only."""
+    check_complete(model, reader)
+    _check_all_read(model, reader)
+
+
+def _check_all_read(model: ModelSpec, reader: CheckpointReader) -> None:
     """Raise ValueError naming tensors that no part of the model reads, and that may change what it computes.
 
     What stands beside the model passes: towers, layers that predict further tokens, a copy of a tied head.

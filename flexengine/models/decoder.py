@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flexengine.models.block_parts import AnyNorm, norm_op, norm_params
-from flexengine.models.blocks import BlockNames, BlockShape, block_buffers, block_ops, block_params
+from flexengine.models.block_parts import norm_op, norm_params
+from flexengine.models.block_shape import AnyNorm, BlockNames, BlockShape
+from flexengine.models.blocks import block_buffers, block_ops, block_params
 from flexengine.models.fields import Fields
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, Table, WeightSource
 from flexengine.ops.base import Op

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flexengine.models.block_parts import closing, opening_norm
-from flexengine.models.blocks import BlockNames, BlockShape
+from flexengine.models.block_shape import BlockNames, BlockShape
 from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.causal_conv import CausalConv

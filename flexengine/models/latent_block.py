@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flexengine.models.block_parts import closing, norm_params, opening_norm, stacked, weight_names
-from flexengine.models.blocks import BlockNames, BlockShape
+from flexengine.models.block_shape import BlockNames, BlockShape
 from flexengine.models.spec import ParamSpec
 from flexengine.ops.attention.attention import CausalAttention
 from flexengine.ops.attention.latent_heads import HeadSizes, LatentHeads

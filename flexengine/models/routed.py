@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flexengine.models.blocks import ExpertShape
+from flexengine.models.block_shape import ExpertShape
 from flexengine.models.fields import Fields
 from flexengine.models.sizes import Sizes
 from flexengine.ops.experts.router import RouterStyle

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexengine.models.block_parts import AnyNorm
-from flexengine.models.blocks import BlockShape, PlainActivation
+from flexengine.models.block_shape import AnyNorm, BlockShape, PlainActivation
 from flexengine.models.fields import Fields
 from flexengine.ops.glu import Activation
 from flexengine.wording import shown

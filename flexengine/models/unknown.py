@@ -62,7 +62,7 @@ MISSING_IN_TYPES: dict[str, str] = {
         "deepseek_v32 glm_moe_dsa axk2 dots3_note dots3_note_text qwen4_exp qwen4_exp_text hy_v4 hy_v4_vl glm5_next "
         "minimax_m3_vl_text minimax_m3_vl"
     ),
-    "several residual streams": "deepseek_v4 hrm_text mistral_large4",
+    "several residuals side by side": "deepseek_v4 hrm_text mistral_large4",
     "keys and values or embeddings that layers share": "gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant",
     "heads of another width in layers with a window": (
         "gemma4 gemma4_text gemma4_unified gemma4_unified_text diffusion_gemma"

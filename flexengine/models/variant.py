@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexengine.models.block_parts import AnyNorm
-from flexengine.models.blocks import BlockNames, Norms
+from flexengine.models.block_shape import AnyNorm, BlockNames, Norms
 from flexengine.models.fields import Fields
 from flexengine.models.rope import THETA
 from flexengine.models.routed import Routed

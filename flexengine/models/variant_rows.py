@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexengine.models.blocks import BlockNames
+from flexengine.models.block_shape import BlockNames
 from flexengine.models.routed import (
     ernie_experts,
     granite_experts,
