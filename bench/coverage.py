@@ -42,9 +42,13 @@ TINY = {
 }  # fmt: skip
 """Sizes of the tiny models, as far as a type has the field."""
 OF_TYPE: dict[str, dict[str, Any]] = {
-    **{kind: {"num_key_value_heads": 4} for kind in ("deepseek_v2", "deepseek_v3")},
+    **{kind: {"num_key_value_heads": 4, "head_dim": 4} for kind in ("deepseek_v2", "deepseek_v3")},
+    "dots1": {"n_shared_experts": 1},
     # a larger eps: the norm of what a first token gives magnifies the rounding of transformers a thousandfold
-    **{kind: {"rms_norm_eps": 1e-2} for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
+    **{
+        kind: {"rms_norm_eps": 1e-1, "initializer_range": 0.3}
+        for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    },
 }
 
 
