@@ -15,6 +15,7 @@ from engine_helpers import (
     streamed_plan,
     worst_error,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
@@ -47,21 +48,7 @@ def last_logits(model, tokens):
 
 def as_stored(model, tensors):
     """Tensors by the names of the checkpoint: transformers holds the experts of a layer stacked, gate over up."""
-    if model.config.model_type == "gpt_oss":
-        return tensors  # and so does its checkpoint, in its own way
-    mixtral = model.config.model_type == "mixtral"
-    parts, down = (("w1", "w3"), "w2") if mixtral else (("gate_proj", "up_proj"), "down_proj")
-    stored = {}
-    for name, tensor in tensors.items():
-        block, found, kind = name.partition(".mlp.experts.")
-        mlp = "block_sparse_moe" if mixtral else "mlp"
-        if not found:
-            stored[name.replace(".mlp.gate.", f".{mlp}.gate.")] = tensor
-            continue
-        for i, expert in enumerate(tensor):
-            pieces = zip(parts, expert.chunk(2), strict=True) if kind == "gate_up_proj" else [(down, expert)]
-            stored |= {f"{block}.{mlp}.experts.{i}.{part}.weight": piece for part, piece in pieces}
-    return stored
+    return {name: tensor for name, tensor in revert_weight_conversion(model, tensors).items() if tensor is not None}
 
 
 class Reference(NamedTuple):

@@ -98,6 +98,25 @@ def deepseek(version: int, **changes: Any) -> dict:
     return without_head_dim(config(f"deepseek_v{version}", **{**own, **changes}))
 
 
+def variant(model_type: str, **changes: Any) -> dict:
+    """Of a type with a row: its own names of sizes where these differ; ends that its config class does not allow to be
+    absent."""
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    return config(model_type, **{**ends, **changes})
+
+
+def routed(model_type: str, **changes: Any) -> dict:
+    """With five experts, of which a token has two, in the second layer of two."""
+    counts = {"n_routed_experts": 5, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    return variant(model_type, **{**counts, "first_k_dense_replace": 1, **changes})
+
+
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.3,
+}  # fmt: skip
+GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}
+WINDOWS = {"sliding_window": 7, "num_hidden_layers": 4}
+
 CASES: dict[str, dict] = {
     "mistral, window": config("mistral", sliding_window=9),
     "mistral, no window": config("mistral", sliding_window=None, head_dim=10, tie_word_embeddings=True),
@@ -237,8 +256,89 @@ CASES: dict[str, dict] = {
     "gpt2": gpt2(),
     "gpt2, untied, odd sizes": gpt2(tie_word_embeddings=False, n_inner=37, vocab_size=71, n_embd=33, n_head=3),
     "gpt2, unscaled": gpt2(scale_attn_weights=False, n_layer=3),
+    "gemma": variant("gemma", hidden_act="gelu", tie_word_embeddings=True),
+    "vaultgemma": variant("vaultgemma", attn_logit_softcapping=3.0, final_logit_softcapping=4.0, **WINDOWS),
+    "smollm3": variant("smollm3", no_rope_layer_interval=2, num_hidden_layers=3, tie_word_embeddings=True),
+    "smollm3, windows": variant("smollm3", use_sliding_window=True, no_rope_layers=[1, 0, 1, 0], **WINDOWS),
+    "seed_oss": variant("seed_oss", attention_out_bias=True, attention_dropout=0.0, residual_dropout=0.0),
+    "arcee": variant("arcee", mlp_bias=True, num_key_value_heads=1),
+    "helium": variant("helium", rms_norm_eps=1e-8),
+    "internlm3": variant("internlm3", attention_bias=True, mlp_bias=True),
+    "iquestcoder": variant("iquestcoder"),
+    "cwm": variant("cwm", **WINDOWS),
+    "ministral3": variant(
+        "ministral3", rope_parameters={**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}
+    ),
+    "exaone4": without_head_dim(variant("exaone4", sliding_window_pattern=2, **WINDOWS)),
+    "exaone4, no window": without_head_dim(variant("exaone4", sliding_window=None, layer_types=["full_attention"] * 2)),
+    "hunyuan_v1_dense": variant("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "alpha": 40.0, "factor": 1.0}),
+    "hunyuan_v1_moe": variant("hunyuan_v1_moe", num_experts=5, moe_topk=[2, 2], intermediate_size=12),
+    "ernie4_5": variant("ernie4_5", use_bias=True, tie_word_embeddings=True),
+    "ernie4_5_moe": without_head_dim(
+        variant(
+            "ernie4_5_moe",
+            moe_num_experts=5,
+            moe_k=2,
+            moe_intermediate_size=12,
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            moe_layer_end_index=-1,
+        )
+    ),
+    "glm": variant("glm", head_dim=8),
+    "glm4": variant("glm4", head_dim=8, attention_bias=False),
+    "glm4_moe": routed("glm4_moe", head_dim=8, use_qk_norm=True, **GROUPS),
+    "glm4_moe, biases": routed("glm4_moe", head_dim=8, attention_bias=True, first_k_dense_replace=0),
+    "solar_open": lacking(routed("solar_open", head_dim=8, routed_scaling_factor=1.5), "first_k_dense_replace"),
+    "dots1": without_head_dim(routed("dots1", norm_topk_prob=True, sliding_window=7, max_window_layers=1)),
+    "exaone_moe": without_head_dim(routed("exaone_moe", num_experts=5, num_shared_experts=1, **WINDOWS)),
+    "hy_v3": routed("hy_v3", num_experts=5, num_shared_experts=1, router_scaling_factor=1.4),
+    "minimax_m2": variant("minimax_m2", num_local_experts=5, num_experts_per_tok=2, rotary_dim=4, intermediate_size=12),
+    "mellum": variant(
+        "mellum",
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+        mlp_layer_types=["sparse", "dense"],
+    ),
+    "granite": without_head_dim(variant("granite", mlp_bias=True, tie_word_embeddings=True, **GRANITE)),
+    "granitemoe": without_head_dim(
+        variant("granitemoe", num_local_experts=5, num_experts_per_tok=2, intermediate_size=12, **GRANITE)
+    ),
+    "granitemoeshared": without_head_dim(
+        variant(
+            "granitemoeshared",
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            intermediate_size=12,
+            shared_intermediate_size=9,
+            **GRANITE,
+        )
+    ),
+    "hyperclovax": variant("hyperclovax", use_post_norm=True, **GRANITE),
+    "hyperclovax, norms before": variant("hyperclovax", use_post_norm=False, attention_bias=True),
+    "olmo": without_head_dim(variant("olmo")),
+    "stablelm": without_head_dim(variant("stablelm", use_qkv_bias=True, hidden_size=32)),
+    "stablelm, parallel": without_head_dim(variant("stablelm", use_parallel_residual=True, hidden_size=32)),
+    "starcoder2": without_head_dim(variant("starcoder2", sliding_window=7, tie_word_embeddings=True)),
+    "nemotron": variant("nemotron", head_dim=8),
+    "jais2": variant("jais2"),
+    "cohere": without_head_dim(variant("cohere", tie_word_embeddings=True, logit_scale=0.3)),
+    "cohere2": without_head_dim(variant("cohere2", tie_word_embeddings=True, logit_scale=0.3, **WINDOWS)),
 }
 """Name, whose first word is the family, -> config."""
 
 FAMILY_CASES = {name.split(",")[0].split(" ")[0]: name for name in reversed(CASES)}
 """Family -> the name of its first case."""
+
+LIKE_OTHERS = {
+    *("gemma", "vaultgemma", "seed_oss", "arcee", "helium", "internlm3", "iquestcoder", "cwm", "exaone4", "granite"),
+    *("hunyuan_v1_dense", "ernie4_5", "glm", "glm4_moe", "solar_open", "dots1", "exaone_moe", "mellum", "granitemoe"),
+    *("hyperclovax", "stablelm", "jais2", "cohere"),
+}
+"""Families with a row whose blocks have the ops of another family, in other order or with other values."""
+
+OF_BLOCKS = {family: case for family, case in FAMILY_CASES.items() if family not in LIKE_OTHERS}
+"""Family -> the name of its first case, of those that differ in the ops of their blocks."""

@@ -1,10 +1,38 @@
-"""Checks what the config of any family may state: features that none can train, and dropout, which all leave out."""
+"""Checks what the config of any family may state: other tasks and features that none can train, and dropout."""
 
 from __future__ import annotations
 
-from flexengine.models.fields import Fields
+import re
 
-DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+from flexengine.models.fields import Fields
+from flexengine.wording import shown
+
+DROPOUTS = (
+    "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout", "embedding_dropout",
+    "hidden_dropout",
+)  # fmt: skip
+
+TASKS = ("CausalLM", "ConditionalGeneration", "ImageTextToText", "TextToText")
+"""What classes that predict tokens are for, by the ends of their names; of others the name says another task."""
+
+
+def refuse_other_tasks(name: str, config: dict) -> None:
+    """Raise ValueError if `architectures` names a class with another head than one that predicts tokens.
+
+    Classes without a head (`LlamaModel`) pass: theirs is the embedding, or the weights lack it.
+    """
+    stated = config.get("architectures")
+    for architecture in stated if isinstance(stated, list) else ():
+        task = re.search(r"For([A-Z]\w*)$", architecture) if isinstance(architecture, str) else None
+        if task is not None and task[1] not in TASKS:
+            raise ValueError(
+                f"{name}: architectures={shown(stated)} in config.json: a model for {_words(task[1])}, whose head is "
+                "not trained here. Give a model that predicts tokens (...ForCausalLM)"
+            )
+
+
+def _words(task: str) -> str:
+    return " ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", task)).lower()
 
 
 def refuse_unsupported(name: str, config: dict) -> None:

@@ -5,133 +5,29 @@ A family only chooses options of `BlockShape`; what a block keeps, costs and str
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
 
+from flexengine.models.block_parts import closing, norm_params, opening_norm, parts, stacked, weight_names
+from flexengine.models.block_shape import BlockNames, BlockShape, ExpertShape
 from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.models.stacked_experts import stacked_options, stacked_params
 from flexengine.ops.attention.attention import CausalAttention
 from flexengine.ops.attention.head_gate import HeadGate
-from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
 from flexengine.ops.columns import Columns
 from flexengine.ops.experts.experts import GroupedLinear, WeightedGLU
-from flexengine.ops.experts.router import SOFTMAX, Router, RouterStyle
+from flexengine.ops.experts.router import Router
 from flexengine.ops.experts.rows import Combine, Dispatch
 from flexengine.ops.experts.shared_gate import SharedGate
-from flexengine.ops.glu import GLU, Activation
+from flexengine.ops.gelu import Gelu
+from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
-from flexengine.ops.qk_norm import NormSpan, QKNorm
-from flexengine.ops.rmsnorm import NormStyle, RMSNorm
+from flexengine.ops.qk_norm import QKNorm
+from flexengine.ops.query_scale import QueryScale
+from flexengine.ops.rmsnorm import NormStyle
 from flexengine.ops.rope import RoPE
-
-Norms = Literal["pre", "post", "both"]
-"""Where a block has norms: before attention and FFN, after them (within the residual branch), or both."""
-
-
-class ExpertShape(NamedTuple):
-    """The FFN of a block with experts.
-
-    count: experts of the block. per_token: experts of each token. width: FFN width of one expert. normalised: the
-    weights of a token's experts are scaled to add up to 1. shared_width: width of one more expert that all tokens
-    share, 0 for none. stacked: the experts have biases and lie in one tensor (models/stacked_experts.py).
-    """
-
-    count: int
-    per_token: int
-    width: int
-    normalised: bool
-    shared_width: int = 0
-    shared_gated: bool = True
-    router: RouterStyle = SOFTMAX
-    stacked: bool = False
-
-
-class Mixer(Protocol):
-    """What replaces attention over queries, keys and values of the input in a block, from x to x1.
-
-    Equal mixers must have equal hashes, since blocks of equal shape share their ops.
-    """
-
-    def ops(self, block: BlockShape) -> list[Op]:
-        """List the ops from x to x1, including the norms and the sum with the residual."""
-        ...
-
-    def params(self, block: BlockShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
-        """List the parameters of these ops, without those of norms, from tensors under `prefix`."""
-        ...
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """Sizes and options of one block. Blocks of equal shape share their ops.
-
-    qk_norm: queries and keys are normalised by head or by row. rope: name of the model's table of rotary frequencies,
-    None for no rotation. gated: each query head has a gate for its output (only together with qk_norm).
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    norm: NormStyle
-    norms: Norms = "pre"
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: NormSpan | None = None
-    rope: str | None = "inv_freq"
-    rope_scaling: float = 1.0
-    attention: AttentionStyle = CAUSAL
-    activation: Activation = "silu"
-    experts: ExpertShape | None = None
-    mixer: Mixer | None = None
-    gated: bool = False
-
-    @property
-    def query_width(self) -> int:
-        """Number of columns of all query heads."""
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def key_width(self) -> int:
-        """Number of columns of all key heads, which is also that of all value heads."""
-        return self.num_key_value_heads * self.head_dim
-
-    @property
-    def query_rows(self) -> int:
-        """Number of rows of the projection to queries, including the rows of their gates."""
-        return self.query_width * (2 if self.gated else 1)
-
-
-@dataclass(frozen=True)
-class BlockNames:
-    """Names of a block's modules in the checkpoint; a fused projection has one name, others one per part.
-
-    expert_decode: decoder of stacked experts, for checkpoints that hold them quantised.
-    """
-
-    attn_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    sinks: str = "self_attn.sinks"
-    o: str = "self_attn.o_proj"
-    attn_post_norm: str = "post_attention_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    mlp_post_norm: str = "post_feedforward_layernorm"
-    router: str = "mlp.gate"
-    router_bias: str = "mlp.gate.e_score_correction_bias"
-    experts: str = "mlp.experts"
-    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
-    expert_down: str = "down_proj"
-    expert_decode: str | None = None
-    shared: str = "mlp.shared_expert"
-
+from flexengine.ops.scaled_sum import ScaledSum
+from flexengine.ops.squared_relu import SquaredReLU
 
 PART_ELEMENTS = 1 << 28
 """Most weights in a part of a block's experts: 512 MiB in bf16.
@@ -169,17 +65,14 @@ def _attention_ops(s: BlockShape) -> list[Op]:
     d, n, g, h = s.hidden_size, s.num_attention_heads, s.num_key_value_heads, s.head_dim
     ops, rows = opening_norm(s, "attn_norm", "x", "h1")
     # Names of the tensors from the projection to attention, which always reads the last one, "qkv".
-    stages = ["qkv_raw"] if s.qk_norm or s.rope else []
-    stages += ["qkv_normed"] if s.qk_norm and s.rope else []
-    stages.append("qkv")
-    ops.append(
-        Linear("qkv_proj", rows, stages[0], d, s.query_rows + 2 * s.key_width, *weight_names("qkv_proj", s.qkv_bias))
-    )
-    if s.qk_norm:
-        weights = ("q_norm.weight", "k_norm.weight")
-        ops.append(QKNorm("qk_norm", stages[0], stages[1], n, g, h, s.qk_norm, weights, s.norm, s.gated))
-    if s.rope:
-        ops.append(RoPE("rope", stages[-2], stages[-1], n, g, h, s.rope_scaling, s.rope))
+    kinds = ["normed"] if s.qk_norm else []
+    kinds += ["rotated"] if s.rope else []
+    kinds = (kinds[::-1] if s.norm_after_rope else kinds) + (["scaled"] if s.query_scale else [])
+    stages = ["qkv_raw", *(f"qkv_{kind}" for kind in kinds)]
+    stages[-1] = "qkv"
+    width = s.query_rows + 2 * s.key_width
+    ops.append(Linear("qkv_proj", rows, stages[0], d, width, *weight_names("qkv_proj", s.qkv_bias)))
+    ops += [_between(s, kind, *places) for kind, *places in zip(kinds, stages, stages[1:], strict=False)]
     ops.append(CausalAttention("attention", "qkv", "o", n, g, h, s.attention))
     result = "o"
     if s.gated:
@@ -190,10 +83,33 @@ def _attention_ops(s: BlockShape) -> list[Op]:
     return [*ops, *closing(s, ("o_proj", result, s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
 
 
+def _between(s: BlockShape, kind: str, x: str, y: str) -> Op:
+    """Give the op of one kind between the projection to queries, keys and values and attention."""
+    heads = (s.num_attention_heads, s.num_key_value_heads, s.head_dim)
+    if kind == "scaled":
+        assert s.query_scale is not None
+        return QueryScale("query_scale", x, y, s.query_width, s.query_width + 2 * s.key_width, *s.query_scale)
+    if kind == "rotated":
+        assert s.rope is not None
+        return RoPE("rope", x, y, *heads, s.rope_scaling, s.rope, s.interleaved)
+    assert s.qk_norm is not None
+    assert isinstance(s.norm, NormStyle), "no family has LayerNorm of queries and keys"
+    return QKNorm("qk_norm", x, y, *heads, s.qk_norm, ("q_norm.weight", "k_norm.weight"), s.norm, s.gated)
+
+
+def _opening_mlp(s: BlockShape) -> tuple[list[Op], str]:
+    """Give the norm before the FFN, unless it reads what attention reads, and the tensor that the FFN reads."""
+    return ([], "h1") if s.parallel else opening_norm(s, "mlp_norm", "x1", "h2")
+
+
 def _mlp_ops(s: BlockShape) -> list[Op]:
     """List the ops of a dense FFN, from x1 to y."""
     f, unit = s.intermediate_size, "swiglu" if s.activation == "silu" else "geglu"
-    ops, rows = opening_norm(s, "mlp_norm", "x1", "h2")
+    ops, rows = _opening_mlp(s)
+    if s.plain is not None:
+        ops.append(Linear("up_proj", rows, "up", s.hidden_size, f, *weight_names("up_proj", s.mlp_bias)))
+        ops.append(Gelu("gelu", "up", "a", f) if s.plain == "gelu_tanh" else SquaredReLU("relu2", "up", "a", f))
+        return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
     ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *weight_names("gate_up_proj", s.mlp_bias)))
     ops.append(GLU(unit, "gate_up", "a", f, s.activation))
     return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
@@ -202,10 +118,12 @@ def _mlp_ops(s: BlockShape) -> list[Op]:
 def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
     """List the ops of an FFN with experts, from x1 to y: first the shared expert, if any, then those of each token."""
     assert s.norms == "pre", "no family has norms after its experts"
+    assert not s.parallel, "no family has experts beside its attention"
     d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
     ops, rows = opening_norm(s, "mlp_norm", "x1", "h2")
     bias = "router.bias" if e.stacked else None
-    router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, e.router)
+    style = e.router._replace(scale=e.router.scale * s.residual_scale)  # its weights scale what experts add
+    router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, style)
     gate_up, down = stacked_options(router.weight) if e.stacked else ({}, {})
     # The shared expert adds its result to the residual first; the combining op then adds the others to that sum.
     residual, shared = ("x1", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
@@ -241,6 +159,9 @@ def _shared_ops(s: BlockShape, e: ExpertShape, x: str) -> list[Op]:
         GLU("shared_glu", "shared_gate_up", "shared_a", width, s.activation),
     ]
     # Without a gate the product adds the residual itself; with one the gate has to multiply before the sum.
+    if not gated and s.residual_scale != 1.0:
+        product = Linear("shared_down", "shared_a", "shared", width, d, *down)
+        return [*unit, product, ScaledSum("shared_sum", "shared", "x2", d, s.residual_scale, "x1")]
     if not gated:
         return [*unit, Linear("shared_down", "shared_a", "x2", width, d, *down, residual="x1")]
     return [
@@ -248,39 +169,6 @@ def _shared_ops(s: BlockShape, e: ExpertShape, x: str) -> list[Op]:
         Linear("shared_down", "shared_a", "shared", width, d, *down),
         SharedGate("shared_gate", "shared", x, "x2", d, "shared_gate.weight", "x1"),
     ]
-
-
-def weight_names(name: str, bias: bool) -> tuple[str, str | None]:
-    """Name the weight of a linear layer, and its bias if it has one."""
-    return f"{name}.weight", f"{name}.bias" if bias else None
-
-
-def opening_norm(s: BlockShape, name: str, x: str, y: str) -> tuple[list[Op], str]:
-    """Give the norm before a branch, if the block has one, and the name of the tensor that the branch reads."""
-    if s.norms == "post":
-        return [], x
-    return [RMSNorm(name, x, y, s.hidden_size, f"{name}.weight", s.norm)], y
-
-
-def closing(s: BlockShape, linear: tuple[str, str, int, bool], norm: str, residual: str, y: str) -> list[Op]:
-    """Give the projection that ends a branch, the norm after it if the block has one, and the sum with the residual.
-
-    linear: name, input, input width and bias of the projection.
-    """
-    name, x, width, bias = linear
-    # The last op of the branch adds the residual: a product takes the sum in its accumulator and rounds it once.
-    if s.norms == "pre":
-        return [Linear(name, x, y, width, s.hidden_size, *weight_names(name, bias), residual=residual)]
-    return [
-        Linear(name, x, f"{name}_out", width, s.hidden_size, *weight_names(name, bias)),
-        RMSNorm(norm, f"{name}_out", y, s.hidden_size, f"{norm}.weight", s.norm, residual=residual),
-    ]
-
-
-def norm_param(name: str, source: str, width: int, style: NormStyle) -> ParamSpec:
-    """Describe the weight of a norm. It multiplies by 1 at first, so with an offset of 1 it is stored as 0."""
-    init = "zeros" if style.offset else "ones"
-    return ParamSpec(name, (width,), (WeightSource(source, (width,)),), kind="vector", init=init)
 
 
 def _sinks(s: BlockShape, source: str) -> ParamSpec:
@@ -291,14 +179,14 @@ def _sinks(s: BlockShape, source: str) -> ParamSpec:
 def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSpec, ...]:
     """List the parameters of a block in the order of its ops, from tensors under `prefix` (such as model.layers.3)."""
 
-    def norm(name: str, source: str, width: int = s.hidden_size) -> ParamSpec:
-        return norm_param(f"{name}.weight", f"{prefix}.{source}.weight", width, s.norm)
+    def norm(name: str, source: str, width: int = s.hidden_size) -> list[ParamSpec]:
+        return norm_params(name, f"{prefix}.{source}", width, s.norm)
 
     def linear(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> list[ParamSpec]:
-        return stacked(name, _parts([f"{prefix}.{source}" for source in sources], rows), columns, bias)
+        return stacked(name, parts([f"{prefix}.{source}" for source in sources], rows), columns, bias)
 
     def attention() -> list[ParamSpec]:
-        qk_norms = [norm("q_norm", names.q_norm, qk_widths[0]), norm("k_norm", names.k_norm, qk_widths[1])]
+        qk_norms = [*norm("q_norm", names.q_norm, qk_widths[0]), *norm("k_norm", names.k_norm, qk_widths[1])]
         return [
             *linear("qkv_proj", names.qkv, (s.query_rows, s.key_width, s.key_width), d, s.qkv_bias),
             *(qk_norms if s.qk_norm else []),
@@ -307,8 +195,9 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
         ]
 
     def mlp() -> list[ParamSpec]:
+        up = ("gate_up_proj", names.gate_up, (f, f)) if s.plain is None else ("up_proj", names.gate_up[-1:], (f,))
         return [
-            *linear("gate_up_proj", names.gate_up, (f, f), d, s.mlp_bias),
+            *linear(*up, d, s.mlp_bias),
             *linear("down_proj", (names.down,), (d,), f, s.mlp_bias),
         ]
 
@@ -317,12 +206,12 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
         qk_widths = (s.query_width, s.key_width)
     pre, post = s.norms != "post", s.norms != "pre"
     return (
-        *([norm("attn_norm", names.attn_norm)] if pre else []),
+        *(norm("attn_norm", names.attn_norm) if pre else []),
         *(attention() if s.mixer is None else s.mixer.params(s, prefix, names)),
-        *([norm("attn_post_norm", names.attn_post_norm)] if post else []),
-        *([norm("mlp_norm", names.mlp_norm)] if pre else []),
+        *(norm("attn_post_norm", names.attn_post_norm) if post else []),
+        *(norm("mlp_norm", names.mlp_norm) if pre and not s.parallel else []),
         *(mlp() if s.experts is None else _expert_params(s, s.experts, prefix, names)),
-        *([norm("mlp_post_norm", names.mlp_post_norm)] if post else []),
+        *(norm("mlp_post_norm", names.mlp_post_norm) if post else []),
     )
 
 
@@ -330,7 +219,8 @@ def block_buffers(s: BlockShape, prefix: str, names: BlockNames) -> tuple[tuple[
     """List the tensors that the ops of one block read and that nothing trains."""
     if s.experts is None or not s.experts.router.biased:
         return ()
-    return (("router.choice_bias", WeightSource(f"{prefix}.{names.router_bias}", (s.experts.count,))),)
+    shape = (*names.router_bias_shape, s.experts.count)
+    return (("router.choice_bias", WeightSource(f"{prefix}.{names.router_bias}", shape)),)
 
 
 def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
@@ -343,43 +233,29 @@ def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames
         return WeightSource(f"{prefix}.{names.experts}.{expert}.{name}.weight", (rows, columns))
 
     # Some checkpoints (Qwen3.5) hold all experts of a layer in one tensor; `ModelSpec.named_as` chooses.
+    # Granite's hold no others.
     def fused(name: str, rows: int, columns: int) -> WeightSource:
         return WeightSource(f"{prefix}.{names.experts}.{name}", (e.count, rows, columns))
 
     experts, d, f = range(e.count), s.hidden_size, e.width
-    gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up)
-    down = tuple(source(i, names.expert_down, d, f) for i in experts)
+    both = (fused(names.experts_fused[0], 2 * f, d), fused(names.experts_fused[1], d, f))
+    gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up) or both[:1]
+    down = tuple(source(i, names.expert_down, d, f) for i in experts) if names.expert_down else both[1:]
     router = WeightSource(f"{prefix}.{names.router}.weight", (e.count, d))
     return [
         ParamSpec("router.weight", (e.count, d), (router,)),
-        ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up, fused=fused("gate_up_proj", 2 * f, d)),
-        ParamSpec("experts_down.weight", (e.count, d, f), down, fused=fused("down_proj", d, f)),
-        *(_shared_params(s, e, f"{prefix}.{names.shared}") if e.shared_width else []),
+        ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up, fused=both[0]),
+        ParamSpec("experts_down.weight", (e.count, d, f), down, fused=both[1]),
+        *(_shared_params(s, e, f"{prefix}.{names.shared}", names) if e.shared_width else []),
     ]
 
 
-def _shared_params(s: BlockShape, e: ExpertShape, prefix: str) -> list[ParamSpec]:
+def _shared_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
     d, width = s.hidden_size, e.shared_width
     gate = WeightSource(f"{prefix}_gate.weight", (1, d))
+    gate_up = parts([f"{prefix}.{name}" for name in names.shared_gate_up], (width, width))
     return [
-        *stacked("shared_gate_up", [(f"{prefix}.gate_proj", width), (f"{prefix}.up_proj", width)], d, s.mlp_bias),
-        *stacked("shared_down", [(f"{prefix}.down_proj", d)], width, s.mlp_bias),
+        *stacked("shared_gate_up", gate_up, d, s.mlp_bias),
+        *stacked("shared_down", [(f"{prefix}.{names.shared_down}", d)], width, s.mlp_bias),
         *([ParamSpec("shared_gate.weight", (1, d), (gate,))] if e.shared_gated else []),
     ]
-
-
-def _parts(sources: list[str], rows: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Pair modules with their rows; a single module is fused in the checkpoint and has all rows."""
-    return [(sources[0], sum(rows))] if len(sources) == 1 else list(zip(sources, rows, strict=True))
-
-
-def stacked(name: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> list[ParamSpec]:
-    """Describe a linear layer, its weight and its bias if it has one, from modules that are stacked by rows."""
-    # One product for modules that read the same rows (queries, keys and values; gate and up) is faster than several.
-    rows = sum(r for _, r in parts)
-    weights = tuple(WeightSource(f"{part}.weight", (r, columns)) for part, r in parts)
-    params = [ParamSpec(f"{name}.weight", (rows, columns), weights)]
-    if bias:
-        biases = tuple(WeightSource(f"{part}.bias", (r,)) for part, r in parts)
-        params.append(ParamSpec(f"{name}.bias", (rows,), biases, kind="vector", init="zeros"))
-    return params

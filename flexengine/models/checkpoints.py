@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,6 +25,14 @@ without its head, of a model with images as versions before and after 5 write it
 HEADS = ("lm_head.", "language_model.lm_head.")
 TEXT = "model."
 """Prefix of the names of models that are text alone."""
+COMPUTED = re.compile(
+    r"(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|position_ids|\.(input|output|[qkv]|kv)_scale)$"
+)
+"""Ends of names of what old checkpoints hold and a model computes itself: frequencies, masks and positions; and of the
+scales that servers round activations and caches by."""
+BESIDE = re.compile(r"(^|[._])(visual|vision|image|audio|speech|mm|multi_modal|projector|connector|mtp)([._]|$)")
+"""Words in the first three parts of the names of what stands beside a text, such as towers, and of heads that predict
+further tokens."""
 
 
 def open_checkpoint(model: ModelSpec, folder: Path) -> CheckpointReader:
@@ -127,6 +136,41 @@ def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
                 f"{reader.folder}: tensor {name} holds {entry.dtype}, which no weight can be read from; needed {needed}"
                 ". Give the checkpoint that a quantised or converted one was made from"
             )
+
+
+def check_fits(model: ModelSpec, reader: CheckpointReader) -> None:
+    """Raise ValueError unless a checkpoint holds all of a model's tensors and no others. Reads headers only."""
+    check_complete(model, reader)
+    _check_all_read(model, reader)
+
+
+def _check_all_read(model: ModelSpec, reader: CheckpointReader) -> None:
+    """Raise ValueError naming tensors that no part of the model reads, and that may change what it computes.
+
+    What stands beside the model passes: towers, layers that predict further tokens, a copy of a tied head.
+    """
+    sources = (source for group in model.groups for param in group.params for source in param.sources)
+    read = {name for source in sources for name in (source.name, *stored_tensors(source))}
+    read |= {*model.buffers, model.head_source}
+    unread = [entry.name for name, entry in reader.tensors.items() if not _may_pass(name, model, read)]
+    if not unread:
+        return
+    raise ValueError(
+        f"{reader.folder}: nothing in a {model.family} model reads {len(unread)} of the checkpoint's"
+        f" {len(reader.tensors)} tensors, such as {shown(unread[:3])}{_hint(unread)}; without them another model would"
+        " be trained. Give config.json and the weights of one model, or remove these tensors if they are not part of it"
+    )
+
+
+def _may_pass(name: str, model: ModelSpec, read: set[str]) -> bool:
+    """Tell whether a tensor is read, or known to change nothing that the model computes."""
+    # What quantised weights are decoded with has the weight's name with an end of its own.
+    if name in read or (name.partition(".weight")[0] + ".weight" in read and not name.endswith(".bias")):
+        return True
+    if COMPUTED.search(name) or BESIDE.search(".".join(name.split(".")[:3])):
+        return True
+    layer = re.match(rf"{re.escape(model.prefix)}(?:layers|h)\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= len(model.blocks)
 
 
 def _listed(stored: Stored) -> str:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flexengine.models.blocks import BlockNames, BlockShape, block_buffers, block_ops, block_params, norm_param
+from flexengine.models.block_parts import norm_op, norm_params
+from flexengine.models.block_shape import AnyNorm, BlockNames, BlockShape
+from flexengine.models.blocks import block_buffers, block_ops, block_params
 from flexengine.models.fields import Fields
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, Table, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.embedding import Embedding
 from flexengine.ops.experts.balance import Balancing
-from flexengine.ops.rmsnorm import NormStyle, RMSNorm
+from flexengine.ops.scaled_sum import ScaledSum
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,18 @@ class DecoderShape:
     """Sizes and options of a decoder.
 
     tables: rotary frequencies, under the names that the blocks' shapes use. embedding_scale multiplies the embedding's
-    rows. logit_soft_cap bounds logits; 0 for none. balance_coefficient: weight of the loss that balances experts; 0 for
-    none. prefix: start of the checkpoint's names of embedding, blocks and last norm. head: its name of the head.
+    rows, logit_scale the logits. logit_soft_cap bounds logits; 0 for none. balance_coefficient: weight of the loss that
+    balances experts; 0 for none. prefix: start of the checkpoint's names of embedding, blocks and last norm. head: its
+    name of the head.
     """
 
     vocab_size: int
     tie_word_embeddings: bool
     blocks: tuple[BlockShape, ...]
     tables: tuple[Table, ...]
-    final_norm: NormStyle
+    final_norm: AnyNorm
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
     balance_coefficient: float = 0.0
     names: BlockNames = field(default_factory=BlockNames)
@@ -111,10 +115,13 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
     fields, d, v = Fields(name, config), s.hidden_size, s.vocab_size
     embed = ParamSpec("embed.weight", (v, d), (WeightSource(f"{s.prefix}.embed_tokens.weight", (v, d)),))
     lm_head = ParamSpec("lm_head.weight", (v, d), (WeightSource(s.head, (v, d)),))
-    final_norm = norm_param("final_norm.weight", f"{s.prefix}.norm.weight", d, s.final_norm)
+    final_norm = tuple(norm_params("final_norm", f"{s.prefix}.norm", d, s.final_norm))
+    # What scales the logits scales the rows that they come from, which are fewer.
+    scaled = () if s.logit_scale == 1.0 else (ScaledSum("head_scale", "h", "h_scaled", d, s.logit_scale),)
     head_ops = (
-        RMSNorm("final_norm", "x", "h", d, "final_norm.weight", s.final_norm),
-        LMHeadLoss("lm_head", "h", d, v, "lm_head.weight", s.logit_soft_cap),
+        norm_op("final_norm", "x", "h", d, s.final_norm),
+        *scaled,
+        LMHeadLoss("lm_head", "h_scaled" if scaled else "h", d, v, "lm_head.weight", s.logit_soft_cap),
     )
     return assemble(
         name,
@@ -125,7 +132,7 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
             LayerContent(block_ops(shape), block_params(shape, prefix, s.names), block_buffers(shape, prefix, s.names))
             for prefix, shape in ((f"{s.prefix}.layers.{i}", shape) for i, shape in enumerate(s.blocks))
         ],
-        head=LayerContent(head_ops, (final_norm,) if s.tie_word_embeddings else (final_norm, lm_head)),
+        head=LayerContent(head_ops, final_norm if s.tie_word_embeddings else (*final_norm, lm_head)),
         hidden_size=d,
         vocab_size=v,
         head_dim=s.blocks[0].head_dim,

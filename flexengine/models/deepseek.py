@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexengine.models.blocks import BlockNames, BlockShape, ExpertShape
+from flexengine.models.block_shape import BlockNames, BlockShape, ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
 from flexengine.models.latent_block import LatentAttention
 from flexengine.models.rope import rope_table, score_scale
+from flexengine.models.routed import check_groups
 from flexengine.models.sizes import read_activation, read_rms_norm_eps
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention.latent_heads import HeadSizes
@@ -107,12 +108,7 @@ def _read_experts(fields: Fields, family: str) -> ExpertShape:
     grouped = third or method == "group_limited_greedy"
     groups, taken = (fields.whole("n_group"), fields.whole("topk_group")) if grouped else (1, 1)
     best = 2 if third else 1  # experts whose scores make that of their group
-    if count % groups or taken > groups or per_token > taken * (count // groups) or count // groups < best:
-        raise ValueError(
-            f"{fields.model}: n_routed_experts={count}, n_group={groups}, topk_group={taken} and num_experts_per_tok="
-            f"{per_token} in config.json do not go together: groups are of one size, {best} or more, and those taken "
-            "hold a token's experts. Fetch the published one again"
-        )
+    check_groups(fields, count, groups, taken, per_token, best)
     router = RouterStyle(
         "sigmoid" if third else "softmax",
         groups,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flexengine.models.blocks import BlockNames, BlockShape, closing, opening_norm
+from flexengine.models.block_parts import closing, opening_norm
+from flexengine.models.block_shape import BlockNames, BlockShape
 from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.causal_conv import CausalConv

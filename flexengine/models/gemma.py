@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flexengine.models.blocks import BlockNames, BlockShape
+from flexengine.models.block_shape import BlockNames, BlockShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
 from flexengine.models.rope import rope_table, typed_rope_table

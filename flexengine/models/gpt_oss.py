@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexengine.models.blocks import BlockNames, BlockShape, ExpertShape
+from flexengine.models.block_shape import BlockNames, BlockShape, ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
 from flexengine.models.moe import check_counts, read_balance, refuse_others

@@ -10,15 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flexengine.models.blocks import (
-    BlockNames,
-    BlockShape,
-    closing,
-    norm_param,
-    opening_norm,
-    stacked,
-    weight_names,
-)
+from flexengine.models.block_parts import closing, norm_params, opening_norm, stacked, weight_names
+from flexengine.models.block_shape import BlockNames, BlockShape
 from flexengine.models.spec import ParamSpec
 from flexengine.ops.attention.attention import CausalAttention
 from flexengine.ops.attention.latent_heads import HeadSizes, LatentHeads
@@ -90,8 +83,8 @@ class LatentAttention(NamedTuple):
             return stacked(name, [(f"{module}.{source}", rows)], columns, bias)
 
         def latent(name: str, rank: int, rows: int, source: str) -> list[ParamSpec]:
-            norm = norm_param(f"{name}_norm.weight", f"{module}.{name}_layernorm.weight", rank, LATENT_NORM)
-            return [*linear(f"{name}_proj", source, rows, d, self.bias), norm]
+            norm = norm_params(f"{name}_norm", f"{module}.{name}_layernorm", rank, LATENT_NORM)
+            return [*linear(f"{name}_proj", source, rows, d, self.bias), *norm]
 
         queries = linear("q_proj", "q_proj", heads.query_width, d)
         if self.query_rank:  # the large models compress queries, too

@@ -15,8 +15,16 @@ from flexengine.models.saved_modules import saved_names
 from flexengine.models.spec import ModelSpec
 from flexengine.options.lora import Targets
 
-TRANSLATED = ("mixtral", "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3")
+TRANSLATED = (
+    "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
+    "glm4_moe", "hunyuan_v1_moe", "mellum", "minimax_m2", "solar_open",
+)  # fmt: skip
 """Families whose targets PEFT (0.21) turns into tensors of experts."""
+CALLED_OTHERWISE = {
+    "hy_v3": (".shared_mlp.", ".router."),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), (".block_sparse_moe.",)),
+}
+"""Parts of names of modules that transformers calls by other names than checkpoints, and PEFT does not find."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
 """What the name of a module of a single expert has in it."""
 
@@ -52,7 +60,10 @@ def unread_by_peft(model: ModelSpec) -> str | None:
     linear = {adapter.module for adapter in adapters(model)}
     of_experts = sorted({_short(module) for module in linear if EXPERT.search(module)})
     taken = _taken_for_experts(model, linear)
-    if _in_part(of_experts):
+    others = [m for m in sorted(linear) if any(part in f"{m}." for part in CALLED_OTHERWISE.get(model.family, ()))]
+    if others:
+        what = f"adapters of {others[0]}, which transformers calls otherwise"
+    elif _in_part(of_experts):
         what = f"adapters of {' and '.join(of_experts)} of experts without those of their other products"
     elif of_experts and model.lora.use_dora:
         what = "DoRA of experts"

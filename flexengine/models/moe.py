@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flexengine.models.blocks import BlockNames, ExpertShape
+from flexengine.models.block_shape import BlockNames, ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
 from flexengine.models.rope import THETA, rope_table

@@ -6,7 +6,7 @@ Source: Team OLMo 2024, "2 OLMo 2 Furious"; 2025, "OLMo 3"; config fields as in 
 
 from __future__ import annotations
 
-from flexengine.models.blocks import BlockNames
+from flexengine.models.block_shape import BlockNames
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
 from flexengine.models.rope import rope_table, typed_rope_table

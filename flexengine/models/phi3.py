@@ -6,7 +6,7 @@ Source: Abdin et al. 2024, "Phi-3 Technical Report" and "Phi-4 Technical Report"
 
 from __future__ import annotations
 
-from flexengine.models.blocks import BlockNames
+from flexengine.models.block_shape import BlockNames
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
 from flexengine.models.rope import rope_table

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexengine.models.blocks import ExpertShape
+from flexengine.models.block_shape import ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.delta_block import DeltaShape
 from flexengine.models.fields import Fields

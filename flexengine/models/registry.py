@@ -13,14 +13,15 @@ from typing import Any, Literal, NamedTuple
 
 from flexengine.checkpoint.manifest import DownloadError, check_acted_on
 from flexengine.checkpoint.safetensors_format import CheckpointError
-from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
-from flexengine.models.any_family import dropout_notice, refuse_unsupported
+from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next, variants
+from flexengine.models.any_family import dropout_notice, refuse_other_tasks, refuse_unsupported
 from flexengine.models.checkpoints import open_checkpoint, reads_as_it_is
 from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names
 from flexengine.models.quantised_weights import as_quantised, quantised_by, without_quantisation
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
+from flexengine.models.variant_rows import VARIANTS
 from flexengine.wording import did_you_mean, hub_model, parse_json, shown
 
 
@@ -116,6 +117,10 @@ FAMILIES: dict[str, Family] = {
         1,
     ),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
+    **{
+        name: Family(variants.build, row.checkpoints, row.options, row.configs_compared)
+        for name, row in VARIANTS.items()
+    },
 }
 
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
@@ -159,9 +164,10 @@ def build_model(name: str, config: Any) -> ModelSpec:
         raise ValueError(f"{name}: config.json holds a {found}, expected an object of fields; fetch it again")
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise unknown_family(name, family, config, FAMILIES)
+        raise unknown_family(name, family, config)
     # Refusals come before the builder: it would read a config that asks for something else without noticing.
     method = quantised_by(name, config, FAMILIES[family].quantised)
+    refuse_other_tasks(name, config)
     refuse_unsupported(name, config)
     spec = FAMILIES[family].build(name, with_class_defaults(family, config))
     spec = as_quantised(spec, config, method, plain=ROUTERS)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexengine.models.blocks import BlockShape
+from flexengine.models.block_shape import AnyNorm, BlockShape, PlainActivation
 from flexengine.models.fields import Fields
 from flexengine.ops.glu import Activation
-from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 LAYER_TYPES = (SLIDING, FULL, LINEAR)
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+ACTIVATIONS: dict[str, Activation | PlainActivation] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
 """Activations by their names in configs. Plain "gelu" is another function, and is not supported."""
 
@@ -88,7 +87,7 @@ class Sizes:
     head_dim: int
     vocab_size: int
 
-    def block(self, norm: NormStyle, **options: Any) -> BlockShape:
+    def block(self, norm: AnyNorm, **options: Any) -> BlockShape:
         """Describe a block of these sizes with the options of `BlockShape`."""
         return BlockShape(
             self.hidden_size,
@@ -140,8 +139,8 @@ def _head_dim(fields: Fields, heads: int, hidden: int) -> int:
     return head_dim
 
 
-def read_activation(fields: Fields, family: str, key: str = "hidden_act", default: str = "silu") -> Activation:
-    """Read the activation of the gated unit. Raises ValueError for another than the family's."""
+def read_activation(fields: Fields, family: str, key: str = "hidden_act", default: str = "silu") -> Any:
+    """Read the activation of the FFN. Raises ValueError for another than the family's."""
     expected, found = ACTIVATIONS[default], fields.text(key, default)
     if ACTIVATIONS.get(found) != expected:
         raise ValueError(

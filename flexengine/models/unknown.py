@@ -1,33 +1,89 @@
-"""Explains the config of an unknown family: which known family is nearest, and what no known one has."""
+"""Explains the config of a type that is not supported: which feature it has that no supported type has.
+
+No other type is proposed in its place: types of like names compute different things, and some of them read each
+other's checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from flexengine.models.sizes import ACTIVATIONS, LAYER_TYPES
-from flexengine.wording import did_you_mean, shown
+from flexengine.wording import shown
 
 Config = dict[str, Any]
 
-MARKS: dict[str, tuple[str, ...]] = {
-    "gpt2": ("n_embd", "n_head", "n_positions"),
-    "gemma2": ("query_pre_attn_scalar", "attn_logit_softcapping"),
-    "gemma3_text": ("query_pre_attn_scalar", "sliding_window_pattern", "rope_local_base_freq"),
-    "phi3": ("original_max_position_embeddings", "resid_pdrop"),
-    "qwen2": ("use_sliding_window", "max_window_layers"),
-    "mistral": ("sliding_window",),
-    "mixtral": ("num_local_experts", "num_experts_per_tok"),
-    "gpt_oss": ("num_local_experts", "num_experts_per_tok", "swiglu_limit", "experts_per_token"),
-    "olmoe": ("num_experts", "num_experts_per_tok", "norm_topk_prob"),
-    "qwen2_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_intermediate_size"),
-    "qwen3_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
-    "qwen3_next": ("linear_num_key_heads", "linear_conv_kernel_dim", "num_experts", "shared_expert_intermediate_size"),
-    "qwen3_5_text": ("linear_num_key_heads", "linear_conv_kernel_dim"),
-    "deepseek_v2": ("kv_lora_rank", "qk_rope_head_dim", "n_routed_experts", "n_shared_experts"),
-    "deepseek_v3": ("kv_lora_rank", "qk_rope_head_dim", "n_routed_experts", "n_shared_experts", "norm_topk_prob"),
+MISSING_IN_TYPES: dict[str, str] = {
+    "state-space layers (Mamba)": (
+        "mamba mamba2 falcon_mamba jamba bamba falcon_h1 granitemoehybrid nemotron_h nemotron_h_omni zamba zamba2 "
+        "granite4_vision granite_docling"
+    ),
+    "recurrent layers": "rwkv recurrent_gemma xlstm reformer",
+    "linear attention of another kind than Gated DeltaNet's": "minimax kimi_linear bailing_hybrid lara_mini",
+    "Gated DeltaNet beside norms after the branches": "olmo_hybrid",
+    "short convolutions": "lfm2 lfm2_moe lfm3 lfm2_vl lfm3_vl inkling_text inkling2_text inkling2_loop_text "
+    "inkling_mm_model inkling2 inkling2_loop zaya",
+    "an encoder": (
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart moshi musicgen musicgen_melody mvp pegasus "
+        "plbart prophetnet trocr whisper florence2 pix2struct udop t5gemma2 vision-encoder-decoder pp_formulanet "
+        "kosmos-2 kosmos-2.5 blip git"
+    ),
+    "the blocks of an encoder: norms after the residual sum, learned positions and a head of several layers": (
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod openai-gpt ctrl"
+    ),
+    "ALiBi": "bloom mpt",
+    "positions or embeddings of another kind beside LayerNorm": (
+        "opt xglm biogpt gpt_neo gpt_bigcode cpmant blip-2 instructblip instructblipvideo"
+    ),
+    "rotations of queries, keys and values that one tensor holds head by head": (
+        "gpt_neox gpt_neox_japanese falcon codegen persimmon fuyu"
+    ),
+    "a bias of the head": "phi gptj phimoe",
+    "xIELU, an activation with weights": "apertus apertus1p5_text apertus1p5",
+    "norms after the experts": "axk1",
+    "norms of queries and keys without weights": "nanochat",
+    "frequencies of their own in single layers": "granite_swa granitemoe_swa cohere_compass_text cohere_compass",
+    "queries, keys and values in one tensor beside experts": "sarvam_moe",
+    "tensors that are called otherwise": "exaone gpt-sw3",
+    "latent attention with scaled queries or residuals": "minicpm3 mistral4",
+    "latent attention whose config has other fields than DeepSeek's": "glm4_moe_lite sarvam_mla youtu",
+    "a config whose text is described inside of one for images or sound": (
+        "aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl deepseek_vl_hybrid "
+        "ernie4_5_vl_moe exaone4_5 fast_vlm glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 hunyuan_vl "
+        "hyperclovax_vision_v2 idefics2 idefics3 internvl kimi_k25 lighton_ocr llava llava_next llava_next_video "
+        "llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 molmo2 moss_transcribe_diarize ovis2 "
+        "paddleocr_vl paligemma perception_lm pi0 pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl "
+        "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm unlimited_ocr video_llama_3 video_llava "
+        "vipllava"
+    ),
+    "attention over chosen keys (an indexer)": (
+        "deepseek_v32 glm_moe_dsa axk2 dots3_note dots3_note_text qwen4_exp qwen4_exp_text hy_v4 hy_v4_vl glm5_next "
+        "minimax_m3_vl_text minimax_m3_vl"
+    ),
+    "several residuals side by side": "deepseek_v4 hrm_text mistral_large4",
+    "keys and values or embeddings that layers share": "gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant",
+    "heads of another width in layers with a window": (
+        "gemma4 gemma4_text gemma4_unified gemma4_unified_text diffusion_gemma"
+    ),
+    "differential attention": "diffllama",
+    "attention with a mask that is learned": "doge",
+    "norms before the last products of branches": "bitnet",
+    "bytes in place of tokens": "blt",
+    "clamped queries, keys and values, and experts in one tensor": "dbrx",
+    "a mixture of attention heads": "jetmoe",
+    "values wider or narrower than keys beside sinks": "mimo_v2_flash",
+    "two attentions in a block": "longcat_flash",
+    "attention over chunks of keys": "llama4 llama4_text",
+    "LayerNorm without rotations of the usual kind": "modernbert-decoder",
+    "layers that read images": "mllama idefics evolla",
+    "image tokens that the model predicts": "emu3 chameleon janus",
+    "experts beside norms after the branches": "flex_olmo beam kolibri1 afmoe cohere2_moe",
+    "gates of heads of another kind": "dory flint laguna muse_glimmer muse_spark step3p7",
+    "experts whose weights one tensor holds in another order": "aria_text aria phi4_multimodal",
 }
-"""Fields that are typical of each family; a config with none of them is nearest to `llama`."""
+"""Feature -> types of transformers that are not supported for want of it."""
 
 
 def _any(*fields: str) -> Callable[[Config], bool]:
@@ -58,38 +114,23 @@ MISSING: dict[str, Callable[[Config], bool]] = {
     "an encoder": _any("is_encoder_decoder", "encoder_layers"),
     "images or sound": _any("vision_config", "audio_config"),
 }
-"""Features that no known family has, with tests for the fields that ask for them."""
+"""Features that a type which is not listed above may have, with tests for the fields that ask for them."""
 
 
-def nearest_family(family: str, config: Config, known: Iterable[str]) -> str:
-    """Find the known family of which the config has most fields; a tie goes to the nearest name."""
-
-    def score(name: str) -> tuple[int, int]:
-        marks = sum(field in config for field in MARKS.get(name, ()))
-        return marks, len(_common_start(family, name))
-
-    # max takes the first of equals, so llama, which has no marks, comes last.
-    names = [name for name in known if name in MARKS] + ["llama"]
-    return max(names, key=score)
-
-
-def _common_start(a: str, b: str) -> str:
-    count = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:count]
-
-
-def unknown_family(model: str, family: Any, config: Config, known: Iterable[str]) -> ValueError:
-    """Make the error for a config of an unknown family."""
-    known = list(known)
-    if not isinstance(family, str):
-        return ValueError(
-            f"{model}: model_type {shown(family)} in config.json is not supported; known: {', '.join(known)}"
-        )
+def missing_feature(family: str, config: Config) -> str:
+    """Name what a type has that no supported one has; its whole block if nothing tells."""
     # A feature is named only if a field asks for it: absent fields say nothing about an unknown architecture.
-    missing = [feature for feature, found in MISSING.items() if found(config)]
-    lacks = f"; not supported in it: {', '.join(missing)}" if missing else ""
+    listed = [feature for feature, types in MISSING_IN_TYPES.items() if family in types.split()]
+    asked = listed or [feature for feature, found in MISSING.items() if found(config)]
+    return ", ".join(asked) or "a description of its block"
+
+
+def unknown_family(model: str, family: Any, config: Config) -> ValueError:
+    """Make the error for a config of a type that is not supported."""
+    listed = "flexengine models lists those that are"
+    if not isinstance(family, str):
+        return ValueError(f"{model}: model_type {shown(family)} in config.json is not supported; {listed}")
     return ValueError(
-        f"{model}: model_type {shown(family)} in config.json is not supported{did_you_mean(family, known)}\n"
-        f"  nearest known family: {nearest_family(family, config, known)}{lacks}\n"
-        f"  known: {', '.join(known)}"
+        f"{model}: model_type {shown(family)} in config.json is not supported; missing: "
+        f"{missing_feature(family, config)}. Give a model of another type; {listed}"
     )

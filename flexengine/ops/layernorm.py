@@ -2,11 +2,15 @@
 
 Source: Ba et al. 2016, "Layer Normalization". With n = (x - mean) * r and gw = grad_y * weight:
 grad_x = r * (gw - mean(gw) - n * mean(gw * n)), grad_weight = sum of grad_y * n, grad_bias = sum of grad_y.
+An offset is added to weights that are stored less it (Nemotron). A norm without weight (OLMo) or bias (Cohere) has ones
+or zeros in their place.
 The input half recomputes the statistics from the row, which it reads anyway, and leaves the parts of the sums, which
 the weight half adds up.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,45 +77,67 @@ def add_partials(partials: Tensor, tokens: int, grad_weight: Tensor, grad_bias: 
         acc.add_(total) if accumulate else acc.copy_(total)
 
 
-class LayerNorm(Op):
-    """y [T, D] = layernorm(x [T, D]) with weight and bias [D]."""
+class LayerNormStyle(NamedTuple):
+    """eps; whether there are weight and bias; offset: what is added to the stored weight."""
 
-    def __init__(self, name: str, x: str, y: str, width: int, weight: str, bias: str, eps: float) -> None:
+    eps: float
+    weight: bool = True
+    bias: bool = True
+    offset: float = 0.0
+
+
+class LayerNorm(Op):
+    """y [T, D] = layernorm(x [T, D]) with weight and bias [D], of which there may be one alone or none."""
+
+    def __init__(
+        self, name: str, x: str, y: str, width: int, weight: str | None, bias: str | None, eps: float,
+        offset: float = 0.0,
+    ) -> None:  # fmt: skip
         self.name, self.x, self.y, self.width, self.eps = name, x, y, width, eps
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.offset = weight, bias, offset
         self.inputs = (x,)
         self.outputs = (TensorSpec(y, (width,)),)
-        self.params = (weight, bias)
+        self.params = tuple(param for param in (weight, bias) if param is not None)
         self.needs_input = self.grad_inputs = (x,)
         rows, sums = ROW_GRAD_PARTIALS, f"{name}_partials"
         self.partials = TensorSpec(sums, (2, width), "float32", rows=rows, clip_rows=True)
 
+    def _weight(self, env: OpEnv) -> Tensor:
+        """What multiplies: a tensor of its own unless the weight is stored as it is."""
+        if self.weight is None:
+            return env.t[self.x].new_ones(self.width)
+        return env.p[self.weight] + self.offset if self.offset else env.p[self.weight]
+
     def forward(self, env: OpEnv) -> None:
-        layernorm_forward(env.t[self.x], env.p[self.weight], env.p[self.bias], self.eps, env.t[self.y])
+        x = env.t[self.x]
+        bias = x.new_zeros(self.width) if self.bias is None else env.p[self.bias]
+        layernorm_forward(x, self._weight(env), bias, self.eps, env.t[self.y])
 
     def backward_input(self, env: OpEnv) -> None:
-        operands = (env.g[self.y], env.t[self.x], env.p[self.weight], self.eps, env.g[self.x])
+        operands = (env.g[self.y], env.t[self.x], self._weight(env), self.eps, env.g[self.x])
         accumulate = self.x in env.accumulate
-        if self.trained:
+        if self.has_weight_half:
             layernorm_backward(*operands, env.t[self.partials.name], accumulate)
         else:
             layernorm_backward_input(*operands, accumulate)
 
     def backward_weight(self, env: OpEnv) -> None:
-        totals = (env.gp[self.weight], env.gp[self.bias])
-        add_partials(env.t[self.partials.name], len(env.g[self.y]), *totals, not env.first)
+        sums, grad_y = env.t[self.partials.name], env.g[self.y]
+        totals = [sums.new_zeros(self.width) if p is None else env.gp[p] for p in (self.weight, self.bias)]
+        add_partials(sums, len(grad_y), totals[0], totals[1], not env.first)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        return (self.partials,) if self.trained and half != "forward" else ()
+        return (self.partials,) if self.has_weight_half and half != "forward" else ()
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(5 * tokens * (self.width + 2), compute_bytes)
+        own = 2 * self.width * max(4, compute_bytes) if len(self.params) < 2 or self.offset else 0
+        return plain_bytes(5 * tokens * (self.width + 2), compute_bytes) + own
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=2.0 * tokens * self.width * compute_bytes, kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        sums = parts_bytes(self.partials, tokens) if self.trained else 0.0
+        sums = parts_bytes(self.partials, tokens) if self.has_weight_half else 0.0
         return Work(memory_bytes=4.0 * tokens * self.width * compute_bytes + sums, kernels=1)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:

@@ -43,14 +43,14 @@ def rope_(
 class RoPE(Op):
     """qkv <- qkv with its N query and G key heads rotated; values untouched. Backward needs the positions only.
 
-    table: the constant of the model that holds the frequencies.
+    table: the constant of the model that holds the frequencies. interleaved: how pairs lie.
     """
 
     def __init__(
         self, name: str, x: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int, scaling: float,
-        table: str = "inv_freq",
+        table: str = "inv_freq", interleaved: bool = False,
     ) -> None:  # fmt: skip
-        self.name, self.x, self.y, self.table = name, x, y, table
+        self.name, self.x, self.y, self.table, self.interleaved = name, x, y, table, interleaved
         self.num_heads, self.num_kv_heads, self.head_dim, self.scaling = num_heads, num_kv_heads, head_dim, scaling
         self.inputs = (x,)
         self.outputs = (TensorSpec(y, ((num_heads + 2 * num_kv_heads) * head_dim,)),)
@@ -60,7 +60,8 @@ class RoPE(Op):
     def _rotate(self, tensor: Tensor, env: OpEnv, inverse: bool) -> None:
         heads = tensor.view(env.chunk.tokens, -1, self.head_dim)
         inv_freq = env.chunk.constants[self.table]
-        rope_(heads, env.chunk.positions, inv_freq, self.scaling, self.num_heads + self.num_kv_heads, inverse)
+        rotated = self.num_heads + self.num_kv_heads
+        rope_(heads, env.chunk.positions, inv_freq, self.scaling, rotated, inverse, self.interleaved)
 
     def forward(self, env: OpEnv) -> None:
         self._rotate(env.t[self.y], env, inverse=False)

@@ -79,6 +79,15 @@ class _Placed(NamedTuple):
     bounds_bytes: int
 
 
+def _renamed_in_place(ops: tuple[Op, ...]) -> dict[str, str]:
+    """Pair what ops in place write over with what they make of it: of a chain of such ops with what the last makes."""
+    renamed: dict[str, str] = {}
+    for op in reversed(ops):
+        if op.in_place:
+            renamed[op.in_place[0]] = renamed.get(op.in_place[1], op.in_place[1])
+    return renamed
+
+
 class _Compiler:
     def __init__(
         self,
@@ -95,7 +104,7 @@ class _Compiler:
         self.tokens, self.compute_bytes = chunk_tokens, compute_bytes
         self.specs = {spec.name: spec for op in ops for spec in op.outputs}
         self.producer = {spec.name: op for op in ops for spec in op.outputs}
-        self.renamed = {op.in_place[0]: op.in_place[1] for op in ops if op.in_place}
+        self.renamed = _renamed_in_place(ops)
         lost = [o.name for op in ops if op.name in savable_ops(ops) for o in op.outputs if o.name in self.renamed]
         assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
         if x is not None:

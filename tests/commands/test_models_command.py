@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
+import transformers.models.auto.modeling_auto as auto
 from family_configs import CASES
 
 from flexengine import cli
 from flexengine.models import registry
 from flexengine.models.registry import FAMILIES, preset_names
+from flexengine.models.unknown import MISSING_IN_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = ROOT / "docs" / "architectures.md"
@@ -75,3 +78,19 @@ def test_the_docs_say_the_same():
         assert rows[name] == [
             family.checkpoints, family.options, str(family.configs_compared), f"`models/{path.name}`", str(lines)
         ]  # fmt: skip
+
+
+@pytest.mark.skipif(not transformers.__version__.startswith("5.24."), reason="other versions have other types")
+def test_every_type_of_transformers_is_supported_or_says_what_is_missing():
+    listed = [name for types in MISSING_IN_TYPES.values() for name in types.split()]
+    mappings = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    assert len(listed) == len(set(listed))
+    assert not set(listed) & set(FAMILIES)
+    assert {name for mapping in mappings for name in mapping} <= {*listed, *FAMILIES}
+
+
+@pytest.mark.skipif(not DOC.is_file(), reason="docs/ is not beside the tests")
+def test_the_docs_name_the_types_that_are_not_supported():
+    text = DOC.read_text(encoding="utf-8")
+    for feature, types in MISSING_IN_TYPES.items():
+        assert f"| {feature} | {', '.join(f'`{name}`' for name in types.split())} |" in text

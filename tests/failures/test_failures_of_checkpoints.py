@@ -89,6 +89,14 @@ def without_tensor(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
 
 
+def unread_tensors(folder: Path) -> None:
+    """The checkpoint has biases that config.json does not state."""
+    shutil.rmtree(folder)
+    write_model(folder, attention_bias=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_bias": False}))
+
+
 def other_width(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
@@ -187,6 +195,11 @@ DAMAGE = (
     ),
     Case(
         "tensor_missing_from_the_checkpoint", without_tensor, ("lacks \\d+ of the model's \\d+ tensors", "incomplete")
+    ),
+    Case(
+        "tensors_that_nothing_reads",
+        unread_tensors,
+        ("nothing in a llama model reads \\d+ of the checkpoint's", "q_proj.bias", "another model", "Give config.json"),
     ),
     Case(
         "tensor_of_another_shape",

@@ -103,7 +103,12 @@ CONFIGS = (
     Case(
         "unknown_family",
         having(model_type="dbrx", clip_qkv=8, sliding_window=7),
-        ("model_type 'dbrx'", "nearest known family: mistral; not supported in it: clamped queries", "known: llama"),
+        ("model_type 'dbrx'", "missing: clamped queries, keys and values", "flexengine models lists"),
+    ),
+    Case(
+        "model_for_another_task",
+        having(architectures=["LlamaForSequenceClassification"]),
+        ("architectures=\\['LlamaForSequenceClassification'\\]", "for sequence classification", "predicts tokens"),
     ),
     Case(
         "sequence_beyond_learned_positions",
@@ -208,9 +213,8 @@ CONFIGS = (
     Case(
         "longrope_of_few_factors", having(rope_scaling=LONGROPE), ("short_factor=\\[1.0\\].*a list of [0-9]+ numbers",)
     ),
-    Case("misspelt_family", having(model_type="lama"), ("model_type 'lama'.*did you mean llama\\?",)),
-    Case("family_missing", without("model_type"), ("model_type None.*known: llama",)),
-    Case("family_is_a_list", having(model_type=["llama"]), ("model_type \\['llama'\\].*known: llama",)),
+    Case("family_missing", without("model_type"), ("model_type None.*flexengine models lists",)),
+    Case("family_is_a_list", having(model_type=["llama"]), ("model_type \\['llama'\\].*flexengine models lists",)),
     Case(
         "quantised_weights",
         having(quantization_config={"quant_method": "awq", "bits": 4}, intermediate_size=96),  # not those of the file

@@ -138,6 +138,31 @@ def test_a_refusal_tells_the_names_that_were_found(change, found, hint, tmp_path
         check_checkpoint(open_model(tmp_path).spec, tmp_path)
 
 
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
+def test_a_classifier_with_a_tied_embedding_is_refused(task, tmp_path):
+    """By what it says it is for and, where its config says nothing, by the head that nothing reads."""
+    described = transformers.AutoConfig.for_model(**{**LLAMA, "tie_word_embeddings": True}, num_labels=1)
+    getattr(transformers, f"AutoModelFor{task}").from_config(described).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"a model for {task[:-14].lower()} classification"):
+        open_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": None}))
+    with pytest.raises(ValueError, match=r"reads \d of .*'score\.\w+'.*\(score is the head of a classifier"):
+        check_checkpoint(open_model(tmp_path).spec, tmp_path)
+
+
+def test_a_model_without_a_head_is_read_where_its_head_is_tied(tmp_path):
+    """As embedding models are published; frequencies that old checkpoints hold are nobody's parameters."""
+    config = {**LLAMA, "tie_word_embeddings": True}
+    described = transformers.AutoConfig.for_model(**config)
+    transformers.AutoModel.from_config(described).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    frequencies = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    save_file({**tensors, **frequencies}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert not any(name.startswith("model.") for name in tensors)
+    check_checkpoint(open_model(tmp_path).spec, tmp_path)
+
+
 def test_two_tensors_of_one_name_are_refused(tmp_path):
     saved_model(tmp_path, LLAMA)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine_helpers import build_engine, random_batch, same_bits, saved_model, streamed_plan, tiny_config
-from family_configs import CASES, FAMILY_CASES
+from family_configs import CASES, OF_BLOCKS
 
 from flexengine.models.registry import open_model
 from flexengine.runtime.decoding import CacheRoom
@@ -12,7 +12,7 @@ from flexengine.schedule.decoding_cache import free_ranges, place_in
 
 NEW_TOKENS = 6
 LENGTHS = (13, 1, 22)
-NAMES = [*FAMILY_CASES.values(), "gpt_oss, all experts, no scaling"]
+NAMES = [*OF_BLOCKS.values(), "gpt_oss, all experts, no scaling"]
 
 
 def answers_of(model, prompts):

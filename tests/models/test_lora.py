@@ -22,7 +22,7 @@ from engine_helpers import (
     worst_error,
 )
 from family_checks import MAX_SEQ_LEN, draw_batch, last_logits, reference_loss
-from family_configs import CASES, FAMILY_CASES
+from family_configs import CASES, FAMILY_CASES, OF_BLOCKS
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
@@ -80,7 +80,7 @@ def stored_names(tensors):
     return {n.replace(".default.", ".").replace("vector.weight", "vector"): t for n, t in tensors.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", *FAMILY_CASES])
+@pytest.mark.parametrize("family", ["llama", *OF_BLOCKS])
 def test_loss_gradients_steps_and_files(family, tmp_path):
     config = tiny_config() if family == "llama" else CASES[FAMILY_CASES[family]]
     has_experts = any("experts" in field for field in config)

@@ -6,7 +6,7 @@ from random import Random
 from unittest.mock import patch
 
 from flexengine.models import blocks as block_parts
-from flexengine.models.blocks import BlockShape, ExpertShape
+from flexengine.models.block_shape import BlockShape, ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.llama import build
 from flexengine.models.spec import LayerSpec, ModelSpec, Table

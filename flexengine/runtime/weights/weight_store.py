@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexengine.checkpoint.quantised import DECODERS, Decoder
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
-from flexengine.models.checkpoints import check_complete, open_checkpoint
+from flexengine.models.checkpoints import check_complete, check_fits, open_checkpoint
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
@@ -74,7 +74,7 @@ def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
     """
     with open_checkpoint(model, folder) as reader:
         named = model.named_as(reader.tensors)
-        check_complete(named, reader)
+        check_fits(named, reader)
         if named.tie_word_embeddings and named.head_source in reader.tensors:
             _check_tied(named, reader)
     return named

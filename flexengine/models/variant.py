@@ -1,0 +1,261 @@
+"""What a row of `variant_rows.py` may say of a decoder, and what reads from configs that which rows leave open.
+
+A reader of kinds takes the number of layers and gives the kind of attention of each, one of rotations the kinds and
+gives whether each layer rotates. Both raise ValueError as `sizes.layer_types`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexengine.models.block_shape import AnyNorm, BlockNames, Norms
+from flexengine.models.fields import Fields
+from flexengine.models.rope import THETA
+from flexengine.models.routed import Routed
+from flexengine.models.sizes import FULL, SLIDING, Sizes, layer_types, read_window
+from flexengine.ops.qk_norm import NormSpan
+from flexengine.ops.rmsnorm import NormStyle
+from flexengine.wording import shown
+
+Kinds = Callable[[Fields, int], list[str]]
+Rotated = Callable[[Fields, list[str]], list[bool]]
+Number = Callable[[Fields], float]
+RMS = NormStyle(0.0)
+"""The norm of most rows; `Variant.eps` says what it adds."""
+Told = bool | str
+"""A switch, or the field of the config that is one."""
+
+
+def all_full(fields: Fields, count: int) -> list[str]:
+    """Read the kinds of layers of a type that has no windows."""
+    return layer_types(fields, count, [FULL] * count, (FULL,))
+
+
+def all_windows(fields: Fields, count: int) -> list[str]:
+    """Read the kinds of layers where all have a window, if the config has one."""
+    return layer_types(fields, count, [SLIDING if read_window(fields) else FULL] * count)
+
+
+def all_windows_named(fields: Fields, count: int) -> list[str]:
+    """Windows where layer_types names them alone."""
+    return layer_types(fields, count, [FULL] * count)
+
+
+def full_every(number: int, first: int) -> Kinds:
+    """Read the kinds of layers where every so many, from the layer `first` on, one has no window."""
+
+    def kinds(fields: Fields, count: int) -> list[str]:
+        step = fields.whole("sliding_window_pattern", number) if fields.values.get("layer_types") is None else number
+        window = bool(read_window(fields))
+        return layer_types(fields, count, [SLIDING if window and (i - first) % step else FULL for i in range(count)])
+
+    return kinds
+
+
+def upper_windows(fields: Fields, count: int) -> list[str]:
+    """Read the kinds of layers where those from `max_window_layers` on have a window."""
+    full = min(count, fields.whole("max_window_layers", count, least=0)) if read_window(fields) else count
+    return layer_types(fields, count, [FULL] * full + [SLIDING] * (count - full))
+
+
+def smollm_kinds(fields: Fields, count: int) -> list[str]:
+    """Read the kinds of layers where those without rotation have a window, if windows are switched on."""
+    windows = fields.switch("use_sliding_window", False) and bool(read_window(fields))
+    default = [FULL if rotates or not windows else SLIDING for rotates in smollm_rotated(fields, [FULL] * count)]
+    return layer_types(fields, count, default, (FULL, SLIDING) if windows else (FULL,))
+
+
+def smollm_rotated(fields: Fields, kinds: list[str]) -> list[bool]:
+    """A list of ones for layers that rotate, or every so many layers one that does not."""
+    stated, step = fields.values.get("no_rope_layers"), fields.whole("no_rope_layer_interval", 4)
+    if stated is None:
+        return [(i + 1) % step != 0 for i in range(len(kinds))]
+    if not isinstance(stated, list) or len(stated) != len(kinds) or any(x not in (0, 1) for x in stated):
+        raise ValueError(
+            f"{fields.model}: no_rope_layers={shown(stated)} in config.json; expected a list of "
+            f"num_hidden_layers={len(kinds)} entries, each 0 or 1. Fetch the published config.json again"
+        )
+    return [bool(x) for x in stated]
+
+
+def everywhere(fields: Fields, kinds: list[str]) -> list[bool]:
+    """Rotate in all layers."""
+    return [True] * len(kinds)
+
+
+def in_windows(fields: Fields, kinds: list[str]) -> list[bool]:
+    """Rotate in layers with a window."""
+    return [kind == SLIDING for kind in kinds]
+
+
+def in_windows_if_any(fields: Fields, kinds: list[str]) -> list[bool]:
+    """Rotate in layers with a window, or in all where the config has no window."""
+    return [kind == SLIDING or not read_window(fields) for kind in kinds]
+
+
+def one(fields: Fields) -> float:
+    """Scale nothing."""
+    return 1.0
+
+
+def times(name: str, default: float = 1.0) -> Number:
+    """Read a factor."""
+    return lambda fields: fields.number(name, default, low=1e-6, high=1e6)
+
+
+def over(name: str, default: float = 1.0) -> Number:
+    """Read a divisor as a factor."""
+    return lambda fields: 1.0 / fields.number(name, default, low=1e-6, high=1e6)
+
+
+def root_of_width(fields: Fields) -> float:
+    """Scale by sqrt(hidden_size)."""
+    return math.sqrt(fields.whole("hidden_size"))
+
+
+def usual(fields: Fields) -> float | None:
+    """Scale scores by 1 / sqrt(head_dim)."""
+    return None
+
+
+def from_query_scalar(fields: Fields) -> float:
+    """Scale scores by what the config has in the place of head_dim."""
+    return fields.number("query_pre_attn_scalar", 256.0, low=1e-3) ** -0.5
+
+
+def own_scale(fields: Fields) -> float | None:
+    """Read the factor of scores; None for the usual one."""
+    return fields.number("attention_multiplier", None, low=1e-6, high=1e6)
+
+
+def llama4_scaling(fields: Fields) -> tuple[float, int] | None:
+    """Read how queries are scaled by position: beta and the original length; None if they are not."""
+    rope = Fields(fields.model, fields.nested("rope_parameters") or fields.nested("rope_scaling"), "the rope options")
+    beta = rope.number("llama_4_scaling_beta", 0.0, high=1e3)
+    original = rope.number("original_max_position_embeddings", 0.0, high=2.0**31)
+    if not beta:
+        return None
+    if original < 1:
+        raise ValueError(
+            f"{fields.model}: the rope options of config.json have llama_4_scaling_beta={beta:g} and no "
+            "original_max_position_embeddings, which it needs. Fetch the published one again"
+        )
+    return beta, int(original)
+
+
+def no_scaling(fields: Fields) -> tuple[float, int] | None:
+    """Scale no queries by position."""
+    return None
+
+
+def pre(fields: Fields) -> Norms:
+    """Put norms before both branches."""
+    return "pre"
+
+
+def post(fields: Fields) -> Norms:
+    """Put norms after both branches."""
+    return "post"
+
+
+def both(fields: Fields) -> Norms:
+    """Put norms before and after both branches."""
+    return "both"
+
+
+def both_if(name: str) -> Callable[[Fields], Norms]:
+    """Put norms after both branches too where a switch says so."""
+    return lambda fields: "both" if fields.switch(name, False) else "pre"
+
+
+def as_it_is(config: dict) -> dict:
+    """Leave a config as it is."""
+    return config
+
+
+def tanh_gelu(config: dict) -> dict:
+    """Early configs of Gemma say gelu for its tanh form, as transformers takes it."""
+    return {**config, "hidden_act": "gelu_pytorch_tanh"} if config.get("hidden_act") in ("gelu", None) else config
+
+
+def with_rotary_dim(config: dict) -> dict:
+    """Columns that are rotated, as a share of a head."""
+    columns, width = config.get("rotary_dim"), config.get("head_dim")
+    if isinstance(columns, int) and isinstance(width, int) and 0 < columns <= width:
+        return {"partial_rotary_factor": columns / width, **config}
+    return config
+
+
+def with_rope(**options: Any) -> Callable[[dict], dict]:
+    """Give rope options to a config that states none."""
+    none = lambda config: config.get("rope_parameters") is None and not config.get("rope_scaling")  # noqa: E731
+    return lambda config: {**config, "rope_parameters": options} if none(config) else config
+
+
+def ntk_alpha(config: dict) -> dict:
+    """Dynamic scaling with a fixed alpha is another base for all lengths."""
+    options, width = config.get("rope_parameters") or config.get("rope_scaling"), config.get("head_dim")
+    alpha = options.get("alpha") if isinstance(options, dict) else None
+    theta = config.get("rope_theta") or THETA
+    theta = options.get("rope_theta", theta) if isinstance(options, dict) else theta
+    if not isinstance(alpha, int | float) or not isinstance(theta, int | float) or not isinstance(width, int):
+        return config
+    if alpha <= 0 or width <= 2:
+        return config
+    rope = {"rope_type": "default", "rope_theta": theta * alpha ** (width / (width - 2))}
+    return {**config, "rope_scaling": None, "rope_theta": None, "rope_parameters": rope}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a type of decoder has beside Llama's, as values or as what reads them from its config.
+
+    checkpoints, options, configs_compared: as in registry.py:Family. defaults: of fields that a config leaves out.
+    renamed: a config's own names of fields -> usual ones. adjusted: what else is told in another way. refused: fields
+    that ask for features which no op has. eps: the field that states it, and its default. share: of a head that is
+    rotated. typed_ropes: frequencies for each kind of layers.
+    """
+
+    checkpoints: str
+    options: str
+    configs_compared: int = 1
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    adjusted: Callable[[dict], dict] = as_it_is
+    refused: Mapping[str, str] = field(default_factory=dict)
+    names: BlockNames = field(default_factory=BlockNames)
+    norm: AnyNorm = RMS
+    eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    norms: Callable[[Fields], Norms] = pre
+    tied: bool = False
+    qkv_bias: Told = False
+    o_bias: Told = False
+    mlp_bias: Told = False
+    qk_norm: NormSpan | None = None
+    has_qk_norm: Told = True
+    norm_after_rope: bool = False
+    interleaved: bool = False
+    theta: float = 10000.0
+    window_theta: float = 10000.0
+    share: float = 1.0
+    partial: bool = False
+    typed_ropes: bool = False
+    kinds: Kinds = all_full
+    rotated: Rotated = everywhere
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
+    plain: bool = False
+    parallel: Told = False
+    sinks: bool = False
+    capped: bool = False
+    embedding_scale: Number = one
+    residual_scale: Number = one
+    logit_scale: Number = one
+    score_scale: Callable[[Fields], float | None] = usual
+    query_scale: Callable[[Fields], tuple[float, int] | None] = no_scaling
+    experts: Callable[[Fields, Sizes], Routed] | None = None
+    balanced: bool = False
+    notice: str = ""

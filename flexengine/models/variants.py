@@ -1,0 +1,110 @@
+"""Builds decoders that differ from Llama's in values alone: each is a row of `variant_rows.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexengine.models.block_shape import BlockShape
+from flexengine.models.decoder import DecoderShape, decoder_model
+from flexengine.models.fields import Fields
+from flexengine.models.moe import check_counts, read_balance
+from flexengine.models.rope import rope_table, typed_rope_table
+from flexengine.models.sizes import FULL, SLIDING, Sizes, read_activation, read_sizes, read_window
+from flexengine.models.spec import ModelSpec, Table
+from flexengine.models.variant import Told, Variant
+from flexengine.models.variant_rows import VARIANTS
+from flexengine.ops.attention.style import AttentionStyle
+
+
+def build(name: str, config: dict) -> ModelSpec:
+    """Describe the model of a config of a type that has a row. Raises ValueError as the others do."""
+    family = config["model_type"]
+    row = VARIANTS[family]
+    config = _with_usual_names(name, config, row)
+    fields = Fields(name, config)
+    _refuse_others(fields, row)
+    sizes, norm = read_sizes(fields), row.norm._replace(eps=fields.number(*row.eps, high=1.0))
+    kinds = row.kinds(fields, sizes.num_hidden_layers)
+    rotated = row.rotated(fields, kinds)
+    tables = _tables(name, config, sizes.head_dim, row)
+    experts = None if row.experts is None else row.experts(fields, sizes)
+    if experts is not None:
+        check_counts(name, experts.shape)
+
+    def block(index: int) -> BlockShape:
+        shape = _block(fields, sizes, row, kinds[index])
+        table = tables[kinds[index]]
+        shape = replace(shape, norm=norm, rope=table.name if rotated[index] else None, rope_scaling=table.scaling)
+        return shape if experts is None or index in experts.dense else replace(shape, experts=experts.shape)
+
+    shape = DecoderShape(
+        vocab_size=sizes.vocab_size,
+        tie_word_embeddings=fields.switch("tie_word_embeddings", row.tied),
+        blocks=tuple(block(i) for i in range(sizes.num_hidden_layers)),
+        tables=tuple(dict.fromkeys(tables.values())),
+        final_norm=norm,
+        embedding_scale=row.embedding_scale(fields),
+        logit_scale=row.logit_scale(fields),
+        logit_soft_cap=fields.number("final_logit_softcapping", 0.0) if row.capped else 0.0,
+        balance_coefficient=read_balance(fields) if row.balanced else 0.0,
+        names=row.names,
+    )
+    spec = decoder_model(name, family, config, shape)
+    return replace(spec, notice=row.notice) if row.notice else spec
+
+
+def _with_usual_names(name: str, config: dict, row: Variant) -> dict:
+    """Give the fields their usual names, and add those that a config of this type leaves out."""
+    fields, renamed = Fields(name, config), dict(config)
+    for own, usual in row.renamed.items():
+        if own in config:
+            if config.get(usual) is not None:
+                fields.check_told_once(own, usual, config[own] == config[usual])
+            renamed[usual] = config[own]
+    return row.adjusted({**row.defaults, **renamed})
+
+
+def _refuse_others(fields: Fields, row: Variant) -> None:
+    """Raise ValueError for features that configs of a type can ask for and no op has."""
+    found = [f"{field} ({feature})" for field, feature in row.refused.items() if fields.values.get(field)]
+    if found:
+        raise ValueError(f"{fields.model}: config.json asks for {'; '.join(found)}: not supported in this model type")
+
+
+def _tables(name: str, config: dict, head_dim: int, row: Variant) -> dict[str, Table]:
+    """Give the frequencies of each kind of layers."""
+    if row.typed_ropes:
+        thetas = {FULL: row.theta, SLIDING: row.window_theta}
+        return {
+            kind: typed_rope_table(config, head_dim, name, kind, "rope_theta", theta) for kind, theta in thetas.items()
+        }
+    options = {"theta": row.theta, "share": row.share, "partial": row.share < 1.0 or row.partial}
+    return dict.fromkeys((FULL, SLIDING), rope_table(config, head_dim, name, config["model_type"], **options))
+
+
+def _block(fields: Fields, sizes: Sizes, row: Variant, kind: str) -> BlockShape:
+    def told(value: Told) -> bool:
+        return fields.switch(value, False) if isinstance(value, str) else value
+
+    activation = read_activation(fields, fields.values["model_type"], row.activation_field, row.activation)
+    style = AttentionStyle(
+        row.score_scale(fields),
+        read_window(fields) if kind == SLIDING else 0,
+        fields.number("attn_logit_softcapping", 0.0) if row.capped else 0.0,
+        row.sinks,
+    )
+    return sizes.block(
+        row.norm,
+        norms=row.norms(fields),
+        qkv_bias=told(row.qkv_bias),
+        o_bias=told(row.o_bias),
+        mlp_bias=told(row.mlp_bias),
+        qk_norm=row.qk_norm if told(row.has_qk_norm) else None,
+        norm_after_rope=row.norm_after_rope,
+        interleaved=row.interleaved,
+        query_scale=row.query_scale(fields),
+        attention=style,
+        parallel=told(row.parallel),
+        residual_scale=row.residual_scale(fields),
+        **({"plain": activation} if row.plain else {"activation": activation}),
+    )
