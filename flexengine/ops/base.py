@@ -271,6 +271,10 @@ class Op(ABC):
     """(input, output) pairs where the gradient of the input IS the gradient of the output, unchanged (residuals)."""
     in_place: tuple[str, str] | None = None
     """(input, output): forward writes the output over the input, backward the gradient over the gradient."""
+    grad_reads: tuple[str, ...] = ()
+    """Tensors that are no outputs of this op, whose gradients its backward reads."""
+    beside: tuple[TensorSpec, ...] = ()
+    """Small tensors of other ops that are kept wherever the outputs are."""
     grad_over: tuple[str, ...] = ()
     """Inputs whose gradient may be written over their saved value, which dies with this call."""
     carried: tuple[Carried, ...] = ()
@@ -291,8 +295,22 @@ class Op(ABC):
     replays: bool = True
     """Whether its calls launch the same kernels with the same operands for all batches with the same lengths of
     sequences, so that a CUDA graph may stand for them."""
+    few_operands: bool = False
+    """Whether the host issues a call in the time of its launches, which have few operands each; else more operands take
+    it longer."""
     part_inputs: tuple[str, ...] = ()
     """What such a call reads beside inputs and, in backward_input, needs_input."""
+
+    @property
+    def kept_outputs(self) -> tuple[TensorSpec, ...]:
+        """What is kept where a plan keeps the op's outputs."""
+        return (*self.outputs, *self.beside)
+
+    def keeping_beside(self, *specs: TensorSpec) -> Self:
+        """The same op, beside whose outputs these tensors of other ops are kept."""
+        op = copy.copy(self)
+        op.beside = (*self.beside, *specs)
+        return op
 
     @property
     def has_input_half(self) -> bool:

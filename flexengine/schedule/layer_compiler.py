@@ -95,7 +95,10 @@ class _Compiler:
         self.tokens, self.compute_bytes = chunk_tokens, compute_bytes
         self.specs = {spec.name: spec for op in ops for spec in op.outputs}
         self.producer = {spec.name: op for op in ops for spec in op.outputs}
-        self.renamed = {op.in_place[0]: op.in_place[1] for op in ops if op.in_place}
+        self.renamed: dict[str, str] = {}
+        for op in reversed(ops):  # an op may write in place over what another one did
+            if op.in_place:
+                self.renamed[op.in_place[0]] = self.renamed.get(op.in_place[1], op.in_place[1])
         lost = [o.name for op in ops if op.name in savable_ops(ops) for o in op.outputs if o.name in self.renamed]
         assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
         if x is not None:
@@ -135,11 +138,11 @@ class _Compiler:
         )
 
     def _lay_out(self, area: Area, keep: tuple[str, ...]) -> tuple[tuple[Place, ...], int]:
-        """Places of the kept outputs, one after the other, in op order."""
+        """Places of the kept outputs and of what is kept beside them, one after the other, in op order."""
         places, offset = [], 0
         for op in self.ops:
             if op.name in keep:
-                for spec in op.outputs:
+                for spec in op.kept_outputs:
                     places.append(Place(area, offset, spec))
                     offset += align(spec.num_bytes(self.tokens, self.compute_bytes))
         return tuple(places), offset
@@ -291,7 +294,7 @@ class _Compiler:
                 accumulate.add(name)
             else:
                 self.grads[name] = self._new_grad(op, name, tensors, step)
-        names = (*(o.name for o in op.outputs), *op.grad_inputs)
+        names = (*(o.name for o in op.outputs), *op.grad_inputs, *op.grad_reads)
         grads = self._grad_operands(names, step)
         steps.append(_DraftStep(op, "input", tensors, grads, frozenset(accumulate), False))
 
@@ -310,7 +313,7 @@ class _Compiler:
         step = len(steps)
         left = steps[-1].tensors if op.has_input_half else None
         tensors = self._operands(op.needs_weight, op, "weight", step, left)
-        grads = self._grad_operands(tuple(o.name for o in op.outputs), step)
+        grads = self._grad_operands((*(o.name for o in op.outputs), *op.grad_reads), step)
         steps.append(_DraftStep(op, "weight", tensors, grads, frozenset(), False))
 
     def _window_steps(self) -> list[_DraftStep]:
