@@ -46,6 +46,15 @@ def compile_layer(
     return _compile(layer.ops, x, layer.output, keep_gpu, keep_host, chunk_tokens, compute_bytes)
 
 
+def _renamed(ops: tuple[Op, ...]) -> dict[str, str]:
+    """Names of tensors that ops in place write over, one perhaps over what another one wrote, with the last names."""
+    renamed: dict[str, str] = {}
+    for op in reversed(ops):
+        if op.in_place:
+            renamed[op.in_place[0]] = renamed.get(op.in_place[1], op.in_place[1])
+    return renamed
+
+
 class _Temporary:
     """A tensor without a fixed place: its spec, the first and last step that touch it, and in the end its place.
 
@@ -95,10 +104,7 @@ class _Compiler:
         self.tokens, self.compute_bytes = chunk_tokens, compute_bytes
         self.specs = {spec.name: spec for op in ops for spec in op.outputs}
         self.producer = {spec.name: op for op in ops for spec in op.outputs}
-        self.renamed: dict[str, str] = {}
-        for op in reversed(ops):  # an op may write in place over what another one did
-            if op.in_place:
-                self.renamed[op.in_place[0]] = self.renamed.get(op.in_place[1], op.in_place[1])
+        self.renamed = _renamed(ops)
         lost = [o.name for op in ops if op.name in savable_ops(ops) for o in op.outputs if o.name in self.renamed]
         assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
         if x is not None:
