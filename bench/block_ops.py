@@ -60,7 +60,8 @@ def _calls(
 ) -> Iterator[tuple[str, Callable[[], object], Work]]:
     """(half, call, cost) of the halves that an op has; forward first, so that backward finds what it writes."""
     shape = (tokens, seq_len, compute_bytes)
-    yield HALVES[0], lambda: op.forward(env), op.forward_work(*shape)
+    if op.outputs:
+        yield HALVES[0], lambda: op.forward(env), op.forward_work(*shape)
     if op.grad_inputs:
         yield HALVES[1], lambda: op.backward_input(env), op.backward_input_work(*shape)
     if op.has_weight_half:

@@ -19,12 +19,12 @@ import torch
 from bench.block_ops import HALVES, OpTime, block_times
 from bench.environment import require_gpu, write_json
 from flexengine.hardware.measure.timing import Timer, cuda_timer
-from flexengine.models import lora as adapting
 from flexengine.models.freezing import freeze_groups
+from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
-from flexengine.ops.adapters.lora import LoRALinear
+from flexengine.ops.adapters.lora import LoraDown, LoraUp
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
 from flexengine.options.lora import LoRA
@@ -37,18 +37,18 @@ def forms(spec: ModelSpec, rank: int) -> dict[str, ModelSpec]:
     """The four forms of a model, by name."""
     lora = LoRA(rank=rank)
     blocks = {i for i, group in enumerate(spec.groups) if group.name.startswith("block.")}
-    with patch.object(LoRALinear, "one_pass", False):
-        with_units = adapting.with_lora(spec, lora)
-        with patch.object(adapting, "with_sums_in_units", lambda ops: ops):
-            apart = adapting.with_lora(spec, lora)
+    with patch("flexengine.ops.adapters.lora.partial_sums", lambda *_: None):
+        with_units = with_lora(spec, lora)
+        with patch("flexengine.models.lora_layers._takes_sums", lambda _: False):
+            apart = with_lora(spec, lora)
     # The embedding stays trained, or the blocks would have no backward at all.
-    found = (freeze_groups(spec, blocks), apart, with_units, adapting.with_lora(spec, lora))
+    found = (freeze_groups(spec, blocks), apart, with_units, with_lora(spec, lora))
     return dict(zip(FORMS, found, strict=True))
 
 
 def measure(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device, timer: Timer) -> list[OpTime]:
-    """Time the linear layers and gated units of a model's second block, which has gradients in every form."""
-    names = {op.name for op in spec.blocks[1].ops if isinstance(op, (Linear, GLU))}
+    """Time the linear layers, adapters and gated units of a model's second block, which has gradients in every form."""
+    names = {op.name for op in spec.blocks[1].ops if isinstance(op, (Linear, GLU, LoraDown, LoraUp))}
     times = block_times(spec, tokens, seq_len, device, torch.bfloat16, timer, LEAST_S, 1)
     return [time for time in times if time.op in names]
 

@@ -10,24 +10,18 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 from flexengine.checkpoint.expressions import full_matches
 from flexengine.models.freezing import freeze_groups
-from flexengine.models.lora_units import with_sums_in_units
+from flexengine.models.lora_layers import with_adapters
 from flexengine.models.saved_modules import edge_modules, saved_tensors, with_saved_modules
 from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
-from flexengine.ops.adapters.dora import DoRALinear
-from flexengine.ops.adapters.dora_experts import DoRAGroupedLinear
-from flexengine.ops.adapters.lora import AdaptedRows, LoRALinear
-from flexengine.ops.adapters.lora_experts import LoRAGroupedLinear
-from flexengine.ops.adapters.lora_fp8 import Fp8LoRALinear
-from flexengine.ops.adapters.lora_router import LoRARouter
+from flexengine.ops.adapters.lora import LoraDown
+from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters, OfExperts
 from flexengine.ops.base import Op
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
-from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
 from flexengine.options.lora import ALL_EXPERTS, ALL_LINEAR, EVERYTHING, KINDS, LoRA
 from flexengine.wording import did_you_mean, shown
@@ -48,8 +42,6 @@ STACKED = {
 
 _Target = Linear | GroupedLinear | Router
 """An op whose weight adapters may change."""
-ADAPTABLE = (Linear, Fp8Linear, GroupedLinear, Router)
-"""Types of such ops, without those that have adapters already."""
 
 
 class _Module(NamedTuple):
@@ -88,14 +80,12 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         # Equal blocks must go on sharing one tuple of ops: everything derived from ops is cached by it.
         rows = tuple((name, tuple(dict.fromkeys((m.rows, m.one_tensor) for m in ms))) for name, ms in found.items())
         if (layer.ops, rows) not in known:
-            adapted_rows = dict(rows)
-            adapted_ops = zip(layer.ops, _numbers(layer.ops), strict=True)
-            known[layer.ops, rows] = with_sums_in_units(
-                tuple(_adapted(op, number, adapted_rows.get(op.name), lora) for op, number in adapted_ops)
-            )
+            of_modules = dict(rows)
+            own = {op.name: _adapters(op, of_modules[op.name], lora) for op in layer.ops if op.name in found}
+            known[layer.ops, rows] = with_adapters(layer.ops, own, lora.dropout)
         ops = known[layer.ops, rows]
         nested = sum(modules[0].one_tensor for modules in found.values()) == 2
-        params = [param for op in ops if op.name in found for param in _params(op, found[op.name], nested)]
+        params = [param for own in _of_ops(ops) for param in _params(own, found[own.name], nested)]
         own = tuple((param.name, len(groups), param.name) for param in params)
         layers[index] = replace(layer, ops=ops, params=(*layer.params, *own))
         name = f"adapter.{layer.name.rpartition('.')[2]}"
@@ -109,62 +99,46 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
     return freeze_groups(adapted, beneath - whole)
 
 
-def _numbers(ops: tuple[Op, ...]) -> Iterator[int]:
-    """Number the ops of a layer for the draws of dropout, which those that backward alone needs do not change."""
-    return accumulate((not op.for_backward for op in ops[:-1]), initial=0)
-
-
-def _adapted(op: Op, number: int, of_modules: tuple[tuple[AdaptedRows, bool], ...] | None, lora: LoRA) -> Op:
-    """Give an op adapters for modules with these rows, which may be of one tensor for all experts; None for none."""
-    if of_modules is None:
-        return op
-    rows = tuple(rows for rows, _ in of_modules)
+def _adapters(op: Op, of_modules: tuple[tuple[AdaptedRows, bool], ...], lora: LoRA) -> Adapters:
+    """Describe the adapters of an op's modules with these rows, which may be of one tensor for all experts."""
+    assert isinstance(op, (Linear, GroupedLinear, Router))
+    experts, router = None, isinstance(op, Router)
     if isinstance(op, GroupedLinear):
-        kind = DoRAGroupedLinear if lora.use_dora else LoRAGroupedLinear
-        return kind(op, lora.rank, lora.scale, rows, one_tensor=of_modules[0][1])
-    if isinstance(op, Router):
-        return LoRARouter(op, lora.rank, lora.scale)
-    assert isinstance(op, Linear)
-    if isinstance(op, Fp8Linear):
-        assert not lora.use_dora, "a job refuses magnitudes beside FP8 products"
-        return Fp8LoRALinear(op, lora.rank, lora.scale, rows, lora.dropout, number)
-    kind = DoRALinear if lora.use_dora else LoRALinear
-    return kind(op, lora.rank, lora.scale, rows, lora.dropout, number)
+        experts = OfExperts(op.num_experts, op.per_token, op.bounds, one_tensor=of_modules[0][1])
+    (weight, outputs, transposed), inputs = _weight_of(op), op.width if isinstance(op, Router) else op.in_features
+    sizes = (inputs, outputs, lora.rank, lora.scale, tuple(rows for rows, _ in of_modules))
+    return Adapters(op.name, weight, *sizes, transposed, lora.use_dora, experts, router)
 
 
-def _params(op: Op, modules: Sequence[_Module], nested: bool) -> list[ParamSpec]:
+def _of_ops(ops: Sequence[Op]) -> Iterator[Adapters]:
+    """List the adapters of a layer in forward order."""
+    yield from (op.adapters for op in ops if isinstance(op, LoraDown) and not op.for_backward)
+
+
+def _params(adapters: Adapters, modules: Sequence[_Module], nested: bool) -> list[ParamSpec]:
     """Describe A and B of the adapters of a linear layer or of experts, and their magnitudes.
 
     nested: both products of experts in one tensor have adapters.
     """
-    assert isinstance(op, (LoRALinear, LoRAGroupedLinear, LoRARouter))
-    width, inputs, rank = op.adapted_features, op.in_features, op.rank
+    width, inputs, rank, of = adapters.adapted_features, adapters.in_features, adapters.rank, adapters.experts
 
-    def sources(part: str, shape_of: Iterator[tuple[int, int]]) -> tuple[WeightSource, ...]:
-        names = (f"{PEFT_PREFIX}{_file_module(module, nested)}.{part}.weight" for module in modules)
+    def sources(part: str, shape_of: Iterator[tuple[int, ...]]) -> tuple[WeightSource, ...]:
+        names = (f"{PEFT_PREFIX}{_file_module(module, nested)}.{part}" for module in modules)
         return tuple(WeightSource(name, shape) for name, shape in zip(names, shape_of, strict=True))
 
-    count = op.num_experts if isinstance(op, LoRAGroupedLinear) else 1
-    own = rank * count if modules[0].one_tensor else rank
-    down = sources("lora_A", ((own, inputs) for _ in modules))
-    up = sources("lora_B", ((m.rows.end - m.rows.start, own) for m in modules))
-    shapes = (len(modules) * own, inputs), (width, rank)
-    if isinstance(op, LoRAGroupedLinear):
-        shapes = (count, len(op.adapted) * rank, inputs), (width, own) if op.one_tensor else (count, width, rank)
-    return [
-        ParamSpec(op.down, shapes[0], down, init="kaiming", added=True),
-        ParamSpec(op.up, shapes[1], up, init="zeros", added=True),
-        *([_magnitudes(op, modules)] if isinstance(op, (DoRALinear, DoRAGroupedLinear)) else []),
+    own = rank * of.num_experts if of is not None and of.one_tensor else rank
+    down = sources("lora_A.weight", ((own, inputs) for _ in modules))
+    up = sources("lora_B.weight", ((m.rows.end - m.rows.start, own) for m in modules))
+    stack = () if of is None else (of.num_experts,)
+    shape_of_up = (width, own) if of is not None and of.one_tensor else (*stack, width, rank)
+    found = [
+        ParamSpec(adapters.down, (*stack, adapters.width, inputs), down, init="kaiming", added=True),
+        ParamSpec(adapters.up, shape_of_up, up, init="zeros", added=True),
     ]
-
-
-def _magnitudes(op: DoRALinear | DoRAGroupedLinear, modules: Sequence[_Module]) -> ParamSpec:
-    sources = tuple(
-        WeightSource(f"{PEFT_PREFIX}{module.name}.lora_magnitude_vector", (module.rows.end - module.rows.start,))
-        for module in modules
-    )
-    stack = (op.num_experts,) if isinstance(op, DoRAGroupedLinear) else ()
-    return ParamSpec(op.magnitude, (*stack, op.adapted_features), sources, kind="vector", init="zeros", added=True)
+    if adapters.has_magnitude:
+        vectors = sources("lora_magnitude_vector", ((m.rows.end - m.rows.start,) for m in modules))
+        found.append(ParamSpec(adapters.magnitude, (*stack, width), vectors, kind="vector", init="zeros", added=True))
+    return found
 
 
 # -- which modules ---------------------------------------------------------------------------------------------------
@@ -191,9 +165,7 @@ def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA, meant: _Meant) -> 
 
 def _adaptable(layer: LayerSpec) -> Iterator[_Target]:
     """List the ops of a layer that may have adapters."""
-    for op in layer.ops:
-        if isinstance(op, (Linear, GroupedLinear, Router)) and type(op) in ADAPTABLE:
-            yield op
+    yield from (op for op in layer.ops if isinstance(op, (Linear, GroupedLinear, Router)))
 
 
 def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lora: LoRA) -> None:
@@ -217,35 +189,33 @@ def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lo
 
 def _modules(model: ModelSpec, layer: LayerSpec, op: _Target) -> Iterator[_Module]:
     """List the modules of a linear layer, experts or a router, whose weights the checkpoint has one by one."""
-    group, name = next((group, name) for local, group, name in layer.params if local == _weight_of(op))
-    for source, rows in _spans(_sources(model, group, name), op):
+    weight, outputs, transposed = _weight_of(op)
+    group, name = next((group, name) for local, group, name in layer.params if local == weight)
+    for source, rows in _spans(_sources(model, group, name), outputs, transposed):
         expert = isinstance(op, GroupedLinear)
         one_tensor = len(source.shape) == 3
         yield _Module(source.name.removesuffix(".weight"), rows, expert, one_tensor, isinstance(op, Router))
 
 
-def _weight_of(op: _Target) -> str:
-    """The parameter that adapters of an op change, as the op names it."""
-    return op.param if isinstance(op, Router) else op.weight
-
-
-def _all_rows(op: Linear | GroupedLinear) -> AdaptedRows:
-    return AdaptedRows(0, op.out_features)
-
-
-def _spans(sources: Sequence[WeightSource], op: _Target) -> Iterator[tuple[WeightSource, AdaptedRows]]:
-    """Pair the sources of a linear layer's weight with the columns of its output that they make; experts' by expert."""
-    start = 0
+def _weight_of(op: _Target) -> tuple[str, int, bool]:
+    """The parameter that adapters of an op change, as the op names it, its outputs, and whether it is [in, out]."""
     if isinstance(op, Router):
-        yield from ((source, AdaptedRows(0, op.num_experts)) for source in sources)
-        return
+        return op.param, op.num_experts, False
+    return op.weight, op.out_features, op.transposed
+
+
+def _spans(
+    sources: Sequence[WeightSource], out_features: int, transposed: bool
+) -> Iterator[tuple[WeightSource, AdaptedRows]]:
+    """Pair the sources of a weight with the columns of its output that they make; experts' by expert."""
+    start = 0
     for source in sources:
         if len(source.shape) == 3:
-            yield source, _all_rows(op)
+            yield source, AdaptedRows(0, out_features)
             continue
-        end = start + source.shape[1 if op.transposed else 0]
+        end = start + source.shape[1 if transposed else 0]
         yield source, AdaptedRows(start, end)
-        start = end % op.out_features
+        start = end % out_features
 
 
 def _hits(target: str, module: _Module, meant: _Meant) -> bool:
@@ -349,17 +319,13 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
     """List the adapters of a model in forward order; none where it has no adapters."""
     for layer in model.layers:
         named = {local: (group, name) for local, group, name in layer.params}
-        for op in layer.ops:
-            if isinstance(op, (LoRALinear, LoRAGroupedLinear, LoRARouter)):
-                weights, down, up = (_sources(model, *named[name]) for name in (_weight_of(op), op.down, op.up))
-                adapted = [source for source, rows in _spans(weights, op) if rows in op.adapted]
-                magnitudes, experts = [None] * len(adapted), 0
-                if isinstance(op, LoRAGroupedLinear) and op.one_tensor:
-                    experts = op.num_experts
-                if isinstance(op, (DoRALinear, DoRAGroupedLinear)):
-                    magnitudes = _sources(model, *named[op.magnitude])
-                for weight, a, b, magnitude in zip(adapted, down, up, magnitudes, strict=True):
-                    yield Adapter(weight, a, b, op.transposed, magnitude, experts, isinstance(op, LoRARouter))
+        for own in _of_ops(layer.ops):
+            weights, down, up = (_sources(model, *named[name]) for name in (own.weight, own.down, own.up))
+            adapted = [source for source, rows in _spans(weights, own.out_features, own.transposed) if rows in own.rows]
+            magnitudes = _sources(model, *named[own.magnitude]) if own.has_magnitude else [None] * len(adapted)
+            experts = own.experts.num_experts if own.experts is not None and own.experts.one_tensor else 0
+            for weight, a, b, magnitude in zip(adapted, down, up, magnitudes, strict=True):
+                yield Adapter(weight, a, b, own.transposed, magnitude, experts, own.is_router)
 
 
 def with_named_experts(model: ModelSpec) -> ModelSpec:

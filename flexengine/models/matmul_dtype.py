@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Literal
 
 from flexengine.models.spec import LayerSpec, ModelSpec
-from flexengine.ops.adapters.lora_fp8 import Fp8LoRALinear
 from flexengine.ops.base import Op
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.fp8 import Fp8Linear
@@ -60,4 +59,4 @@ def _converted(op: Op, later: tuple[Op, ...]) -> Op:
 
 
 def _multiplies_fp8(op: Op) -> bool:
-    return isinstance(op, (Fp8Linear, Fp8LoRALinear)) or (isinstance(op, GroupedLinear) and op.fp8)
+    return isinstance(op, Fp8Linear) or (isinstance(op, GroupedLinear) and op.fp8)

@@ -154,40 +154,6 @@ class Window:
         return (self.grads if grad else self.carried)[name][self.chunk]
 
 
-@dataclass
-class KeyValueWindow:
-    """Keys and values of the earlier chunks of one long sequence, for the layer in work.
-
-    keys, values: [S, G, H] in the compute dtype, valid below `start`; grad_keys, grad_values: [S, G, H] in float32
-    (float64 for float64 compute), used in backward only. `start` is the position of this chunk's first token. Kernels
-    take the earlier keys `block_tokens` at a time.
-    """
-
-    keys: Tensor
-    values: Tensor
-    start: int
-    grad_keys: Tensor | None = None
-    grad_values: Tensor | None = None
-    block_tokens: int = 1 << 14
-
-    def blocks(self) -> list[slice]:
-        """Rows of the earlier keys, block by block."""
-        step = self.block_tokens
-        return [slice(first, min(first + step, self.start)) for first in range(0, self.start, step)]
-
-    def seen(self, tokens: int) -> tuple[Tensor, Tensor, int]:
-        """Keys and values up to the end of a chunk of `tokens` tokens, and how many of them are earlier ones."""
-        end = self.start + tokens
-        return self.keys[:end], self.values[:end], self.start
-
-    def own_grads(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Gradients of the keys and values of a chunk of `tokens` tokens."""
-        assert self.grad_keys is not None
-        assert self.grad_values is not None
-        own = slice(self.start, self.start + tokens)
-        return self.grad_keys[own], self.grad_values[own]
-
-
 class DropoutDraws(NamedTuple):
     """What decides the draws of one chunk: the run's seed, the step, and the number of the chunk's first row in it."""
 
@@ -271,6 +237,10 @@ class Op(ABC):
     """(input, output) pairs where the gradient of the input IS the gradient of the output, unchanged (residuals)."""
     in_place: tuple[str, str] | None = None
     """(input, output): forward writes the output over the input, backward the gradient over the gradient."""
+    grad_reads: tuple[str, ...] = ()
+    """Tensors that are no outputs of this op, whose gradients its backward reads."""
+    beside: tuple[TensorSpec, ...] = ()
+    """Small tensors of other ops that are kept wherever the outputs are."""
     grad_over: tuple[str, ...] = ()
     """Inputs whose gradient may be written over their saved value, which dies with this call."""
     carried: tuple[Carried, ...] = ()
@@ -291,8 +261,22 @@ class Op(ABC):
     replays: bool = True
     """Whether its calls launch the same kernels with the same operands for all batches with the same lengths of
     sequences, so that a CUDA graph may stand for them."""
+    few_operands: bool = False
+    """Whether the host issues a call in the time of its launches, which have few operands each; else more operands take
+    it longer."""
     part_inputs: tuple[str, ...] = ()
     """What such a call reads beside inputs and, in backward_input, needs_input."""
+
+    @property
+    def kept_outputs(self) -> tuple[TensorSpec, ...]:
+        """What is kept where a plan keeps the op's outputs."""
+        return (*self.outputs, *self.beside)
+
+    def keeping_beside(self, *specs: TensorSpec) -> Self:
+        """The same op, beside whose outputs these tensors of other ops are kept."""
+        op = copy.copy(self)
+        op.beside = (*self.beside, *specs)
+        return op
 
     @property
     def has_input_half(self) -> bool:

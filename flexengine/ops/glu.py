@@ -121,6 +121,10 @@ class GLU(Op):
         self.grad_inputs = (gate_up,)
         self.grad_over = (gate_up,)
 
+    def with_rounding(self, rounding: Op) -> Op | None:
+        """One op for what rounds gate_up and then this unit; None where its backward reads gate_up itself."""
+        return None
+
     def forward(self, env: OpEnv) -> None:
         glu_forward(env.t[self.gate_up], env.t[self.y], self.activation)
 

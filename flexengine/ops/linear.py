@@ -7,6 +7,7 @@ weight whose rows are the Hugging Face weights stacked.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -112,6 +113,9 @@ class Linear(Op):
     residual is the gradient of y itself.
     """
 
+    start: str | None = None
+    """What the product is added to in place, where another op has written it."""
+
     def __init__(
         self,
         name: str,
@@ -146,6 +150,20 @@ class Linear(Op):
         op.x_again, op.needs_weight = x_again, (x_again,)
         return op
 
+    def onto(self, start: str) -> Self:
+        """The same layer that adds its product, in place, to `start`, where bias and residual are already."""
+        op = copy.copy(self)
+        op.start, op.inputs, op.in_place = start, (self.x, start), (start, self.y)
+        op.grad_inputs, op.grad_alias, op.few_operands = op.inputs, ((start, self.y),), True
+        return op
+
+    def writing(self, y: str) -> Self:
+        """The same layer that writes y under another name."""
+        op = copy.copy(self)
+        op.y, op.outputs = y, (replace(self.outputs[0], name=y),)
+        op.grad_alias = tuple((name, y) for name, _ in self.grad_alias)
+        return op
+
     def _matrix(self, env: OpEnv) -> Tensor:
         """The weight as [F, D]."""
         weight = env.p[self.weight]
@@ -153,7 +171,9 @@ class Linear(Op):
 
     def forward(self, env: OpEnv) -> None:
         x, y, weight = env.t[self.x], env.t[self.y], self._matrix(env)
-        if self.residual is not None:
+        if self.start is not None:
+            torch.addmm(y, x, weight.t(), out=y)
+        elif self.residual is not None:
             residual = env.t[self.residual]
             if self.bias is not None:
                 torch.add(residual, env.p[self.bias], out=y)
@@ -200,7 +220,8 @@ class Linear(Op):
         return Work(matmul_flops=2.0 * tokens * d * f, kernels=1)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        extra = 2.0 * tokens * self.out_features * compute_bytes if self.residual is not None else 0.0
+        copies = self.residual is not None and self.start is None
+        extra = 2.0 * tokens * self.out_features * compute_bytes if copies else 0.0
         return self._product(tokens).plus(Work(memory_bytes=extra, kernels=int(extra > 0)))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:

@@ -100,8 +100,8 @@ class RoundGateUp(Op):
         self.inputs, self.outputs = (gate_up,), kept.specs
 
     def with_next(self, following: Op) -> Op | None:
-        if isinstance(following, RoundedGLU) and following.gate_up == self.gate_up:
-            return RoundingGLU(self, following)
+        if isinstance(following, GLU) and following.gate_up == self.gate_up:
+            return following.with_rounding(self)
         return None
 
     def forward(self, env: OpEnv) -> None:
@@ -129,6 +129,10 @@ class RoundedGLU(GLU):
         super().__init__(glu.name, glu.gate_up, glu.y, glu.width, glu.activation)
         self.kept = kept
         self.needs_input, self.grad_over = (kept.codes, kept.scales), ()
+
+    def with_rounding(self, rounding: Op) -> Op:
+        assert isinstance(rounding, RoundGateUp)
+        return RoundingGLU(rounding, self)
 
     def backward_input(self, env: OpEnv) -> None:
         grad_out, grad_gate_up, (codes, scales) = env.g[self.y], env.g[self.gate_up], self.kept.of(env)

@@ -46,6 +46,15 @@ def compile_layer(
     return _compile(layer.ops, x, layer.output, keep_gpu, keep_host, chunk_tokens, compute_bytes)
 
 
+def _renamed(ops: tuple[Op, ...]) -> dict[str, str]:
+    """Names of tensors that ops in place write over, one perhaps over what another one wrote, with the last names."""
+    renamed: dict[str, str] = {}
+    for op in reversed(ops):
+        if op.in_place:
+            renamed[op.in_place[0]] = renamed.get(op.in_place[1], op.in_place[1])
+    return renamed
+
+
 class _Temporary:
     """A tensor without a fixed place: its spec, the first and last step that touch it, and in the end its place.
 
@@ -79,15 +88,6 @@ class _Placed(NamedTuple):
     bounds_bytes: int
 
 
-def _renamed_in_place(ops: tuple[Op, ...]) -> dict[str, str]:
-    """Pair what ops in place write over with what they make of it: of a chain of such ops with what the last makes."""
-    renamed: dict[str, str] = {}
-    for op in reversed(ops):
-        if op.in_place:
-            renamed[op.in_place[0]] = renamed.get(op.in_place[1], op.in_place[1])
-    return renamed
-
-
 class _Compiler:
     def __init__(
         self,
@@ -104,7 +104,7 @@ class _Compiler:
         self.tokens, self.compute_bytes = chunk_tokens, compute_bytes
         self.specs = {spec.name: spec for op in ops for spec in op.outputs}
         self.producer = {spec.name: op for op in ops for spec in op.outputs}
-        self.renamed = _renamed_in_place(ops)
+        self.renamed = _renamed(ops)
         lost = [o.name for op in ops if op.name in savable_ops(ops) for o in op.outputs if o.name in self.renamed]
         assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
         if x is not None:
@@ -144,11 +144,11 @@ class _Compiler:
         )
 
     def _lay_out(self, area: Area, keep: tuple[str, ...]) -> tuple[tuple[Place, ...], int]:
-        """Places of the kept outputs, one after the other, in op order."""
+        """Places of the kept outputs and of what is kept beside them, one after the other, in op order."""
         places, offset = [], 0
         for op in self.ops:
             if op.name in keep:
-                for spec in op.outputs:
+                for spec in op.kept_outputs:
                     places.append(Place(area, offset, spec))
                     offset += align(spec.num_bytes(self.tokens, self.compute_bytes))
         return tuple(places), offset
@@ -300,7 +300,7 @@ class _Compiler:
                 accumulate.add(name)
             else:
                 self.grads[name] = self._new_grad(op, name, tensors, step)
-        names = (*(o.name for o in op.outputs), *op.grad_inputs)
+        names = (*(o.name for o in op.outputs), *op.grad_inputs, *op.grad_reads)
         grads = self._grad_operands(names, step)
         steps.append(_DraftStep(op, "input", tensors, grads, frozenset(accumulate), False))
 
@@ -319,7 +319,7 @@ class _Compiler:
         step = len(steps)
         left = steps[-1].tensors if op.has_input_half else None
         tensors = self._operands(op.needs_weight, op, "weight", step, left)
-        grads = self._grad_operands(tuple(o.name for o in op.outputs), step)
+        grads = self._grad_operands((*(o.name for o in op.outputs), *op.grad_reads), step)
         steps.append(_DraftStep(op, "weight", tensors, grads, frozenset(), False))
 
     def _window_steps(self) -> list[_DraftStep]:

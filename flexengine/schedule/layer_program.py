@@ -51,6 +51,12 @@ class OpStep:
         work = cost(tokens, seq_len, compute_bytes)
         return work if self.op.num_parts == 1 else work._replace(kernels=work.kernels * self.op.num_parts)
 
+    @property
+    def issue_calls(self) -> int:
+        """What the host does to issue the call: one for it, and one per tensor or per launch."""
+        kernels = self.work(1, 1, 2).kernels
+        return 1 + kernels if self.op.few_operands else max(1 + len(self.tensors) + len(self.grads), kernels)
+
 
 @dataclass(frozen=True, eq=False)
 class Stage:
@@ -67,11 +73,8 @@ class Stage:
 
     @cached_property
     def issue_calls(self) -> int:
-        """What the host does to issue the steps, in bindings of a view or launches.
-
-        One per op and one per tensor of it, or one per kernel where an op launches more of them.
-        """
-        return sum(max(1 + len(step.tensors) + len(step.grads), step.work(1, 1, 2).kernels) for step in self.steps)
+        """What the host does to issue the steps, in bindings of a view or launches."""
+        return sum(step.issue_calls for step in self.steps)
 
     @property
     def recomputes(self) -> bool:

@@ -72,5 +72,5 @@ def refilled(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]
 
 def _run_again(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...], needed: Iterable[str]) -> list[str]:
     producer = {output.name: op for op in ops for output in op.outputs}
-    at_hand = {layer_input or "", *(output.name for op in ops if op.name in kept for output in op.outputs)}
+    at_hand = {layer_input or "", *(output.name for op in ops if op.name in kept for output in op.kept_outputs)}
     return [op.name for name in needed for op in makers(name, producer, at_hand)]

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from flexengine.kernels import lora_glu, lora_sum
-from flexengine.ops.adapters.lora import AdaptedRows, LoRALinear
 from flexengine.ops.adapters.lora_glu import LoRAGLU
-from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
+from tests.adapter_ops import adapted, run_ops
 
 UNITS = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda z: torch.nn.functional.gelu(z, approximate="tanh")}
 WIDTH = 70
@@ -85,53 +84,53 @@ def test_halves_outside_are_refused(checks, device):
         lora_glu.glu_forward(gate_up, low, up, ((0, 0, 0),), gate_up[:, :8].contiguous(), "silu")
 
 
-@pytest.mark.parametrize("adapted", [((0, 70), (70, 140)), ((0, 140),), ((70, 140),)], ids=str)
-def test_a_layer_and_its_unit_are_those_of_the_written_sum(adapted, checks, monkeypatch):
+GATE_AND_UP = ((0, 70), (70, 140))
+
+
+@pytest.mark.parametrize(
+    ("spans", "behind"),
+    [(GATE_AND_UP, True), (((0, 140),), True), (((70, 140),), True), (GATE_AND_UP, False), ((), True)],
+    ids=str,
+)
+def test_a_layer_and_its_unit_are_those_of_the_written_sum(spans, behind, checks, monkeypatch):
     torch.manual_seed(1)
-    spans = tuple(AdaptedRows(*rows) for rows in adapted)
-    linear = LoRALinear(Linear("l", "x", "gate_up", 24, 2 * WIDTH, "w"), 3, 2.0, spans)
-    unit = GLU("glu", "gate_up", "a", WIDTH)
-    last = LoRALinear(Linear("d", "a", "y", WIDTH, 20, "w2", residual="r"), 4, 0.5, (AdaptedRows(0, 20),))
-    leaving, taking = linear.leaving_sum(), last.taking_low()
-    rows, width = sum(end - start for start, end in adapted), len(adapted) * 3
-    params = {"w": torch.randn(2 * WIDTH, 24), linear.down: torch.randn(width, 24), linear.up: torch.randn(rows, 3)}
-    params |= {"w2": torch.randn(20, WIDTH), last.down: torch.randn(4, WIDTH), last.up: torch.randn(20, 4)}
-    x, residual, grad, found = torch.randn(19, 24), torch.randn(19, 20), torch.randn(19, 20), []
-    for ops, kernel in (
-        ((linear, unit, last), False),
-        ((leaving, LoRAGLU(unit, leaving, taking), taking), False),
-        ((leaving, LoRAGLU(unit, leaving, taking), taking), True),
-        ((leaving, LoRAGLU(unit, leaving), last), True),
-        ((linear, LoRAGLU(unit, None, taking), taking), False),
-        ((linear, LoRAGLU(unit, None, taking), taking), True),
-    ):
+    first, last = Linear("l", "x", "gate_up", 24, 2 * WIDTH, "w"), Linear("d", "a", "y", WIDTH, 20, "v", residual="r")
+    rows = ({"l": spans} if spans else {}) | ({"d": ((0, 20),)} if behind else {})
+    ops = adapted((first.untrained(), GLU("glu", "gate_up", "a", WIDTH), last.untrained()), rows)
+    unit = next(op for op in ops if isinstance(op, LoRAGLU))
+    assert (unit.before is not None, unit.behind is not None) == (bool(spans), behind)
+    height, width = sum(end - start for start, end in spans), len(spans) * 3
+    params = {"w": torch.randn(2 * WIDTH, 24), "l.lora_A": torch.randn(width, 24), "l.lora_B": torch.randn(height, 3)}
+    params |= {"v": torch.randn(20, WIDTH), "d.lora_A": torch.randn(3, WIDTH), "d.lora_B": torch.randn(20, 3)}
+    inputs, grad, found = {"x": torch.randn(19, 24), "r": torch.randn(19, 20)}, torch.randn(19, 20), []
+    for kernel in (False, True):
         for module in ("lora", "lora_glu"):
-            monkeypatch.setattr(f"flexengine.ops.{module}.use_kernel", lambda tensor, kernel=kernel: kernel)
-        found.append(run_ops(ops, params, {"x": x, "r": residual}, grad))
-    assert {linear.down, linear.up, last.down, last.up} < set(found[0])
-    for others in found[1:]:
-        assert set(others) == set(found[0])
-        for name, expected in found[0].items():
-            checks.assert_close(others[name], expected, 1e-5, name)
+            monkeypatch.setattr(f"flexengine.ops.adapters.{module}.use_kernel", lambda tensor, kernel=kernel: kernel)
+        outputs, grads, sums = run_ops(ops, params, inputs, {"y": grad})
+        found.append({name: outputs[name] for name in ("a", "y")} | {"grad_x": grads["x"]} | sums)
+    expected = by_autograd(params, inputs, spans, behind, grad)
+    for each in found:
+        assert each.keys() == expected.keys()
+        for name, tensor in expected.items():
+            checks.assert_close(each[name], tensor, 1e-5, name)
 
 
-def run_ops(ops, params, inputs, grad):
-    """The outputs of unit and last layer, the gradient of x and those of all A and B."""
-    specs = [spec for op in ops for half in ("forward", "input", "weight") for spec in op.scratch(half)]
-    specs += [spec for op in ops for spec in op.outputs]
-    x, outputs = inputs["x"], {spec.name for op in ops for spec in op.outputs}
-    tensors = {s.name: torch.full((len(x), *s.shape), float("nan")) for s in specs} | inputs
-    sums = {name: torch.full(p.shape, float("nan")) for name, p in params.items()}
-    grads = {name: torch.full_like(tensors[name], float("nan")) for name in outputs} | {"x": torch.empty_like(x)}
-    grads |= {"y": grad, "gate_up": tensors["gate_up"]}  # written over gate_up
-    empty = torch.empty(0)
-    chunk = ChunkContext(len(x), empty, empty, empty, empty, (len(x),), empty, {})
-    env = OpEnv(tensors, params, grads, sums, chunk)
-    for op in ops:
-        op.forward(env)
-    for op in reversed(ops):
-        op.backward_input(env)
-        if op.params:
-            op.backward_weight(env)
-    trained = {name: sums[name] for op in ops for name in op.params}
-    return {"a": tensors["a"], "y": tensors["y"], "grad_x": env.g["x"], **trained}
+def by_autograd(params, inputs, spans, behind, grad):
+    """Outputs and gradients in float64, of sums that are written."""
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in (params | inputs).items()}
+    low = 2.0 * leaves["x"] @ leaves["l.lora_A"].t()
+    gate_up, row = leaves["x"] @ leaves["w"].t(), 0
+    for number, (start, end) in enumerate(spans):
+        up = leaves["l.lora_B"][row : row + end - start]
+        added = low[:, 3 * number : 3 * number + 3] @ up.t()
+        gate_up, row = gate_up + torch.nn.functional.pad(added, (start, 2 * WIDTH - end)), row + end - start
+    gate, other = gate_up.chunk(2, dim=-1)
+    a = UNITS["silu"](gate) * other
+    y = a @ leaves["v"].t() + leaves["r"]
+    if behind:
+        y = y + 2.0 * (a @ leaves["d.lora_A"].t()) @ leaves["d.lora_B"].t()
+    names = {"grad_x": "x"} | {
+        n: n for n in leaves if n[2:] in ("lora_A", "lora_B") and (spans if n[0] == "l" else behind)
+    }
+    found = torch.autograd.grad(y, [leaves[name] for name in names.values()], grad.double())
+    return {"a": a.detach(), "y": y.detach()} | dict(zip(names, found, strict=True))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flexengine.kernels import lora_grads
-from flexengine.ops.adapters.lora import AdaptedRows, LoRALinear
 from flexengine.ops.adapters.lora_grads import MOST_RANK, partial_sums, runs
-from flexengine.ops.base import ChunkContext, OpEnv
+from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
+from tests.adapter_ops import adapted, run_ops
 
 
 @pytest.mark.parametrize(
@@ -47,50 +47,24 @@ def test_matches_float64(checks, device, tokens, widths, rank, spans, dtype):
     checks.assert_close(grad_up, 2 * expected, checks.TOLERANCE[torch.float32], "grad_B of two chunks")
 
 
-@pytest.mark.parametrize("form", ["alone", "giving low", "leaving the sum", "taking low"])
+@pytest.mark.parametrize("before_a_unit", [False, True])
 @pytest.mark.parametrize("columns", [16, 256])  # modules share a call, or not
-def test_a_layer_has_the_gradients_of_separate_passes(form, columns, checks, monkeypatch):
+def test_a_layer_has_the_gradients_of_separate_passes(before_a_unit, columns, checks, monkeypatch):
     torch.manual_seed(2)
     monkeypatch.setattr("flexengine.ops.adapters.lora_grads.COLUMNS", columns)
-    linear = LoRALinear(Linear("l", "x", "y", 24, 48, "w"), 3, 2.0, (AdaptedRows(0, 32), AdaptedRows(32, 48)))
-    op = {
-        "alone": linear,
-        "giving low": linear.giving_low(),
-        "leaving the sum": linear.leaving_sum(),
-        "taking low": linear.taking_low(),
-    }[form]
-    shapes = {"w": (48, 24), linear.down: (6, 24), linear.up: (48, 3)}
+    unit = (GLU("glu", "y", "a", 24),) if before_a_unit else ()
+    ops = adapted((Linear("l", "x", "y", 24, 48, "w"), *unit), {"l": ((0, 24), (24, 48))})
+    shapes = {"w": (48, 24), "l.lora_A": (6, 24), "l.lora_B": (48, 3)}
     params = {name: torch.randn(*shape).bfloat16() for name, shape in shapes.items()}
-    x, grad_y, found = torch.randn(70, 24).bfloat16(), torch.randn(70, 48).bfloat16(), []
+    x, output, found = torch.randn(70, 24).bfloat16(), ops[-1].outputs[0], []
+    grad = torch.randn(70, *output.shape).bfloat16()
     for kernel in (False, True):
         monkeypatch.setattr("flexengine.ops.adapters.lora_grads.use_kernel", lambda tensor, kernel=kernel: kernel)
-        found.append(gradients(op, params, x, grad_y))
-    assert found[0].keys() == found[1].keys()
+        _, grads, sums = run_ops(ops, params, {"x": x}, {output.name: grad}, chunks=2)
+        found.append(grads | sums)
+    assert found[0].keys() == found[1].keys() == {"x", "l.lora_A", "l.lora_B"}
     for name, expected in found[0].items():
         checks.assert_close(found[1][name], expected, checks.TOLERANCE[torch.bfloat16], name)
-
-
-def gradients(op, params, x, grad_y):
-    """Gradients of all inputs and trained parameters after two chunks."""
-    empty = torch.empty(0)
-    sums = {name: torch.full(params[name].shape, float("nan")) for name in op.params}
-    chunk = ChunkContext(len(x), empty, empty, empty, empty, (len(x),), empty, {})
-    low = 2.0 * x @ params[op.down].t()
-    for first in (True, False):
-        # Buffers of one name are one buffer in both halves of backward; NaN shows what no half writes.
-        specs = {spec.name: spec for half in ("input", "weight") for spec in op.scratch(half)}
-        kinds = {"compute": torch.bfloat16, "float32": torch.float32}
-        tensors = {
-            name: torch.full((spec.height(len(x)), *spec.shape), float("nan"), dtype=kinds[spec.dtype])
-            for name, spec in specs.items()
-        }
-        if op.gives_low or op.takes_low:
-            tensors[op.low.name] = low
-        env_grads = {"y": grad_y, "x": torch.empty_like(x), op.low.name: torch.empty_like(low)}
-        env = OpEnv({"x": x, **tensors}, params, env_grads, sums, chunk, first=first)
-        op.backward_input(env)
-        op.backward_weight(env)
-    return {name: env.g[name] for name in op.grad_inputs} | sums
 
 
 @pytest.mark.parametrize(

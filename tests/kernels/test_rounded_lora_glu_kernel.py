@@ -10,8 +10,11 @@ from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model
 from flexengine.ops import rounded_glu
-from flexengine.ops.base import ChunkContext, OpEnv
-from flexengine.ops.rounded_glu import LARGEST, LEAST_ABSMAX
+from flexengine.ops.adapters.lora import LoraDown
+from flexengine.ops.glu import GLU
+from flexengine.ops.linear import Linear
+from flexengine.ops.rounded_glu import LARGEST, LEAST_ABSMAX, RoundGateUp
+from tests.adapter_ops import run_ops
 from tests.kernels.test_lora_glu_kernel import UNITS
 from tests.kernels.test_rounded_glu_kernel import buffers, rounded
 
@@ -28,7 +31,7 @@ def ffn(targets):
     """The ops of a block from the layer of gate and up on, and the shapes of its parameters."""
     spec = with_lora(with_keep_dtype(build_model("tiny", CONFIG), "fp8"), LoRA(targets, rank=RANK, alpha=2.0 * RANK))
     layer = spec.blocks[0]
-    first = [op.name for op in layer.ops].index("gate_up_proj")
+    first = next(i for i, op in enumerate(layer.ops) if op.name.startswith("gate_up_proj"))
     shapes = {
         local: next(p.shape for p in spec.groups[group].params if p.name == name) for local, group, name in layer.params
     }
@@ -41,41 +44,16 @@ def given(tokens, shapes, dtype):
     return params, {name: torch.randn(tokens, HIDDEN).to(dtype) for name in ("h2", "x1", "grad_y")}
 
 
-def unwritten(spec, tokens, dtype):
-    shape = (spec.height(tokens), *spec.shape)
-    if spec.dtype == "uint8":
-        return torch.full(shape, 0x7F, dtype=torch.uint8)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.full(shape, float("nan"), dtype=wide if spec.dtype == "float32" else dtype)
-
-
-def run(ops, params, inputs, dtype, fused):
-    """Run forward, what is computed again, and backward as a layer does, over NaN-filled buffers.
+def run(ops, params, inputs, fused):
+    """Outputs of unit and last layer, codes, and gradients, where backward reads codes alone.
 
     fused: forward writes the codes in one pass with the unit; else they are computed by themselves.
     """
-    tokens = len(inputs["h2"])
-    linear, rounding, unit, again, last = ops
-    specs = [spec for op in ops for half in ("forward", "input", "weight") for spec in op.scratch(half)]
-    specs += [spec for op in ops for spec in op.outputs]
-    tensors = {spec.name: unwritten(spec, tokens, dtype) for spec in specs} | {n: inputs[n] for n in ("h2", "x1")}
-    grads = {spec.name: unwritten(spec, tokens, dtype) for op in ops for spec in op.outputs if spec.dtype == "compute"}
-    grads |= {"h2": torch.full_like(inputs["h2"], float("nan")), last.y: inputs["grad_y"]}
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    sums = {n: torch.full(params[n].shape, float("nan"), dtype=wide) for op in ops if op.trained for n in op.params}
-    empty = torch.empty(0)
-    env = OpEnv(tensors, params, grads, sums, ChunkContext(tokens, *[empty] * 4, (tokens,), empty, {}))
-    for op in (linear, rounding.with_next(unit), last) if fused else (linear, unit, last, rounding):
-        op.forward(env)
-    exact = {name: tensors[name].clone() for name in ("a", last.y)}
-    for name in {spec.name for op in (linear, unit) for spec in op.outputs}:
-        tensors[name].fill_(float("nan"))  # backward reads codes alone
-    again.forward(env)
-    for op in (last, unit, linear):
-        op.backward_input(env)
-        if op.has_weight_half:
-            op.backward_weight(env)
-    return exact | {name: tensors[name] for name in rounding.kept[:2]} | {"grad_h2": grads["h2"]} | sums
+    last, codes = ops[-1].y, next(op for op in ops if isinstance(op, RoundGateUp)).kept[:2]
+    lost = [name for name in ("gate_up", "a", "down_proj.low") if name in {s.name for op in ops for s in op.outputs}]
+    given = {name: inputs[name] for name in ("h2", "x1")}
+    outputs, grads, sums = run_ops(ops, params, given, {last: inputs["grad_y"]}, lost=lost, fused=fused)
+    return {name: outputs[name] for name in ("a", last, *codes)} | {"grad_h2": grads["h2"]} | sums
 
 
 def decoded(codes, scales):
@@ -86,17 +64,22 @@ def decoded(codes, scales):
 
 def reference(ops, params, inputs, kept):
     """Outputs and gradients in float64; the codes' values take the place of the sums, whose gradient theirs is."""
-    linear, unit, last = ops[0], ops[2], ops[4]
+    linear, last = (op for op in ops if isinstance(op, Linear))
+    unit, of = (
+        next(op for op in ops if isinstance(op, GLU)),
+        {op.adapters.name: op.adapters for op in ops if isinstance(op, LoraDown)},
+    )
     leaves = {name: tensor.double().requires_grad_() for name, tensor in params.items()}
     h, x1, grad_y = (inputs[name].double().requires_grad_() for name in ("h2", "x1", "grad_y"))
 
     def layer(op, x):
         y = x @ leaves[op.weight].t()
-        if not hasattr(op, "adapted"):
+        if op.name not in of:
             return y
-        adapters = (leaves[f"{op.name}.lora_A"].split(RANK), leaves[f"{op.name}.lora_B"].split(op.widths))
-        for rows, down, up in zip(op.adapted, *adapters, strict=True):
-            added = op.scale * (x @ down.t()) @ up.t()
+        own = of[op.name]
+        adapters = (leaves[own.down].split(RANK), leaves[own.up].split(own.widths))
+        for rows, down, up in zip(own.rows, *adapters, strict=True):
+            added = own.scale * (x @ down.t()) @ up.t()
             y = y + torch.nn.functional.pad(added, (rows.start, y.shape[1] - rows.end))
         return y
 
@@ -126,14 +109,17 @@ def reference(ops, params, inputs, kept):
     ids=str,
 )
 def test_gradients_are_those_of_the_rounded_sums(dtype, kernel, targets, checks, monkeypatch):
-    for module in ("lora", "lora_glu", "lora_grads", "rounded_glu", "rounded_lora_glu", "glu"):
+    for module in ("lora", "lora_glu", "lora_grads", "rounded_lora_glu"):
+        monkeypatch.setattr(f"flexengine.ops.adapters.{module}.use_kernel", lambda _: kernel)
+    for module in ("rounded_glu", "glu"):
         monkeypatch.setattr(f"flexengine.ops.{module}.use_kernel", lambda _: kernel)
     monkeypatch.setattr(rounded_glu, "PLAIN_ELEMENTS", 5000)  # several blocks of rows
     ops, shapes = ffn(targets)
     params, inputs = given(TOKENS, shapes, dtype)
-    found, apart = (run(ops, params, inputs, dtype, fused) for fused in (True, False))
+    found, apart = (run(ops, params, inputs, fused) for fused in (True, False))
     assert all(torch.equal(found[name], tensor) for name, tensor in apart.items())
-    kept = found.pop(ops[1].kept.codes), found.pop(ops[1].kept.scales)
+    codes = next(op for op in ops if isinstance(op, RoundGateUp)).kept
+    kept = found.pop(codes.codes), found.pop(codes.scales)
     total, expected = reference(ops, params, inputs, kept)
     of_sums = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]  # gate_up is rounded to bf16
     checks.assert_close(decoded(*kept), rounded(total), of_sums, "codes")

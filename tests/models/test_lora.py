@@ -34,7 +34,7 @@ from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.ops.adapters.dropout import drop
-from flexengine.ops.adapters.lora import LoRALinear
+from flexengine.ops.adapters.lora import LoraDown
 from flexengine.ops.base import DropoutDraws
 from flexengine.optim import AdamW
 from flexengine.options.job import Job
@@ -249,11 +249,13 @@ def test_dropout_with_the_same_draws(family, use_dora, tmp_path):
     engine = engine_on(tmp_path, lora, seed=3)
     for index, layer in enumerate(engine.model.layers):
         for op in layer.ops:
-            if isinstance(op, LoRALinear):
+            if isinstance(op, LoraDown):
                 names = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
                 for name, module in model.named_modules():
-                    if f"layers.{index - 1}." in name and name.rpartition(".")[2] in names.get(op.name, [op.name]):
-                        module.lora_dropout["default"] = CountedDropout(index, op.number)
+                    if f"layers.{index - 1}." in name and name.rpartition(".")[2] in names.get(
+                        op.adapters.name, [op.adapters.name]
+                    ):
+                        module.lora_dropout["default"] = CountedDropout(index, op.dropout.number)
     model.train()
     ids = random_batch(2, [41], config["vocab_size"])
     loss = reference_loss(model, ids, ids)

@@ -14,8 +14,8 @@ from flexengine.ops.attention import attention
 from flexengine.ops.attention import reference as attention_reference
 from flexengine.ops.attention.choice import AttentionChoice
 from flexengine.ops.attention.kernels import KERNELS, Lengths, choose_kernels
+from flexengine.ops.attention.key_value_window import KeyValueWindow
 from flexengine.ops.attention.style import CAUSAL, AttentionShape, AttentionStyle
-from flexengine.ops.base import KeyValueWindow
 
 HEADS = [(4, 2), (3, 3), (6, 1)]  # grouped, multi-head, multi-query
 HEAD_IDS = ["GQA", "MHA", "MQA"]

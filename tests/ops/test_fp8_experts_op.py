@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from flexengine.ops.adapters.lora import AdaptedRows
-from flexengine.ops.adapters.lora_experts import LoRAGroupedLinear
+from flexengine.models.lora_layers import with_adapters
+from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters, OfExperts
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.fp8_experts import CODES, LARGEST, round_columns, round_rows
+from tests.adapter_ops import run_ops
 
 EXPERTS, D, F = 4, 48, 80
 ROUNDING = 4.4e-3  # of a result in bf16
@@ -108,21 +109,20 @@ def test_adapters_stay_in_the_compute_dtype(make_harness, checks, transposed):
     """Results are those of the frozen FP8 product plus those of the adapters alone."""
     h = make_harness("cpu", torch.bfloat16)
     base, inputs, params, grad_y = operands(h, {"transposed": transposed}, 13, (9, 0, 16, 1))
-    op = LoRAGroupedLinear(base.untrained(), 4, 0.5, (AdaptedRows(0, F),), one_tensor=False)
-    added = {op.down: h.randn(EXPERTS, 4, D, scale=D**-0.5), op.up: h.randn(EXPERTS, F, 4)}
-    results = []
-    for each in (op, base.untrained()):
-        env = h.env(each, h.chunk((13,)), inputs, {**params, **added}, {"y": grad_y})
-        each.forward(env)
-        each.backward_input(env)
-        results.append((env.t["y"].view(-1, F), env.g["x"].view(-1, D)))
+    experts = OfExperts(EXPERTS, 2, "bounds")
+    adapters = Adapters(base.name, "w", D, F, 4, 0.5, (AdaptedRows(0, F),), transposed, experts=experts)
+    added = {adapters.down: h.randn(EXPERTS, 4, D, scale=D**-0.5), adapters.up: h.randn(EXPERTS, F, 4)}
+    frozen, results = (base.untrained(),), []
+    for ops in (with_adapters(frozen, {base.name: adapters}, 0.0), frozen):
+        outputs, grads, _ = run_ops(ops, {**params, **added}, inputs, {"y": grad_y})
+        results.append((outputs["y"].view(-1, F), grads["x"].view(-1, D)))
     (found, found_grad), (frozen, frozen_grad) = results
     expert = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor((9, 0, 16, 1)))
-    low = torch.einsum("rd,rwd->rw", inputs["x"].view(-1, D).double(), added[op.down].double()[expert])
-    y = frozen.double() + 0.5 * torch.einsum("rw,rfw->rf", low, added[op.up].double()[expert])
+    low = torch.einsum("rd,rwd->rw", inputs["x"].view(-1, D).double(), added[adapters.down].double()[expert])
+    y = frozen.double() + 0.5 * torch.einsum("rw,rfw->rf", low, added[adapters.up].double()[expert])
     checks.close(found, y, 2e-2, name="y")
-    grad_low = torch.einsum("rf,rfw->rw", grad_y.view(-1, F).double(), 0.5 * added[op.up].double()[expert])
-    grad_x = torch.einsum("rw,rwd->rd", grad_low, added[op.down].double()[expert]) + frozen_grad
+    grad_low = torch.einsum("rf,rfw->rw", grad_y.view(-1, F).double(), 0.5 * added[adapters.up].double()[expert])
+    grad_x = torch.einsum("rw,rwd->rd", grad_low, added[adapters.down].double()[expert]) + frozen_grad
     checks.close(found_grad, grad_x, 2e-2, name="grad_x")
 
 

@@ -9,8 +9,6 @@ from family_configs import experts
 
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.ops.adapters.dropout import drop
-from flexengine.ops.adapters.lora import AdaptedRows
-from flexengine.ops.adapters.lora_fp8 import Fp8LoRALinear
 from flexengine.ops.base import DropoutDraws
 from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, Fp8Linear
 from flexengine.ops.linear import Linear
@@ -18,9 +16,10 @@ from flexengine.optim import AdamW
 from flexengine.options.job import Job
 from flexengine.plan import Numerics
 from flexengine.request import described
+from tests.adapter_ops import adapted, chunk_of, run_ops
 
 TOKENS, INPUTS, OUTPUTS, RANK, SCALE = 37, 48, 80, 3, 2.0
-ADAPTED = (AdaptedRows(0, 32), AdaptedRows(48, 80))
+ADAPTED = ((0, 32), (48, 80))
 ROWS = torch.cat([torch.arange(*rows) for rows in ADAPTED])
 
 
@@ -38,10 +37,10 @@ def definition(x, grad_y, params, kept):
     y = rounded(x, FORWARD_DTYPE) @ rounded(params["w"], FORWARD_DTYPE).t()
     grad_x = rounded(grad_y, GRADIENT_DTYPE) @ rounded(params["w"], FORWARD_DTYPE)
     grad_down, grad_up = torch.zeros_like(down), torch.zeros_like(up)
-    for number, rows in enumerate(ADAPTED):
+    for number, (start, end) in enumerate(ADAPTED):
         ranks, own = slice(number * RANK, (number + 1) * RANK), slice(number * 32, (number + 1) * 32)
-        grad = grad_y[:, rows.start : rows.end].double()
-        y[:, rows.start : rows.end] += SCALE * (read @ down[ranks].t()) @ up[own].t()
+        grad = grad_y[:, start:end].double()
+        y[:, start:end] += SCALE * (read @ down[ranks].t()) @ up[own].t()
         grad_x += SCALE * kept * (grad @ up[own] @ down[ranks])
         grad_down[ranks] = SCALE * (grad @ up[own]).t() @ read
         grad_up[own] = SCALE * grad.t() @ (read @ down[ranks].t())
@@ -55,32 +54,28 @@ def definition(x, grad_y, params, kept):
 def test_matches_the_products_of_rounded_operands(make_harness, checks, bias, residual, dropout, adds):
     h = make_harness("cpu", torch.bfloat16)
     linear = Linear("l", "x", "y", INPUTS, OUTPUTS, "w", "b" if bias else None, "r" if residual else None)
-    op = Fp8LoRALinear(Fp8Linear(linear, adds), RANK, SCALE, ADAPTED, dropout, number=2)
+    ops = adapted((Fp8Linear(linear, adds),), {"l": ADAPTED}, RANK, SCALE, dropout)
     inputs = {"x": h.randn(TOKENS, INPUTS)} | ({"r": h.randn(TOKENS, OUTPUTS)} if residual else {})
     params = {
         "w": h.randn(OUTPUTS, INPUTS, scale=INPUTS**-0.5), "b": h.randn(OUTPUTS),
-        op.down: h.randn(2 * RANK, INPUTS, scale=0.2), op.up: h.randn(len(ROWS), RANK, scale=0.2),
+        "l.lora_A": h.randn(2 * RANK, INPUTS, scale=0.2), "l.lora_B": h.randn(len(ROWS), RANK, scale=0.2),
     }  # fmt: skip
-    chunk, grad_y = h.chunk((TOKENS,)), h.randn(TOKENS, OUTPUTS, scale=1e-3)
+    draws, grad_y = DropoutDraws(7, 1, 0) if dropout else None, h.randn(TOKENS, OUTPUTS, scale=1e-3)
     kept = torch.ones(TOKENS, INPUTS, dtype=torch.float64)
     if dropout:
-        chunk.dropout = DropoutDraws(7, 1, 0)
-        drop(kept, kept, dropout, chunk.dropout, 0, 2)
-    env = h.env(op, chunk, inputs, params, {"y": grad_y})
-    before = h.randn(TOKENS, INPUTS, scale=1e-3)
-    if adds:
-        env.g["x"], env.accumulate = before.clone(), frozenset({"x"})
-    op.forward(env)
-    op.backward_input(env)
-    op.backward_weight(env)
-    named = {"w": params["w"], "down": params[op.down], "up": params[op.up]}
+        drop(kept, kept, dropout, draws, 0, 0)
+    before = {"x": h.randn(TOKENS, INPUTS, scale=1e-3)} if adds else {}
+    outputs, grads, sums = run_ops(ops, params, inputs, {"y": grad_y}, chunk=chunk_of(TOKENS, draws), before=before)
+    named = {"w": params["w"], "down": params["l.lora_A"], "up": params["l.lora_B"]}
     y, grad_x, grad_down, grad_up = definition(inputs["x"], grad_y, named, kept)
     y = y + params["b"].double() if bias else y
     y = y + inputs["r"].double() if residual else y
-    checks.close(env.t["y"], y, 6e-3, "y")  # three roundings to bf16
-    checks.close(env.g["x"], grad_x + before.double() if adds else grad_x, 6e-3, "grad_x")
-    checks.close(env.gp[op.down], grad_down, 6e-3, "grad_A")
-    checks.close(env.gp[op.up], grad_up, 6e-3, "grad_B")
+    checks.close(outputs["y"], y, 6e-3, "y")  # three roundings to bf16
+    checks.close(grads["x"], grad_x + before["x"].double() if adds else grad_x, 6e-3, "grad_x")
+    checks.close(sums["l.lora_A"], grad_down, 6e-3, "grad_A")
+    checks.close(sums["l.lora_B"], grad_up, 6e-3, "grad_B")
+    if residual:
+        assert torch.equal(grads["r"], grad_y)
 
 
 DENSE = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)

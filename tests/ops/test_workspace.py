@@ -13,8 +13,9 @@ from bench.block_ops import block_env
 from flexengine.ops import cross_entropy, linear
 from flexengine.ops.attention import reference as attention_reference
 from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.key_value_window import KeyValueWindow
 from flexengine.ops.attention.style import CAUSAL, AttentionStyle
-from flexengine.ops.base import ChunkContext, KeyValueWindow, OpEnv
+from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.ops.columns import whole
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.delta import plain as delta_plain

@@ -1,8 +1,8 @@
-"""Linear layers with low-rank adapters and a magnitude for each output: y = g * (x @ (W + scale * B @ A).T) (+ ...).
+"""Linear layers that add low @ B.T and multiply outputs by magnitudes: y = g * (x @ (W + scale * B @ A).T) (+ ...).
 
 g = m / |W + scale * B @ A| by output, where no gradient passes through the norm, as its authors suggest. What is
 trained and stored is d = m - |W|: then an adapter that changes nothing has g = 1 exactly, whatever the compute dtype
-rounds d to. Shapes as in ops/adapters/lora.py; d [rows of the adapted modules].
+rounds d to. Shapes as in ops/adapters/low_rank.py; d [rows of the adapted modules].
 
 With dropout, which keeps d(x) of x, the difference to the frozen layer alone reads d(x):
 y = x @ W.T + (g - 1) * (d(x) @ W.T) + g * scale * (d(x) @ A.T) @ B.T, as PEFT computes it.
@@ -16,9 +16,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flexengine.ops.adapters.lora import AdaptedRows, LoRALinear
-from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
-from flexengine.ops.linear import Linear, accumulate_bias_grad, bias_grad_bytes, wide_product
+from flexengine.ops.adapters.dropout import Dropout
+from flexengine.ops.adapters.lora import accumulate_up_grad, write_grad_low
+from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters
+from flexengine.ops.base import FLOAT64_BYTES, OpEnv, TensorSpec, Work, in_plain_width, wide
+from flexengine.ops.linear import Linear, accumulate_bias_grad, bias_grad_bytes, wide_product, widened_bytes
 
 BLOCK_COLUMNS = 1 << 12
 """Columns of the output that are computed wide at a time; fewer take less scratch and more calls."""
@@ -26,30 +28,30 @@ LEAST_NORM = 1e-30
 """Below any norm of trained weights; rows of zeros stay zeros."""
 
 
-class DoRALinear(LoRALinear):
-    """A frozen linear layer whose adapted outputs have low-rank adapters and trained magnitudes.
+class Magnitude(Linear):
+    """A frozen product, what its adapters add, and trained magnitudes of their outputs, in one op.
 
-    Factors of outputs stay wide: they are close to 1, where bf16 has steps of 0.8%.
+    Factors of outputs stay wide: they are close to 1, where bf16 has steps of 0.8%. So sums are multiplied before they
+    are rounded.
 
     Norms are computed in each call from |W|^2, W @ A.T and A @ A.T, which read the weight twice and never write one:
     they depend on weights alone, so that no plan changes them.
     """
 
-    sum_passes = 1
-    one_pass = False
-
-    def __init__(
-        self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...], dropout: float = 0.0,
-        number: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(base, rank, scale, adapted, dropout, number)
-        self.magnitude = f"{self.name}.lora_magnitude_vector"
-        self.params = (*self.params, self.magnitude)
+    def __init__(self, base: Linear, adapters: Adapters, low_again: str, dropout: Dropout | None = None) -> None:
+        super().__init__(
+            base.name, base.x, base.y, base.in_features, base.out_features,
+            base.weight, base.bias, base.residual, base.transposed,
+        )  # fmt: skip
+        self.adapters, self.low, self.low_again, self.dropout = adapters, adapters.low.name, low_again, dropout
+        self.inputs = self.grad_inputs = (*self.inputs, self.low)
+        self.params, self.replays = (adapters.up, adapters.magnitude), dropout is None
+        self.x_again, self.needs_weight = base.x_again, (base.x_again, low_again)
         columns = min(self.out_features, BLOCK_COLUMNS)
         self.product = TensorSpec(f"{self.name}.product", (columns,), "float32")
         self.added = TensorSpec(f"{self.name}.added", (columns,))
         self.grad_product = TensorSpec(f"{self.name}.grad_product", (self.out_features,))
-        self.norms = TensorSpec(f"{self.name}.norms", (self.adapted_features,), "float32", rows=1)
+        self.norms = TensorSpec(f"{self.name}.norms", (adapters.adapted_features,), "float32", rows=1)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         own = {
@@ -57,16 +59,16 @@ class DoRALinear(LoRALinear):
             "input": (self.grad_product, self.norms),
             "weight": (self.grad_product, self.norms, self.product, self.added),
         }
-        return (*super().scratch(half), *own[half])
+        return own[half] if self.dropout is None else (*own[half], self.dropout.buffer)
 
     # -- norms -------------------------------------------------------------------------------------------------------
 
     def _norms(self, env: OpEnv) -> tuple[Tensor, Tensor]:
         """|W| and |W + scale * B @ A| of the adapted outputs [rows], wide."""
         found = []
-        for number, (rows, _, up) in enumerate(self._modules(env.p[self.down].t(), env.p[self.up])):
-            down = env.p[self.down][number * self.rank : (number + 1) * self.rank]
-            found.append(adapted_norms(self._matrix(env)[rows.start : rows.end], down, up, self.scale))
+        for rows, down, up in self.adapters.modules(env.p[self.adapters.down].t(), env.p[self.adapters.up]):
+            weight = self._matrix(env)[rows.start : rows.end]
+            found.append(adapted_norms(weight, down.t(), up, self.adapters.scale))
         return torch.cat([own for own, _ in found]), torch.cat([norm for _, norm in found])
 
     def _gains(self, env: OpEnv, norms: Tensor | None = None) -> list[tuple[AdaptedRows, Tensor]]:
@@ -74,23 +76,20 @@ class DoRALinear(LoRALinear):
         own, adapted = self._norms(env)
         if norms is not None:
             norms.copy_(adapted[None, :])
-        gains = (own + wide(env.p[self.magnitude])).div_(adapted)
-        return [(rows, gain) for rows, gain in self._by_module(gains)]
+        gains = (own + wide(env.p[self.adapters.magnitude])).div_(adapted)
+        return list(zip(self.adapters.rows, gains.split(self.adapters.widths), strict=True))
 
-    def _by_module(self, values: Tensor) -> list[tuple[AdaptedRows, Tensor]]:
-        """Values of the adapted outputs, module by module."""
-        sizes = [rows.end - rows.start for rows in self.adapted]
-        return list(zip(self.adapted, values.split(sizes), strict=True))
+    def _read(self, env: OpEnv, x: str) -> Tensor:
+        """What A reads: x, or while training with dropout what is left of it."""
+        return env.t[x] if self.dropout is None else self.dropout.left_of(env.t[x], env)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
         y, bias = env.t[self.y], None if self.bias is None else env.p[self.bias]
         residual = None if self.residual is None else env.t[self.residual]
-        read = self._what_a_reads(env)
-        self._write_low(env, read)
-        gains = dict(self._gains(env))
-        for columns, rows, low, up in self._blocks(env):
+        read, gains = self._read(env, self.x), dict(self._gains(env))
+        for columns, rows, low, up in self._blocks(env, self.low):
             if rows is None or low is None or up is None:
                 product = self._large_product(env, env.t[self.x], columns)
             else:
@@ -102,10 +101,12 @@ class DoRALinear(LoRALinear):
                 product.add_(residual[:, columns])
             y[:, columns].copy_(product)
 
-    def _blocks(self, env: OpEnv) -> Iterator[tuple[slice, AdaptedRows | None, Tensor | None, Tensor | None]]:
+    def _blocks(
+        self, env: OpEnv, low_name: str
+    ) -> Iterator[tuple[slice, AdaptedRows | None, Tensor | None, Tensor | None]]:
         """Columns of the output, some at a time, with the module that adapts them, its low and its rows of B."""
         reached = 0
-        for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
+        for rows, low, up in self.adapters.modules(env.t[low_name], env.p[self.adapters.up]):
             yield from ((columns, None, None, None) for columns in _cut(reached, rows.start))
             for columns in _cut(rows.start, rows.end):
                 yield columns, rows, low, up[columns.start - rows.start : columns.stop - rows.start]
@@ -147,50 +148,48 @@ class DoRALinear(LoRALinear):
 
     def _block(self, env: OpEnv, spec: TensorSpec, columns: slice) -> Tensor:
         """A buffer for these columns of the chunk's rows."""
-        shape = (len(env.t[self.low.name]), columns.stop - columns.start)
+        shape = (env.chunk.tokens, columns.stop - columns.start)
         return env.t[spec.name].flatten()[: shape[0] * shape[1]].view(shape)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def _grad_product(self, env: OpEnv) -> Tensor:
-        return env.t[self.grad_product.name]
-
     def backward_input(self, env: OpEnv) -> None:
-        gains = self._gains(env, env.t[self.norms.name])
-        if self.dropout:
-            self._backward_dropped(env, gains)
+        gains, grad_x = self._gains(env, env.t[self.norms.name]), env.g[self.x]
+        if self.dropout is not None:
+            self._backward_dropped(env, gains, self.dropout)
             return
-        self._write_grad_product(env, gains)
-        super().backward_input(env)
+        grad = self._write_grads(env, gains)
+        added, weight = self.x in env.accumulate, self._matrix(env)
+        torch.addmm(grad_x, grad, weight, out=grad_x) if added else torch.mm(grad, weight, out=grad_x)
 
-    def _write_grad_product(self, env: OpEnv, gains: list[tuple[AdaptedRows, Tensor]]) -> None:
-        """grad_product = grad_y with the adapted outputs times their gains."""
-        grad = self._grad_product(env)
+    def _write_grads(self, env: OpEnv, gains: list[tuple[AdaptedRows, Tensor]]) -> Tensor:
+        """Write the gradient of the sum of both products, which is grad_y times gains, and that of low."""
+        grad = env.t[self.grad_product.name]
         grad.copy_(env.g[self.y])
         for rows, gain in gains:
             grad[:, rows.start : rows.end].mul_(gain)
+        write_grad_low(self.adapters, grad, env.p[self.adapters.up], env.g[self.low])
+        return grad
 
-    def _backward_dropped(self, env: OpEnv, gains: list[tuple[AdaptedRows, Tensor]]) -> None:
+    def _backward_dropped(self, env: OpEnv, gains: list[tuple[AdaptedRows, Tensor]], dropout: Dropout) -> None:
         """grad_x (+)= grad_y @ W + d'(((g - 1) * grad_y) @ W + grad_low @ A), d' dropping what forward dropped."""
-        grad_y, grad, through = env.g[self.y], self._grad_product(env), env.t[self.dropped.name]
+        grad_y, grad, grad_x = env.g[self.y], env.t[self.grad_product.name], env.g[self.x]
         grad.zero_()
         for rows, gain in gains:
             torch.mul(grad_y[:, rows.start : rows.end], gain - 1.0, out=grad[:, rows.start : rows.end])
-        torch.mm(grad, self._matrix(env), out=through)
-        self._write_grad_product(env, gains)  # the weight half reads it
-        grad_low = self._write_grad_low(env)
-        torch.addmm(through, grad_low, env.p[self.down], out=through)
-        self._drop(through, env)
-        grad_x = env.g[self.x]
+        through = torch.mm(grad, self._matrix(env), out=env.t[dropout.buffer.name])
+        self._write_grads(env, gains)  # the weight half reads them
+        torch.addmm(through, env.g[self.low], env.p[self.adapters.down], out=through)
+        through = dropout.left_of(through, env)
         grad_x.add_(through) if self.x in env.accumulate else grad_x.copy_(through)
         torch.addmm(grad_x, grad_y, self._matrix(env), out=grad_x)
 
     def backward_weight(self, env: OpEnv) -> None:
-        super().backward_weight(env)
-        read = env.t[self.dropped.name if self.dropout else self.x_again]  # the line above has dropped again
-        grad_y, norms, sums = env.g[self.y], env.t[self.norms.name][0], env.gp[self.magnitude]
+        read, grad = self._read(env, self.x_again), env.t[self.grad_product.name]
+        accumulate_up_grad(self.adapters, grad, env.t[self.low_again], env.gp[self.adapters.up], env.first)
+        grad_y, norms, sums = env.g[self.y], env.t[self.norms.name][0], env.gp[self.adapters.magnitude]
         first = 0
-        for columns, rows, low, up in self._blocks(env):
+        for columns, rows, low, up in self._blocks(env, self.low_again):
             if rows is None or low is None or up is None:
                 continue
             end = first + columns.stop - columns.start
@@ -202,21 +201,23 @@ class DoRALinear(LoRALinear):
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         wide_bytes = max(4, compute_bytes)
-        rows = max(rows.end - rows.start for rows in self.adapted)
-        norms = wide_bytes * (8 * self.adapted_features + 4 * rows * self.rank + 2 * self.rank**2)
+        rank, rows = self.adapters.rank, max(self.adapters.widths)
+        norms = wide_bytes * (8 * self.adapters.adapted_features + 4 * rows * rank + 2 * rank**2)
         return norms + bias_grad_bytes(tokens, self.product.shape[0], wide_bytes)
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        rows, columns = max(rows.end - rows.start for rows in self.adapted), self.product.shape[0]
-        norms = 4 * (2 * rows + self.rank) * self.in_features
+        rank, rows, columns = self.adapters.rank, max(self.adapters.widths), self.product.shape[0]
+        norms = 4 * (2 * rows + rank) * self.in_features
         block = 4 * ((tokens + columns) * self.in_features + 2 * tokens * columns)
-        return super().plain_workspace_bytes(tokens, compute_bytes) + (norms + block if compute_bytes == 2 else 0)
+        widened = widened_bytes(tokens, rows, rank, compute_bytes)
+        own = max(in_plain_width(self.workspace_bytes(tokens, FLOAT64_BYTES), compute_bytes), widened)
+        return own + (norms + block if compute_bytes == 2 else 0)
 
     def _norm_work(self, compute_bytes: int) -> Work:
         """Reading the adapted rows twice."""
-        elements = self.adapted_features * self.in_features
-        kernels = 10 * len(self.adapted) + 3
-        return Work(2.0 * elements * self.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
+        elements = self.adapters.adapted_features * self.in_features
+        kernels = 10 * len(self.adapters.rows) + 3
+        return Work(2.0 * elements * self.adapters.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
 
     def _passes(self, tokens: int, passes: int, compute_bytes: int) -> Work:
         """Reading or writing outputs of the compute dtype so many times; a wide one counts twice."""
@@ -224,21 +225,31 @@ class DoRALinear(LoRALinear):
         return Work(memory_bytes=num_bytes, kernels=passes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = super().forward_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
-        work = work.plus(self._passes(tokens, 15 if self.residual is None else 20, compute_bytes))
-        return work.plus(self._twice(tokens, compute_bytes))
+        work = self._product(tokens).plus(self.adapters.up_work(tokens, 1, compute_bytes))
+        passes = self._passes(tokens, 15 if self.residual is None else 20, compute_bytes)
+        return work.plus(self._norm_work(compute_bytes)).plus(passes).plus(self._twice(tokens, 2, compute_bytes))
 
-    def _twice(self, tokens: int, compute_bytes: int) -> Work:
-        """The large product once more, of what dropout leaves."""
-        return self._product(tokens).plus(self._passes(tokens, 3, compute_bytes)) if self.dropout else Work()
+    def _twice(self, tokens: int, passes: int, compute_bytes: int) -> Work:
+        """The large product once more, of what dropout leaves; passes: over tensors like x, to drop."""
+        if self.dropout is None:
+            return Work()
+        work = self._product(tokens).plus(self._passes(tokens, 3, compute_bytes))
+        return work.plus(self.dropout.work(tokens, passes, passes // 2, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = super().backward_input_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
-        return work.plus(self._passes(tokens, 4, compute_bytes)).plus(self._twice(tokens, compute_bytes))
+        work = self._product(tokens).plus(self.adapters.up_work(tokens, 1, compute_bytes))
+        work = work.plus(self._norm_work(compute_bytes))
+        work = work.plus(self._passes(tokens, 4, compute_bytes)).plus(self._twice(tokens, 4, compute_bytes))
+        return work if self.dropout is None else work.plus(self.adapters.down_work(tokens, 2, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = super().backward_weight_work(tokens, seq_len, compute_bytes).plus(self._product(tokens))
-        return work.plus(self._passes(tokens, 19, compute_bytes))
+        work = self._product(tokens).plus(self.adapters.up_work(tokens, 1, compute_bytes))
+        work = work.plus(self._passes(tokens, 19, compute_bytes))
+        return work if self.dropout is None else work.plus(self.dropout.work(tokens, 2, 1, compute_bytes))
+
+    def model_flops(self, seq_len: int) -> float:
+        """The frozen product forward and for the gradient of x, that of B once more for its own gradient."""
+        return 2 * self._product(seq_len).flops + 3 * self.adapters.up_work(seq_len, 1, 2).flops
 
 
 def _cut(start: int, end: int) -> list[slice]:

@@ -5,13 +5,38 @@ Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from flexengine.ops.base import DropoutDraws, use_kernel
+from flexengine.ops.base import DropoutDraws, OpEnv, TensorSpec, Work, use_kernel
 from flexengine.random_bits import random_bits16, stream_keys
 
 _LEVELS = 1 << 16
 _FIRST_STREAM = 1 << 32  # above those of the optimizer, which rounds at random by the same seed and step
+
+
+class Dropout(NamedTuple):
+    """Dropout of what an adapter reads: drawn once for all modules of a fused projection.
+
+    number: of the layer among the ops, for the draws. buffer: for what is left of a tensor.
+    """
+
+    probability: float
+    number: int
+    buffer: TensorSpec
+
+    def left_of(self, x: Tensor, env: OpEnv) -> Tensor:
+        """What dropout leaves of x, which may be the buffer itself; x where nothing is trained."""
+        if env.chunk.dropout is None:
+            return x
+        left = env.t[self.buffer.name]
+        drop(x, left, self.probability, env.chunk.dropout, env.layer, self.number)
+        return left
+
+    def work(self, tokens: int, passes: int, kernels: int, compute_bytes: int) -> Work:
+        """Reading and writing tensors like x."""
+        return Work(memory_bytes=float(passes * tokens * self.buffer.shape[0] * compute_bytes), kernels=kernels)
 
 
 def drop(x: Tensor, out: Tensor, probability: float, draws: DropoutDraws, layer: int, number: int) -> None:

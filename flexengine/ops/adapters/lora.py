@@ -1,36 +1,32 @@
-"""Linear layers with low-rank adapters: y = x @ weight.T (+ bias or residual) + scale * (x @ A.T) @ B.T.
+"""Low-rank adapters as two ops beside a frozen layer, which are never merged: low = scale * x @ A.T, y += low @ B.T.
 
-Shapes: x [T, D], weight [F, D] (transposed: [D, F]), A [J * R, D], B [rows of the adapted modules, R], y [T, F]. A
-fused projection has an adapter for each of its modules: A holds theirs one below the other, and so does B.
-
-Products with A and B take as long as the tensors that they read and write. What adapters add to the passes of the
-frozen layer, next to which low is nothing:
+Products with A and B take as long as the tensors that they read and write; low is nothing beside these. What adapters
+add to the passes over memory of the frozen layer:
 
 | layer | forward | backward |
 |---|---|---|
-| by itself | x, y twice | x twice, grad_y, grad_x twice |
+| by itself | x, y twice | x, grad_y, grad_x twice |
 | with a residual | x | as above |
-| that gives low beside an output that is kept or recomputed in any case | as above | x, grad_y, grad_x twice |
-| before a gated unit that adds low @ B.T | x | x, grad_y, grad_x twice |
-| behind a gated unit that makes low and adds to grad_x | x | x, grad_y |
+| before a gated unit that adds low @ B.T | x | as above |
+| behind a gated unit that adds grad_low @ A | x | x, grad_y |
 
-Twice: the adapters' product is written first, and the large product adds to it. The frozen layer copies a residual to y
-in any case, which the adapters' sum replaces. Where B's gradient takes a pass of its own (ops/adapters/lora_grads.py
-says when), grad_y is read once more. Before a gated unit whose backward reads FP8 codes
-(ops/adapters/rounded_lora_glu.py) backward does not need y, and so makes low again, for which it reads x twice.
-Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685; scale
-as Kalajdzievski 2023 (rsLoRA) where that is asked for.
+Twice: the adapters' product is written first, and the large product adds to it, so that the sum is rounded once. FP8
+products cannot add to what a tensor holds, and come first. The frozen layer copies a residual to y in any case, which
+the adapters' sum replaces. Where low is not kept beside another output, backward reads x once more; where B's gradient
+takes a pass of its own (ops/adapters/lora_grads.py says when), it reads grad_y once more.
+Shapes and source: ops/adapters/low_rank.py.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, Self
+from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from flexengine.ops.adapters.dropout import drop
+from flexengine.ops.adapters.dropout import Dropout
 from flexengine.ops.adapters.lora_grads import (
     add_parts,
     in_one_pass,
@@ -39,34 +35,115 @@ from flexengine.ops.adapters.lora_grads import (
     sum_work,
     write_gradients,
 )
-from flexengine.ops.base import OpEnv, TensorSpec, Work, use_kernel
-from flexengine.ops.linear import Linear, accumulate_weight_grad
+from flexengine.ops.adapters.low_rank import Adapters
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
+from flexengine.ops.experts.grouped_products import grouped_product, grouped_weight_gradient
+from flexengine.ops.linear import accumulate_weight_grad, widened_bytes
+from flexengine.ops.row_range import part_of
 
 
-class AdaptedRows(NamedTuple):
-    """Columns [start, end) of the output that one module makes, which has an adapter of its own."""
+class LoraDown(Op):
+    """low = scale * drop(x) @ A.T; of experts x @ A[e].T, and what multiplies low has the scale.
 
-    start: int
-    end: int
+    What stands for the gradient of low is that of x @ A.T.
+    """
+
+    keepable = False  # kept beside another output, or else made again: low takes little
+    few_operands = True
+
+    def __init__(self, adapters: Adapters, x: str, dropout: Dropout | None = None, divisions: int = 1) -> None:
+        self.name, self.adapters, self.x, self.x_again = f"{adapters.name}.lora_down", adapters, x, x
+        self.dropout, self.divisions = dropout, divisions
+        self.replays = dropout is None  # what it draws is an operand, and changes with every step
+        self.low, self.params = adapters.low, (adapters.down,)
+        self.inputs = self.needs_weight = (x,) if adapters.experts is None else (x, adapters.experts.bounds)
+        self.outputs = (self.low,)
+        self.grad_inputs = (x,) if adapters.experts is None else ()  # their large product adds it
+
+    def leaving_gradient(self) -> Self:
+        """The same op, to whose x another op adds the gradient grad_low @ A."""
+        op = copy.copy(self)
+        op.grad_inputs = ()
+        return op
+
+    def reading_again(self, x_again: str) -> tuple[Self, Self]:
+        """The same op whose weight half reads x under another name, and what makes low of that for backward."""
+        op, again = copy.copy(self), self.untrained()
+        op.x_again, op.needs_weight = x_again, (x_again,)
+        again.name, again.x, again.inputs, again.grad_inputs = f"{self.name}_again", x_again, (x_again,), ()
+        again.low, again.for_backward = replace(self.low, name=f"{self.low.name}_again"), True
+        again.outputs = (again.low,)
+        return op, again
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        return () if self.dropout is None else (self.dropout.buffer,)
+
+    def _read(self, env: OpEnv, x: str) -> Tensor:
+        """x, or while training with dropout what is left of it."""
+        return env.t[x] if self.dropout is None else self.dropout.left_of(env.t[x], env)
+
+    def _rows(self, env: OpEnv, x: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor, slice]:
+        """Rows of x and low sorted by expert, their bounds, and the experts of this call's part."""
+        of, adapters = self.adapters.experts, self.adapters
+        assert of is not None
+        bounds = part_of(env.t[of.bounds], env.part, self.num_parts)
+        experts = part_slice(of.num_experts, env.part, self.num_parts)
+        return x.view(-1, adapters.in_features), low.view(-1, adapters.width), bounds, experts
+
+    def forward(self, env: OpEnv) -> None:
+        down, low = env.p[self.adapters.down], env.t[self.low.name]
+        if self.adapters.experts is None:
+            torch.addmm(low, self._read(env, self.x), down.t(), beta=0, alpha=self.adapters.scale, out=low)
+            return
+        x, low, bounds, experts = self._rows(env, env.t[self.x], low)
+        grouped_product(x, down[experts], bounds, low, False)
+
+    def backward_input(self, env: OpEnv) -> None:
+        # The frozen op comes after this one, and has written the gradient of x.
+        grad_x, grad_low, down = env.g[self.x], env.g[self.low.name], env.p[self.adapters.down]
+        if self.dropout is None:
+            torch.addmm(grad_x, grad_low, down, out=grad_x)
+            return
+        through = torch.mm(grad_low, down, out=env.t[self.dropout.buffer.name])
+        grad_x.add_(self.dropout.left_of(through, env))
+
+    def backward_weight(self, env: OpEnv) -> None:
+        grad_low, grad = env.g[self.low.name], env.gp[self.adapters.down]
+        if self.adapters.experts is None:
+            return accumulate_weight_grad(grad, grad_low, self._read(env, self.x_again), env.first)
+        x, grad_low, bounds, experts = self._rows(env, env.t[self.x_again], grad_low)
+        grouped_weight_gradient(grad_low, x, bounds, grad[experts], not env.first)
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        if self.adapters.experts is None:
+            return widened_bytes(tokens, self.adapters.width, self.adapters.in_features, compute_bytes)
+        # any expert may get all tokens, whose rows are widened
+        return 4 * tokens * (self.adapters.in_features + self.adapters.width) if compute_bytes == 2 else 0
+
+    def _dropping(self, tokens: int, passes: int, kernels: int, compute_bytes: int) -> Work:
+        """Reading and writing tensors like x where there is dropout."""
+        return Work() if self.dropout is None else self.dropout.work(tokens, passes, kernels, compute_bytes)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self.adapters.down_work(tokens, 1, compute_bytes).plus(self._dropping(tokens, 2, 1, compute_bytes))
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self.adapters.down_work(tokens, 2, compute_bytes).plus(self._dropping(tokens, 4, 2, compute_bytes))
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work, of = self.forward_work(tokens, seq_len, compute_bytes), self.adapters.experts
+        accumulators = 8.0 * of.num_experts * self.adapters.width * self.adapters.in_features if of else 0.0
+        return work.plus(Work(memory_bytes=accumulators))
+
+    def model_flops(self, seq_len: int) -> float:
+        """The product and both gradients; where another op adds that of x, it is counted here."""
+        return 0.0 if self.for_backward else 3 * self.adapters.down_work(seq_len, 1, 2).flops
 
 
-class AddedHalf(NamedTuple):
-    """Half of the columns of an output that begins at `start`, and where its columns of low and its rows of B begin."""
-
-    start: int
-    low_start: int
-    up_start: int
-
-
-def write_low(x: Tensor, down: Tensor, scale: float, low: Tensor) -> None:
-    """low = scale * x @ A.T."""
-    torch.addmm(low, x, down.t(), beta=0, alpha=scale, out=low)
-
-
-def low_work(tokens: int, columns: int, ranks: int, passes: int, compute_bytes: int) -> Work:
-    """A product with A or B of so many columns: it takes as long as reading or writing them."""
-    num_bytes = float(passes * tokens * columns * compute_bytes)
-    return Work(matmul_flops=2.0 * tokens * columns * ranks, memory_bytes=num_bytes, kernels=1)
+def part_slice(num_experts: int, part: int, num_parts: int) -> slice:
+    """The experts of a call's part."""
+    count = num_experts // num_parts
+    return slice(part * count, (part + 1) * count)
 
 
 def add_product(start: Tensor, low: Tensor, up: Tensor, out: Tensor) -> None:
@@ -78,291 +155,115 @@ def add_product(start: Tensor, low: Tensor, up: Tensor, out: Tensor) -> None:
     torch.addmm(start, low, up.t(), out=out)
 
 
-class LoRALinear(Linear):
-    """A frozen linear layer and the adapters of some of its modules, which are never merged.
+class LoraUp(Op):
+    """out = start + low @ B.T in the columns of adapted modules, and start in the others; the gradient of out passes.
 
-    The adapters' product is written first and the large product adds to it, so that the sum is rounded once and costs
-    no pass over memory of its own. Backward computes x @ A.T again: it reads x for the gradient of A in any case.
-
-    dropout: probability for an element of what A reads, drawn once for all modules of a fused projection. number: of
-    the op among its layer's, for the draws.
+    start: a tensor (a residual, or in place what the frozen product wrote), plus `bias` where it has one, or nothing.
+    Without `out` the op that reads y adds low @ B.T, and there is backward alone, which reads the gradient of y.
     """
 
-    sum_passes = 2
-    """How often forward passes over the outputs for what adapters add: it writes them, the large product reads them."""
-    one_pass = True
-    """Whether the input half may make B's gradient too, while it reads grad_y for that of low."""
+    few_operands = True
 
     def __init__(
-        self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...], dropout: float = 0.0,
-        number: int = 0,
+        self, adapters: Adapters, low_again: str, y: str, out: TensorSpec | None, start: str | None = None,
+        bias: str | None = None, in_place: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(
-            base.name, base.x, base.y, base.in_features, base.out_features,
-            base.weight, base.bias, base.residual, base.transposed,
-        )  # fmt: skip
-        self.rank, self.scale, self.adapted = rank, scale, adapted
-        self.down, self.up = f"{self.name}.lora_A", f"{self.name}.lora_B"
-        self.params = (self.down, self.up)
-        width = len(adapted) * rank
-        self.low = TensorSpec(f"{self.name}.low", (width,))
-        self.grad_low = TensorSpec(f"{self.name}.grad_low", (width,))
-        self.dropout, self.number = dropout, number
-        self.replays = not dropout  # what it draws is an operand, and changes with every step
-        self.dropped = TensorSpec(f"{self.name}.dropped", (self.in_features,))
-        self.gives_low = self.leaves_sum = self.takes_low = False
-        self.low_again = self.low.name
-        # With dropout the input half would have to drop elements of x once more for low.
-        self.sums = partial_sums(self.name, self.widths, rank) if self.one_pass and not dropout else None
-        self.x_again, self.needs_weight = base.x_again, (base.x_again,)
-        self.needs_input = () if self.sums is None else (self.x_again,)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns of the output of every adapted module."""
-        return tuple(rows.end - rows.start for rows in self.adapted)
+        self.name, self.adapters, self.low = f"{adapters.name}.lora_up", adapters, adapters.low.name
+        self.low_again, self.out, self.start, self.bias = low_again, y if out is None else out.name, start, bias
+        starts = () if start is None else (start,)
+        self.inputs = self.grad_inputs = (self.low, *starts)
+        self.outputs, self.params = () if out is None else (out,), (adapters.up,)
+        self.for_backward, self.grad_reads = out is None, (y,) if out is None else ()
+        self.grad_alias = tuple((name, self.out) for name in starts)
+        self.in_place = (start, self.out) if in_place and start is not None else None
+        self.sums = partial_sums(adapters.name, adapters.widths, adapters.rank)
+        self.needs_weight, self.needs_input = (low_again,), () if self.sums is None else (low_again,)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        dropped = (self.dropped,) if self.dropout else ()
-        grad_low = () if self.takes_low else (self.grad_low,)
-        if half == "forward":
-            return dropped if self.leaves_sum or self.gives_low or self.takes_low else (self.low, *dropped)
-        low = () if self.gives_low or self.takes_low else (self.low,)
-        if self.sums is None:
-            return (*grad_low, *dropped) if half == "input" else (*grad_low, *low, *dropped)
-        return (*grad_low, *low, *(self.sums if half == "input" else (self.sums.up,)))
-
-    # -- low as an output or an input --------------------------------------------------------------------------------
-
-    def leaving_sum(self, needed: bool = True) -> Self:
-        """The same layer with outputs y, of the frozen product alone, and low: what reads y adds low @ B.T itself.
-
-        needed: backward needs y in any case and finds low beside it. Otherwise it computes low again from x.
-        """
-        op = self.giving_low() if needed else copy.copy(self)
-        op.leaves_sum, op.outputs = True, (self.outputs[0], self.low)
-        return op
-
-    def giving_low(self) -> Self:
-        """The same layer with outputs y and low, so that backward does not compute low again where y is kept."""
-        op = copy.copy(self)
-        op.gives_low = True
-        op.outputs, op.needs_weight = (*self.outputs, self.low), (*self.needs_weight, self.low.name)
-        op.needs_input = () if self.sums is None else (self.low.name,)
-        return op
-
-    def taking_low(self, low_again: str | None = None) -> Self:
-        """The same layer with inputs x and low = scale * x @ A.T, which what makes x makes beside it.
-
-        The gradient of low here is that of x @ A.T, scaled; the gradient of x is that of the frozen product alone.
-        low_again: what backward reads in the place of low, which is computed again from rounded values.
-        """
-        assert not self.dropout, "what dropout leaves of x is the layer's own"
-        op = copy.copy(self)
-        op.takes_low, op.params = True, (self.up,)
-        op.inputs = op.grad_inputs = (*self.inputs, self.low.name)
-        op.low_again = low_again or self.low.name
-        op.needs_weight = (op.low_again,)
-        op.needs_input = () if self.sums is None else op.needs_weight
-        return op
-
-    def halves(self) -> tuple[AddedHalf, ...]:
-        """Where adapters add to the halves of the output; nothing where one adds to a part of a half."""
-        found, width = list[AddedHalf](), self.out_features // 2
-        first = 0
-        for number, rows in enumerate(self.adapted):
-            for start in (0, width):
-                if rows.start < start + width and rows.end > start:
-                    if rows.start > start or rows.end < start + width:
-                        return ()
-                    found.append(AddedHalf(start, number * self.rank, first + start - rows.start))
-            first += rows.end - rows.start
-        return tuple(found)
+        if half == "forward" or self.sums is None:
+            return ()
+        return tuple(self.sums) if half == "input" else (self.sums.up,)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
-        x, y = env.t[self.x], env.t[self.y]
-        self._write_low(env)
-        if self.leaves_sum:
-            super().forward(env)
-            return
-        start = self._start(env)
-        reached = 0
-        for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
-            self._fill(y, start, reached, rows.start)
-            out, reached = y[:, rows.start : rows.end], rows.end
+        out, start, reached = env.t[self.out], self._start(env), 0
+        for rows, low, up in self.adapters.modules(env.t[self.low], env.p[self.adapters.up]):
+            self._fill(out, start, reached, rows.start)
+            columns, reached = out[:, rows.start : rows.end], rows.end
             if start is None:
-                torch.mm(low, up.t(), out=out)
+                torch.mm(low, up.t(), out=columns)
             else:
-                add_product(start[..., rows.start : rows.end], low, up, out)
-        self._fill(y, start, reached, self.out_features)
-        torch.addmm(y, x, self._matrix(env).t(), out=y)
-
-    def _what_a_reads(self, env: OpEnv, again: bool = False) -> Tensor:
-        """x, or while training with dropout what is left of it; again: as backward reads it."""
-        x = env.t[self.x_again if again else self.x]
-        if not self.dropout or env.chunk.dropout is None:
-            return x
-        self._drop(x, env)
-        return env.t[self.dropped.name]
-
-    def _drop(self, x: Tensor, env: OpEnv) -> None:
-        """dropped = x with the elements of this call's draws set to zero."""
-        assert env.chunk.dropout is not None
-        drop(x, env.t[self.dropped.name], self.dropout, env.chunk.dropout, env.layer, self.number)
-
-    def _write_low(self, env: OpEnv, x: Tensor | None = None) -> None:
-        """Write low from x, or what A reads of it, where low is no input."""
-        if not self.takes_low:
-            write_low(self._what_a_reads(env) if x is None else x, env.p[self.down], self.scale, env.t[self.low.name])
+                add_product(start[..., rows.start : rows.end], low, up, columns)
+        self._fill(out, start, reached, self.adapters.out_features)
 
     def _start(self, env: OpEnv) -> Tensor | None:
-        """What the products are added to: residual [T, F], bias [F], their sum, or None."""
-        if self.residual is None:
-            return None if self.bias is None else env.p[self.bias]
-        residual, y = env.t[self.residual], env.t[self.y]
-        if self.bias is None:
-            return residual
-        torch.add(residual, env.p[self.bias], out=y)
-        return y
+        """What the products are added to: a tensor [T, F], a bias [F], their sum, or None."""
+        start = None if self.start is None else env.t[self.start]
+        if self.bias is None or start is None:
+            return start if self.bias is None else env.p[self.bias]
+        return torch.add(start, env.p[self.bias], out=env.t[self.out])
 
     @staticmethod
-    def _fill(y: Tensor, start: Tensor | None, first: int, end: int) -> None:
-        """Columns [first, end) of y, which no adapter makes, become what the large product is added to."""
+    def _fill(out: Tensor, start: Tensor | None, first: int, end: int) -> None:
+        """Columns [first, end) of out, which no adapter makes, become what the products are added to."""
         if first == end:
             return
-        columns = y[:, first:end]
+        columns = out[:, first:end]
         if start is None:
             columns.zero_()
-        elif start.data_ptr() != y.data_ptr():
+        elif start.data_ptr() != out.data_ptr():
             columns.copy_(start[..., first:end].expand_as(columns))
-
-    def _modules(self, low: Tensor, up: Tensor) -> list[tuple[AdaptedRows, Tensor, Tensor]]:
-        """Every adapted module with its columns of a tensor [T, J * R] and its rows of one like B."""
-        found, first = [], 0
-        for number, rows in enumerate(self.adapted):
-            end = first + rows.end - rows.start
-            found.append((rows, low[:, number * self.rank : (number + 1) * self.rank], up[first:end]))
-            first = end
-        return found
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def _grad_product(self, env: OpEnv) -> Tensor:
-        """The gradient of the sum of both products [T, F]."""
-        return env.g[self.y]
-
     def backward_input(self, env: OpEnv) -> None:
-        grad_x, grad_y, grad_low = env.g[self.x], self._grad_product(env), self._write_grad_low(env)
-        if self.takes_low:
-            super().backward_input(env)
-            return
-        if self.dropout:
-            self._add_dropped(env, grad_x, grad_low)
-        elif self.x in env.accumulate:
-            torch.addmm(grad_x, grad_low, env.p[self.down], out=grad_x)
-        else:
-            torch.mm(grad_low, env.p[self.down], out=grad_x)
-        torch.addmm(grad_x, grad_y, self._matrix(env), out=grad_x)
-
-    def _write_grad_low(self, env: OpEnv) -> Tensor:
-        """grad_low = scale * the gradient of the products @ B, module by module; on a GPU the sums for B as well."""
-        grad_y = self._grad_product(env)
-        grad_low = env.g[self.low.name] if self.takes_low else env.t[self.grad_low.name]
-        if self.sums is not None and not (self.gives_low or self.takes_low):
-            self._write_low(env, self._what_a_reads(env, again=True))
+        """Write grad_low = scale * grad_y @ B; where that is one pass, the partial sums of B's gradient as well."""
+        grad_y, up, grad_low = env.g[self.out], env.p[self.adapters.up], env.g[self.low]
         if self.sums is not None and in_one_pass(grad_y):
-            self._write_both(env, grad_y, grad_low)
-            return grad_low
-        for rows, low, up in self._modules(grad_low, env.p[self.up]):
-            torch.addmm(low, grad_y[:, rows.start : rows.end], up, beta=0, alpha=self.scale, out=low)
-        return grad_low
-
-    def _write_both(self, env: OpEnv, grad_y: Tensor, grad_low: Tensor) -> None:
-        """grad_low and the partial sums of B's gradient, of one pass over grad_y."""
-        assert self.sums is not None
-        parts = env.t[self.sums.low.name], env.t[self.sums.up.name]
-        write_gradients(grad_y, env.t[self.low_again], env.p[self.up], self.scale, grad_low, parts, self.adapted)
-
-    def _add_dropped(self, env: OpEnv, grad_x: Tensor, grad_low: Tensor) -> None:
-        """grad_x (+)= grad_low @ A where forward dropped nothing."""
-        through = env.t[self.dropped.name]
-        torch.mm(grad_low, env.p[self.down], out=through)
-        self._drop(through, env)
-        grad_x.add_(through) if self.x in env.accumulate else grad_x.copy_(through)
+            parts = env.t[self.sums.low.name], env.t[self.sums.up.name]
+            low, scale = env.t[self.low_again], self.adapters.scale
+            return write_gradients(grad_y, low, up, scale, grad_low, parts, self.adapters.rows)
+        write_grad_low(self.adapters, grad_y, up, grad_low)
 
     def backward_weight(self, env: OpEnv) -> None:
-        grad_y = self._grad_product(env)
-        if not self.takes_low:
-            x = self._what_a_reads(env, again=True)
-            if self.sums is None and not self.gives_low:
-                self._write_low(env, x)
-            accumulate_weight_grad(env.gp[self.down], env.t[self.grad_low.name], x, env.first)
+        grad_y, grad_up = env.g[self.out], env.gp[self.adapters.up]
         if self.sums is not None and in_one_pass(grad_y):
-            add_parts(env.t[self.sums.up.name], env.gp[self.up], env.first)
-            return
-        for rows, low, grad_up in self._modules(env.t[self.low_again], env.gp[self.up]):
-            accumulate_weight_grad(grad_up, grad_y[:, rows.start : rows.end], low, env.first)
+            return add_parts(env.t[self.sums.up.name], grad_up, env.first)
+        accumulate_up_grad(self.adapters, grad_y, env.t[self.low_again], grad_up, env.first)
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
-    @property
-    def adapted_features(self) -> int:
-        """Columns of the output that adapters add to."""
-        return sum(self.widths)
-
-    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return 0
-
-    def _dropping(self, tokens: int, passes: int, kernels: int, compute_bytes: int) -> Work:
-        """Reading and writing tensors like x where there is dropout."""
-        num_bytes = float(passes * tokens * self.in_features * compute_bytes)
-        return Work(memory_bytes=num_bytes, kernels=kernels) if self.dropout else Work()
-
-    def _down_work(self, tokens: int, passes: int, compute_bytes: int) -> Work:
-        """A product with A and so many passes over x or its gradient; none where what makes x multiplies with A."""
-        if self.takes_low:
-            return Work()
-        return low_work(tokens, self.in_features, len(self.adapted) * self.rank, passes, compute_bytes)
-
-    def _up_work(self, tokens: int, passes: int, compute_bytes: int) -> Work:
-        """A product with B and so many passes over y or its gradient."""
-        work = low_work(tokens, self.adapted_features, self.rank, passes, compute_bytes)
-        return work._replace(kernels=len(self.adapted))
-
-    def _frozen_work(self, half: str, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        """The frozen layer's product; half: forward or input. What it adds to is written with the adapters'."""
-        return self._product(tokens)
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return widened_bytes(tokens, max(self.adapters.widths), self.adapters.rank, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._frozen_work("forward", tokens, seq_len, compute_bytes)
-        work = work.plus(self._down_work(tokens, 1, compute_bytes))
-        if not self.leaves_sum:
-            work = work.plus(self._up_work(tokens, self.sum_passes, compute_bytes))
-        return work.plus(self._dropping(tokens, 2, 1, compute_bytes))
+        return self.adapters.up_work(tokens, 2, compute_bytes)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._frozen_work("input", tokens, seq_len, compute_bytes)
-        work, up = work.plus(self._down_work(tokens, 2, compute_bytes)), self._up_work(tokens, 1, compute_bytes)
-        if self.sums is not None:
-            work = work.plus(self._low_again(tokens, compute_bytes))
-            up = up.plus(self._up_work(tokens, 0, compute_bytes)).plus(parts_work(tokens, self.widths, self.rank))
-            up = up._replace(kernels=2)
-        return work.plus(up).plus(self._dropping(tokens, 4, 2, compute_bytes))
+        work = self.adapters.up_work(tokens, 1, compute_bytes)
+        if self.sums is None:
+            return work
+        work = work.plus(self.adapters.up_work(tokens, 0, compute_bytes))
+        return work.plus(parts_work(tokens, self.adapters.widths, self.adapters.rank))._replace(kernels=2)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._down_work(tokens, 1, compute_bytes)
-        if self.sums is not None:
-            return work.plus(sum_work(self.widths, self.rank))
-        work = work.plus(self._up_work(tokens, 1, compute_bytes)).plus(self._low_again(tokens, compute_bytes))
-        return work.plus(self._dropping(tokens, 2, 1, compute_bytes))
-
-    def _low_again(self, tokens: int, compute_bytes: int) -> Work:
-        """Backward's product for low, where forward does not leave it."""
-        return Work() if self.gives_low else self._down_work(tokens, 1, compute_bytes)
+        if self.sums is None:
+            return self.adapters.up_work(tokens, 1, compute_bytes)
+        return sum_work(self.adapters.widths, self.adapters.rank)
 
     def model_flops(self, seq_len: int) -> float:
-        """The frozen product forward and for the gradient of x, the adapters' once more for their own gradients."""
-        added = self._down_work(seq_len, 1, 2).plus(self._up_work(seq_len, 1, 2))
-        return 2 * self._product(seq_len).flops + 3 * added.flops
+        """The product and both gradients, also where another op makes the product."""
+        return 3 * self.adapters.up_work(seq_len, 1, 2).flops
+
+
+def write_grad_low(adapters: Adapters, grad_y: Tensor, up: Tensor, grad_low: Tensor) -> None:
+    """grad_low = scale * grad_y @ B, module by module."""
+    for rows, low, own in adapters.modules(grad_low, up):
+        torch.addmm(low, grad_y[:, rows.start : rows.end], own, beta=0, alpha=adapters.scale, out=low)
+
+
+def accumulate_up_grad(adapters: Adapters, grad_y: Tensor, low: Tensor, grad_up: Tensor, first: bool) -> None:
+    """grad_B (+)= grad_y.T @ low, module by module."""
+    for rows, own, acc in adapters.modules(low, grad_up):
+        accumulate_weight_grad(acc, grad_y[:, rows.start : rows.end], own, first)

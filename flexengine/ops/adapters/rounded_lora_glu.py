@@ -2,41 +2,29 @@
 ops/rounded_glu.py.
 
 The codes are those of what the unit reads: gate_up [T, 2F], or gate_up + low @ B.T where the layer before leaves the
-sum to the unit. So backward needs neither low nor B for the gradient of gate_up. From the codes it also computes the
-unit's output a [T, F] again, for the gradient of A of the layer behind, and low = scale * a @ A.T [T, R], for that of
-its B. Forward is that of ops/adapters/lora_glu.py with the exact values.
+sum to the unit. So backward needs neither low nor B for the gradient of gate_up. Forward is that of
+ops/adapters/lora_glu.py with the exact values.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from flexengine.ops.adapters.lora import LoRALinear, low_work, write_low
 from flexengine.ops.adapters.lora_glu import LoRAGLU, with_adapters
+from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, Work, use_kernel, wide
 from flexengine.ops.fp8 import LEAST_ABSMAX
 from flexengine.ops.glu import glu_backward
-from flexengine.ops.rounded_glu import LARGEST, GLUFromCodes, RoundedGLU, RoundGateUp, round_rows, rounded_rows
+from flexengine.ops.rounded_glu import LARGEST, RoundedGLU, RoundGateUp, round_rows, rounded_rows
 
 
 class RoundGateUpSum(RoundGateUp):
-    """codes, scales = gate_up + low @ B.T rounded; without a layer that leaves the sum (`before`), gate_up alone."""
+    """codes, scales = gate_up + low @ B.T rounded, of adapters that leave the sum (`before`)."""
 
-    def __init__(self, rounding: RoundGateUp, before: LoRALinear | None) -> None:
+    def __init__(self, rounding: RoundGateUp, before: Adapters) -> None:
         super().__init__(rounding.name, rounding.gate_up, rounding.kept)
-        self.before, self.halves = before, () if before is None else before.halves()
-        if before is not None:
-            self.inputs = (self.gate_up, before.low.name)
-
-    def with_next(self, following: Op) -> Op | None:
-        if isinstance(following, RoundedLoRAGLU) and following.gate_up == self.gate_up:
-            return RoundingLoRAGLU(self, following)
-        return None
+        self.before, self.halves = before, before.halves()
+        self.inputs = (self.gate_up, before.low.name)
 
     def forward(self, env: OpEnv) -> None:
-        if self.before is None:
-            super().forward(env)
-            return
         gate_up, low, up = env.t[self.gate_up], env.t[self.before.low.name], env.p[self.before.up]
         codes, scales = self.kept.of(env)
         if use_kernel(gate_up) and gate_up.element_size() < FLOAT64_BYTES:
@@ -52,7 +40,7 @@ class RoundGateUpSum(RoundGateUp):
         return super().workspace_bytes(tokens, compute_bytes) + total
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        ranks = 0 if self.before is None else self.before.rank * len(self.halves)
+        ranks = self.before.rank * len(self.halves)
         read = Work(memory_bytes=float((tokens + self.kept.width) * ranks * compute_bytes))
         return super().forward_work(tokens, seq_len, compute_bytes).plus(read)
 
@@ -60,17 +48,19 @@ class RoundGateUpSum(RoundGateUp):
 class RoundedLoRAGLU(LoRAGLU):
     """A gated unit between layers with adapters, of the exact sums; its backward reads the codes of these."""
 
-    def __init__(self, unit: RoundedGLU, before: LoRALinear | None, after: LoRALinear | None) -> None:
-        super().__init__(unit, before, after)
+    def __init__(self, unit: RoundedGLU, before: Adapters | None, behind: Adapters | None) -> None:
+        super().__init__(unit, before, behind)
         self.kept = unit.kept
         self.needs_input, self.grad_over = (self.kept.codes, self.kept.scales), ()
-        self.y_again = f"{self.y}_again"
-        self.needs_weight = () if after is None else (self.y_again,)
 
-    def _write_unit(self, env: OpEnv) -> None:
+    def with_rounding(self, rounding: Op) -> Op:
+        assert isinstance(rounding, RoundGateUp)
+        return RoundingLoRAGLU(rounding, self)
+
+    def forward(self, env: OpEnv) -> None:
         gate_up = env.t[self.gate_up]
         if self.before is None or not use_kernel(gate_up) or gate_up.element_size() == FLOAT64_BYTES:
-            super()._write_unit(env)
+            super().forward(env)
             return
         from flexengine.kernels import rounded_lora_glu  # noqa: PLC0415
 
@@ -78,12 +68,12 @@ class RoundedLoRAGLU(LoRAGLU):
         operands = (gate_up, *self._added(env), self.halves, env.t[self.y])
         rounded_lora_glu.glu_forward(*operands, str(self.activation))
 
-    def write_unit_and_codes(self, env: OpEnv, rounding: RoundGateUpSum) -> None:
+    def write_unit_and_codes(self, env: OpEnv, rounding: RoundGateUp) -> None:
         """Write the unit's output and the codes in one pass over gate_up."""
         gate_up, kept = env.t[self.gate_up], self.kept.of(env)
         if not use_kernel(gate_up) or gate_up.element_size() == FLOAT64_BYTES:
             rounding.forward(env)
-            self._write_unit(env)
+            self.forward(env)
             return
         from flexengine.kernels import rounded_glu, rounded_lora_glu  # noqa: PLC0415
 
@@ -94,7 +84,7 @@ class RoundedLoRAGLU(LoRAGLU):
 
     def backward_input(self, env: OpEnv) -> None:
         grad_out, grad_gate_up, (codes, scales) = env.g[self.y], env.g[self.gate_up], self.kept.of(env)
-        behind = None if self.after is None else (env.g[self.after.low.name], env.p[self.after.down])
+        behind = self._behind(env)
         if use_kernel(grad_out) and grad_out.element_size() < FLOAT64_BYTES:
             from flexengine.kernels import rounded_glu, rounded_lora_glu  # noqa: PLC0415
 
@@ -113,45 +103,23 @@ class RoundedLoRAGLU(LoRAGLU):
         return max(super().workspace_bytes(tokens, compute_bytes), decoded)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        ranks = 0 if self.after is None else self.after.rank
+        ranks = 0 if self.behind is None else self.behind.rank
         moved = 3.0 * tokens * self.width + (tokens + self.width) * ranks
         return Work(memory_bytes=moved * compute_bytes + self.kept.num_bytes(tokens, compute_bytes), kernels=1)
 
 
 class RoundingLoRAGLU(LoRAGLU):
-    """Forward of `RoundGateUpSum` and then `RoundedLoRAGLU`, which reads gate_up once."""
+    """Forward of the rounding and then `RoundedLoRAGLU`, which reads gate_up once."""
 
-    def __init__(self, rounding: RoundGateUpSum, unit: RoundedLoRAGLU) -> None:
-        super().__init__(unit, unit.before, unit.after)
+    def __init__(self, rounding: RoundGateUp, unit: RoundedLoRAGLU) -> None:
+        super().__init__(unit, unit.before)
         self.rounding, self.unit = rounding, unit
         self.outputs = (*unit.outputs, *rounding.outputs)
         self.needs_input = self.needs_weight = self.grad_inputs = self.grad_over = ()
 
-    def _write_unit(self, env: OpEnv) -> None:
+    def forward(self, env: OpEnv) -> None:
         self.unit.write_unit_and_codes(env, self.rounding)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         kept = self.unit.kept.num_bytes(tokens, compute_bytes)
         return super().forward_work(tokens, seq_len, compute_bytes).plus(Work(memory_bytes=kept))
-
-
-class LoRAGLUFromCodes(GLUFromCodes):
-    """a_again, and low_again = scale * a_again @ A.T for the gradient of B of the layer that reads a."""
-
-    def __init__(self, unit: RoundedLoRAGLU, after: LoRALinear) -> None:
-        super().__init__(unit, unit.kept)
-        self.after = after
-        self.low = replace(after.low, name=f"{after.low.name}_again")
-        self.outputs = (*self.outputs, self.low)
-
-    def forward(self, env: OpEnv) -> None:
-        super().forward(env)
-        write_low(env.t[self.y], env.p[self.after.down], self.after.scale, env.t[self.low.name])
-
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        low = low_work(tokens, self.glu.width, self.after.rank, 1, compute_bytes)
-        return super().forward_work(tokens, seq_len, compute_bytes).plus(low)
-
-    def model_flops(self, seq_len: int) -> float:
-        """None: the product is computed again."""
-        return 0.0

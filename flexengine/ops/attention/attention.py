@@ -34,6 +34,7 @@ from flexengine.ops.attention.kernels import (
     kernel_workspace_bytes,
     own_workspace_bytes,
 )
+from flexengine.ops.attention.key_value_window import KeyValueWindow
 from flexengine.ops.attention.reference import (
     attention_backward_reference,
     attention_forward_reference,
@@ -45,7 +46,6 @@ from flexengine.ops.attention.style import CAUSAL, AttentionShape, AttentionStyl
 from flexengine.ops.base import (
     FLOAT64_BYTES,
     Carried,
-    KeyValueWindow,
     Op,
     OpEnv,
     TensorSpec,

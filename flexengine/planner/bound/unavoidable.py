@@ -223,9 +223,9 @@ class SizeWork:
         return hull[-1:] if self.step.request.recompute == "none" else hull
 
     def _output_bytes(self, op: Op) -> int:
-        """Bytes of an op's outputs in a round."""
+        """Bytes that are kept of an op in a round."""
         chunks, width = Counter(c.tokens for c in self.shape.chunks), self.step.compute_bytes
-        return sum(n * output.num_bytes(tokens, width) for tokens, n in chunks.items() for output in op.outputs)
+        return sum(n * output.num_bytes(tokens, width) for tokens, n in chunks.items() for output in op.kept_outputs)
 
     # -- GPU bytes that must be there ----------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ def scratch_bytes(program: LayerProgram, sliced: bool) -> int:
 
 def output_bytes(op: Op, chunk_tokens: int, compute_bytes: int) -> int:
     """Bytes of an op's outputs for one chunk, as a save area holds them."""
-    return sum(align(spec.num_bytes(chunk_tokens, compute_bytes)) for spec in op.outputs)
+    return sum(align(spec.num_bytes(chunk_tokens, compute_bytes)) for spec in op.kept_outputs)
 
 
 def _op_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[list[float], list[float]]:

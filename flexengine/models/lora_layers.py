@@ -1,0 +1,131 @@
+"""Puts the ops of adapters beside the frozen ops of a layer, and lets gated units and kept outputs spare their passes.
+
+A frozen product is preceded by `LoraDown`, which makes low of what it reads, and by `LoraUp`, whose sum it adds to. FP8
+products come before `LoraUp`. Experts, routers and layers with magnitudes add low @ B.T themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from flexengine.ops.adapters.dora import Magnitude
+from flexengine.ops.adapters.dropout import Dropout
+from flexengine.ops.adapters.experts import GroupedLoraUp, GroupedMagnitude
+from flexengine.ops.adapters.lora import LoraDown, LoraUp
+from flexengine.ops.adapters.lora_glu import LoRAGLU
+from flexengine.ops.adapters.low_rank import Adapters
+from flexengine.ops.adapters.rounded_lora_glu import RoundedLoRAGLU, RoundGateUpSum
+from flexengine.ops.adapters.router import RouterLoraUp
+from flexengine.ops.base import Op, TensorSpec
+from flexengine.ops.experts.experts import GroupedLinear
+from flexengine.ops.experts.router import Router
+from flexengine.ops.fp8 import Fp8Linear
+from flexengine.ops.glu import GLU, ClampedSwiGLU
+from flexengine.ops.linear import Linear
+from flexengine.ops.rounded_glu import RoundedGLU, RoundGateUp
+
+
+def with_adapters(ops: tuple[Op, ...], adapters: dict[str, Adapters], dropout: float) -> tuple[Op, ...]:
+    """Give the ops of these names adapters. Experts and routers have no dropout."""
+    # Ops that backward alone needs do not change the numbers by which dropout draws.
+    numbers = accumulate((not op.for_backward for op in ops[:-1]), initial=0)
+    found: list[Op] = []
+    for op, number in zip(ops, numbers, strict=True):
+        found += _adapted(op, adapters[op.name], dropout, number, ops) if op.name in adapters else [op]
+    for unit in [op for op in found if isinstance(op, GLU) and _takes_sums(op)]:
+        found = _with_sums_in(unit, found)
+    return tuple(_keeping_low(found))
+
+
+def _adapted(op: Op, adapters: Adapters, dropout: float, number: int, ops: tuple[Op, ...]) -> list[Op]:
+    """The ops that take the place of one."""
+    if isinstance(op, GroupedLinear):
+        kind = GroupedMagnitude if adapters.has_magnitude else GroupedLoraUp
+        return [LoraDown(adapters, op.x, divisions=op.divisions), kind(op, adapters)]
+    if isinstance(op, Router):
+        return [LoraDown(adapters, op.x), RouterLoraUp(op, adapters)]
+    assert isinstance(op, Linear)
+    buffer = TensorSpec(f"{op.name}.dropped", (op.in_features,))
+    drops = Dropout(dropout, number, buffer) if dropout else None
+    down, again = LoraDown(adapters, op.x, drops), list[Op]()
+    low_again = down.low.name
+    if op.x_again != op.x:
+        down, made_again = down.reading_again(op.x_again)
+        low_again, again = made_again.low.name, [made_again]
+    if adapters.has_magnitude:
+        assert not isinstance(op, Fp8Linear), "a job refuses magnitudes beside FP8 products"
+        down = down if drops is None else down.leaving_gradient()
+        return [down, *again, Magnitude(op, adapters, low_again, drops)]
+    if op.residual is None and _adds_to(op.y, adapters, ops):
+        return [down, *again, LoraUp(adapters, low_again, op.y, None), op]
+    y = op.outputs[0]
+    if isinstance(op, Fp8Linear):
+        product = op.writing(f"{op.y}.product")
+        return [down, *again, product, LoraUp(adapters, low_again, op.y, y, product.y, in_place=True)]
+    start = TensorSpec(f"{op.y}.start", y.shape)
+    up = LoraUp(adapters, low_again, op.y, start, op.residual, op.bias)
+    return [down, *again, up, op.onto(start.name)]
+
+
+def _adds_to(y: str, adapters: Adapters, ops: Sequence[Op]) -> bool:
+    """Whether a gated unit alone reads y, and can add to it what these adapters do."""
+    readers = [op for op in _readers(ops, y) if not isinstance(op, RoundGateUp)]  # it adds the same
+    unit = readers[0] if len(readers) == 1 else None
+    return isinstance(unit, GLU) and _takes_sums(unit) and bool(adapters.halves())
+
+
+def _takes_sums(unit: GLU) -> bool:
+    """Whether a unit can add what adapters make: not where gate and up lie in turns."""
+    return not isinstance(unit.activation, ClampedSwiGLU)
+
+
+def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
+    """Let a unit add low @ B.T of adapters before it, and grad_low @ A of those that alone read beside a layer what it
+    makes."""
+    befores = [op.adapters for op in ops if isinstance(op, LoraUp) and op.grad_reads == (unit.gate_up,)]
+    behind = [op for op in ops if isinstance(op, LoraDown) and op.x == unit.y]
+    frozen = [op for op in _readers(ops, unit.y) if not isinstance(op, LoraDown)]
+    if len(behind) != 1 or behind[0].dropout is not None or len(frozen) > 1:
+        behind = []
+    before, adapters = next(iter(befores), None), behind[0].adapters if behind else None
+    if before is None and adapters is None:
+        return ops
+    rounded = isinstance(unit, RoundedGLU)
+    new = RoundedLoRAGLU(unit, before, adapters) if rounded else LoRAGLU(unit, before, adapters)
+    changed: dict[Op, Op] = {unit: new}
+    changed |= {op: op.leaving_gradient() for op in behind}
+    if before is not None:
+        roundings = (op for op in ops if isinstance(op, RoundGateUp) and op.gate_up == unit.gate_up)
+        changed |= {op: RoundGateUpSum(op, before) for op in roundings}
+    return [changed.get(op, op) for op in ops]
+
+
+def _keeping_low(ops: list[Op]) -> Iterator[Op]:
+    """Let low be kept where an output is that backward needs in any case: that of its layer, or of the unit that adds
+    the gradient of what low is made of."""
+    needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)}
+    lost = {op.in_place[0] for op in ops if op.in_place}
+    producer = {spec.name: op for op in ops for spec in op.outputs}
+    beside: dict[Op, list[TensorSpec]] = {}
+    for op in ops:
+        if isinstance(op, LoraDown) and op.adapters.experts is None and op.low.name in needed:
+            of_layer = _output_of(op.adapters, ops)
+            kept = of_layer if of_layer in needed - lost else "" if op.grad_inputs else op.x
+            if kept in producer:
+                beside.setdefault(producer[kept], []).append(op.low)
+    return (op.keeping_beside(*beside[op]) if op in beside else op for op in ops)
+
+
+def _output_of(adapters: Adapters, ops: list[Op]) -> str:
+    """The output that the adapters change."""
+    ups = (op for op in ops if isinstance(op, LoraUp | Magnitude | RouterLoraUp) and op.adapters is adapters)
+    up = next(ups)
+    if not isinstance(up, LoraUp):
+        return up.outputs[0].name
+    return next((op.y for op in ops if isinstance(op, Linear) and op.start == up.out), up.out)
+
+
+def _readers(ops: Sequence[Op], tensor: str) -> list[Op]:
+    """List the ops that read a tensor, in forward or backward."""
+    return [op for op in ops if tensor in (*op.inputs, *op.needs_input, *op.needs_weight)]

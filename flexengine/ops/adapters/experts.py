@@ -1,0 +1,253 @@
+"""Products of experts with what low-rank adapters add, and their magnitudes: the rows of expert e give
+y = g[e] * (x @ W[e].T + low @ (scale * B[e]).T).
+
+Shapes: R rows sorted by expert, E experts, J adapted modules of a fused product (gate and up, or 1), rank r, x [R, D],
+low = x @ A[e].T [R, J * r], y [R, F], A [E, J * r, D]. B [E, rows of the adapted modules, r], or of experts that one
+tensor holds [F, r * E], whose last index runs over experts first, as PEFT stores it. Magnitudes [E, rows of the adapted
+modules]: g = m / |W + scale * B @ A| by expert and output, through which no gradient passes; what is stored is m - |W|,
+as in ops/adapters/dora.py. Without magnitudes there is no g.
+Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, and Liu et al. 2024, https://arxiv.org/abs/2402.09353, for
+each expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.adapters.dora import adapted_norms
+from flexengine.ops.adapters.lora import part_slice
+from flexengine.ops.adapters.low_rank import Adapters
+from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
+from flexengine.ops.experts.experts import GroupedLinear
+from flexengine.ops.experts.grouped_products import LowRank, bias_gradient, grouped_product, grouped_weight_gradient
+
+BLOCK_ROWS = 1 << 12
+"""Rows whose gains are gathered at a time; fewer take less memory and more calls."""
+
+
+class GroupedLoraUp(GroupedLinear):
+    """A frozen product of experts that adds low @ U.T to its sums before it rounds them, and likewise in backward.
+
+    A call first spreads B, times scale, over a matrix U [E, F, J * r] with zeros where a module's columns of low do not
+    belong to its rows: U takes little, and grouped products then serve all modules at once.
+    """
+
+    def __init__(self, base: GroupedLinear, adapters: Adapters) -> None:
+        super().__init__(
+            base.name, base.x, base.bounds, base.y, base.in_features, base.out_features, base.num_experts,
+            base.per_token, base.weight, base.bias, base.row_weight, base.transposed, base.divisions,
+        )  # fmt: skip
+        assert adapters.experts is not None
+        self.fp8, self.adapters, self.one_tensor = base.fp8, adapters, adapters.experts.one_tensor
+        assert not self.one_tensor or len(adapters.rows) == 1, "one tensor of a fused product has one adapter"
+        self.low, self.width, rows = adapters.low.name, adapters.width, self.num_experts * self.out_features
+        self.inputs, self.grad_inputs = (*self.inputs, self.low), (*self.grad_inputs, self.low)
+        self.params, self.needs_weight = (adapters.up,), (self.low, self.bounds)
+        self.spread = TensorSpec(f"{self.name}.spread", (self.width,), rows=rows)
+        self.grad_spread = TensorSpec(f"{self.name}.grad_spread", (self.width,), "float32", rows=rows)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        return (self.grad_spread,) if half == "weight" else (self.spread, *super().scratch(half))
+
+    # -- operands ----------------------------------------------------------------------------------------------------
+
+    def _experts(self, env: OpEnv) -> slice:
+        """The experts of this call's part."""
+        return part_slice(self.num_experts, env.part, self.num_parts)
+
+    def _low(self, tensors: dict[str, Tensor]) -> Tensor:
+        """low [R, J * r], or its gradient."""
+        return tensors[self.low].view(-1, self.width)
+
+    def _spread_of(self, env: OpEnv, spec: TensorSpec) -> Tensor:
+        """A matrix like U for the experts of this call."""
+        return env.t[spec.name].view(self.num_experts, self.out_features, self.width)[self._experts(env)]
+
+    def _blocks(self, up: Tensor, spread: Tensor, experts: slice) -> list[tuple[Tensor, Tensor]]:
+        """Pair what each module has of a tensor like B with what it has of one like U, both [E, rows, r]."""
+        rank = self.adapters.rank
+        if self.one_tensor:
+            return [(up.view(self.out_features, rank, self.num_experts).permute(2, 0, 1)[experts], spread)]
+        columns = spread.split(rank, dim=2)
+        own = up[experts].split(self.adapters.widths, dim=1)
+        return [(a, s[:, r.start : r.end]) for a, s, r in zip(own, columns, self.adapters.rows, strict=True)]
+
+    def _write_spread(self, env: OpEnv) -> Tensor:
+        spread, scale = self._spread_of(env, self.spread), self.adapters.scale
+        spread.zero_()
+        for own, block in self._blocks(env.p[self.adapters.up], spread, self._experts(env)):
+            torch.mul(own, scale, out=block) if block.is_contiguous() else block.copy_(own).mul_(scale)
+        return spread
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def forward(self, env: OpEnv) -> None:
+        bias = None if self.bias is None else env.p[self.bias]
+        self._multiply(env, "forward", bias, self._row_weight(env.t), self._adapter(env))
+
+    def _adapter(self, env: OpEnv) -> LowRank:
+        """What the adapters add to y."""
+        return LowRank(self._low(env.t), self._write_spread(env))
+
+    def _write_grad_x(self, env: OpEnv) -> None:
+        grad_low = self._low(env.g)
+        grouped_product(self._grad_y(env), self._write_spread(env), self._bounds(env), grad_low, True)
+        adapter = LowRank(grad_low, env.p[self.adapters.down][self._experts(env)], transposed=True)
+        self._multiply(env, "input", adapter=adapter)
+
+    def backward_weight(self, env: OpEnv) -> None:
+        grad_y, bounds, grad_spread = self._grad_y(env), self._bounds(env), self._spread_of(env, self.grad_spread)
+        grouped_weight_gradient(grad_y, self._low(env.t), bounds, grad_spread, False)
+        grad_spread.mul_(self.adapters.scale)
+        for total, block in self._blocks(env.gp[self.adapters.up], grad_spread, self._experts(env)):
+            total.copy_(block) if env.first else total.add_(block)
+
+    # -- costs -------------------------------------------------------------------------------------------------------
+
+    def _up_work(self, tokens: int, compute_bytes: int, passes: int, kernels: int) -> Work:
+        """A product with U, so many passes over y, one over low, and U itself."""
+        rows = tokens * self.per_token
+        num_bytes = rows * (passes * self.out_features + self.width) + 2.0 * self.num_experts * self._spread_elements
+        return Work(0.0, 0.0, 0.0, num_bytes * compute_bytes, kernels, grouped_flops=2.0 * rows * self._spread_elements)
+
+    @property
+    def _spread_elements(self) -> int:
+        return self.out_features * self.width
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return super().forward_work(tokens, seq_len, compute_bytes).plus(self._up_work(tokens, compute_bytes, 0, 3))
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = super().backward_input_work(tokens, seq_len, compute_bytes)
+        work = work.plus(self._up_work(tokens, compute_bytes, 1, 3))
+        return work.plus(self.adapters.down_work(tokens, 0, compute_bytes))
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        accumulators = Work(memory_bytes=16.0 * self.num_experts * self._spread_elements)
+        return self._up_work(tokens, compute_bytes, 1, 5).plus(accumulators)
+
+    def model_flops(self, seq_len: int) -> float:
+        """The frozen product forward and for the gradient of x, that of B once more for its own gradient."""
+        up = 2.0 * seq_len * self.per_token * self.adapters.rank * self.adapters.adapted_features
+        return 2 * self._work(seq_len).flops + 3 * up
+
+
+class GroupedMagnitude(GroupedLoraUp):
+    """The same with trained magnitudes of the adapted outputs. Sums are multiplied before they are rounded.
+
+    Norms are computed in each call, from the weights of the call's experts alone. Where only touched experts are
+    fetched, those of the others are undefined, and nothing reads them.
+    """
+
+    def __init__(self, base: GroupedLinear, adapters: Adapters) -> None:
+        super().__init__(base, adapters)
+        assert not self.one_tensor, "one tensor of all experts has no magnitudes"
+        assert base.bias is None, "no family with experts of their own names has biases of them"
+        self.params, self.needs_weight = (adapters.up, adapters.magnitude), (self.x, *self.needs_weight)
+        outputs = self.per_token * self.out_features
+        self.product = TensorSpec(f"{self.name}.product", (outputs,))
+        self.grad_product = TensorSpec(f"{self.name}.grad_product", (outputs,))
+        self.gains = TensorSpec(f"{self.name}.gains", (self.out_features,), "float32", rows=self.num_experts)
+        self.norms = TensorSpec(f"{self.name}.norms", (adapters.adapted_features,), "float32", rows=self.num_experts)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        own = {
+            "forward": (self.gains, self.norms),
+            "input": (self.grad_product, self.gains, self.norms),
+            "weight": (self.grad_product, self.norms, self.spread, self.product),
+        }
+        return (*super().scratch(half), *own[half])
+
+    # -- gains -------------------------------------------------------------------------------------------------------
+
+    def _write_gains(self, env: OpEnv) -> Tensor:
+        """Leave norms of the adapted outputs and return what all outputs of the call's experts are multiplied by."""
+        experts, weight, adapters = self._experts(env), self._matrices(env), self.adapters
+        gains, norms = env.t[self.gains.name][experts], env.t[self.norms.name][experts]
+        gains.fill_(1.0)
+        downs = env.p[adapters.down][experts].split(adapters.rank, dim=1)
+        ups, magnitudes, norms = (
+            tensor.split(adapters.widths, dim=1)
+            for tensor in (env.p[adapters.up][experts], env.p[adapters.magnitude][experts], norms)
+        )
+        for number, rows in enumerate(adapters.rows):
+            matrices = weight[:, rows.start : rows.end]
+            own, adapted = adapted_norms(matrices, downs[number], ups[number], adapters.scale)
+            norms[number].copy_(adapted)
+            gains[:, rows.start : rows.end].copy_(own.add_(wide(magnitudes[number])).div_(adapted))
+        return gains
+
+    def _matrices(self, env: OpEnv) -> Tensor:
+        """The weights of the call's experts as [experts, F, D]."""
+        return env.p[self.weight].mT if self.transposed else env.p[self.weight]
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def forward(self, env: OpEnv) -> None:
+        self._multiply(env, "forward", adapter=self._adapter(env), gains=self._write_gains(env))
+
+    def _grad_y(self, env: OpEnv) -> Tensor:
+        return env.t[self.grad_product.name].view(-1, self.out_features)
+
+    def _write_grad_x(self, env: OpEnv) -> None:
+        grad_y, grad_product, bounds = self._y(env.g), self._grad_y(env), self._bounds(env)
+        gains = self._write_gains(env)
+        rows = torch.arange(len(grad_y), device=bounds.device, dtype=bounds.dtype)
+        expert = torch.searchsorted(bounds[1:], rows, right=True).clamp_(max=len(gains) - 1)
+        for first in range(0, len(grad_y), BLOCK_ROWS):
+            block = slice(first, first + BLOCK_ROWS)
+            torch.mul(grad_y[block], gains[expert[block]], out=grad_product[block])
+        super()._write_grad_x(env)
+
+    def backward_weight(self, env: OpEnv) -> None:
+        super().backward_weight(env)
+        bounds, experts = self._bounds(env), self._experts(env)
+        product = env.t[self.product.name].view(-1, self.out_features)
+        operands = (self._x(env.t), env.p[self.weight], bounds, product, self.transposed)
+        grouped_product(*operands, adapter=self._adapter(env))
+        product.mul_(self._y(env.g))
+        norms, total = env.t[self.norms.name][experts], env.gp[self.adapters.magnitude][experts]
+        sums = total.new_empty((len(total), self.out_features))
+        bias_gradient(product, bounds, None, sums, False)
+        adapted = torch.cat([sums[:, rows.start : rows.end] for rows in self.adapters.rows], dim=1)
+        # Experts without rows have no norms where only touched ones are fetched.
+        found = torch.where((bounds.diff() > 0)[:, None], adapted.div_(norms), 0.0)
+        total.copy_(found) if env.first else total.add_(found)
+
+    # -- costs -------------------------------------------------------------------------------------------------------
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        wide_bytes, rows = max(4, compute_bytes), tokens * self.per_token
+        norms = self.num_experts * self.adapters.adapted_features * (6 + 3 * self.adapters.rank)
+        gathered = min(rows, BLOCK_ROWS) * 2 * self.out_features
+        sums = 3 * self.num_experts * self.out_features
+        own = wide_bytes * (max(norms, sums) + gathered) + 24 * rows
+        return super().workspace_bytes(tokens, compute_bytes) + own
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        elements = self.num_experts * self.in_features * (self.out_features + self.width)
+        widened = 4 * (elements + tokens * self.per_token * self.out_features) if compute_bytes == 2 else 0
+        return super().plain_workspace_bytes(tokens, compute_bytes) + widened
+
+    def _norm_work(self, compute_bytes: int) -> Work:
+        """Reading the adapted rows of all experts twice."""
+        elements = float(self.num_experts * self.adapters.adapted_features * self.in_features)
+        kernels = 12 * len(self.adapters.rows) + 2
+        return Work(2.0 * elements * self.adapters.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
+
+    def _passes(self, tokens: int, passes: int, compute_bytes: int) -> Work:
+        """Reading or writing the outputs so many times."""
+        num_bytes = float(passes * tokens * self.per_token * self.out_features * compute_bytes)
+        return Work(memory_bytes=num_bytes, kernels=passes)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return super().forward_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = super().backward_input_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
+        return work.plus(self._passes(tokens, 4, compute_bytes))
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = super().backward_weight_work(tokens, seq_len, compute_bytes).plus(self._work(tokens))
+        return work.plus(self._up_work(tokens, compute_bytes, 0, 3)).plus(self._passes(tokens, 5, compute_bytes))

@@ -1,0 +1,41 @@
+"""Keys and values of the earlier chunks of a long sequence, as attention reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class KeyValueWindow:
+    """Keys and values of the earlier chunks of one long sequence, for the layer in work.
+
+    keys, values: [S, G, H] in the compute dtype, valid below `start`; grad_keys, grad_values: [S, G, H] in float32
+    (float64 for float64 compute), used in backward only. `start` is the position of this chunk's first token. Kernels
+    take the earlier keys `block_tokens` at a time.
+    """
+
+    keys: Tensor
+    values: Tensor
+    start: int
+    grad_keys: Tensor | None = None
+    grad_values: Tensor | None = None
+    block_tokens: int = 1 << 14
+
+    def blocks(self) -> list[slice]:
+        """Rows of the earlier keys, block by block."""
+        step = self.block_tokens
+        return [slice(first, min(first + step, self.start)) for first in range(0, self.start, step)]
+
+    def seen(self, tokens: int) -> tuple[Tensor, Tensor, int]:
+        """Keys and values up to the end of a chunk of `tokens` tokens, and how many of them are earlier ones."""
+        end = self.start + tokens
+        return self.keys[:end], self.values[:end], self.start
+
+    def own_grads(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Gradients of the keys and values of a chunk of `tokens` tokens."""
+        assert self.grad_keys is not None
+        assert self.grad_values is not None
+        own = slice(self.start, self.start + tokens)
+        return self.grad_keys[own], self.grad_values[own]
