@@ -42,6 +42,10 @@ class ProgramBuilder:
         """Index of the last command that wrote the slot, -1 when none has."""
         return self._writer[slot]
 
+    def overwritten(self, slot: int) -> None:
+        """Have `last_writer` take the latest command for a writer of the slot, as one of another rank's program is."""
+        self._writer[slot] = len(self.commands) - 1
+
     def holds(self, slot: int, content: str) -> None:
         """State that a slot holds `content` before the program starts."""
         self.initial.setdefault(slot, content)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from family_configs import CASES as FAMILIES
 
 from flexengine import LoRA
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
+from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
-from flexengine.models.registry import open_model
+from flexengine.models.registry import build_model, open_model
 from flexengine.plan import Numerics, Request
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.ranks.price import priced_together
@@ -42,6 +44,22 @@ def test_adapters_on_ranks_that_have_one_slot_or_parts(name, gpu_gib):
     assert layout.gpu_bytes <= plan.predicted.gpu_bytes <= request.max_gpu_bytes
     shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     check_runs(layout, runs_of_ranks(layout, shape, 3), 3)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_ranks_without_a_share_of_a_gradient_gather_as_often_as_others():
+    """The head's gradient is too small for three shares and takes the place of weights, of which all lose theirs."""
+    spec = with_frozen(build_model("small", FAMILIES["deepseek_v2, groups, biases, scaled"]), ["embed", "block.0"])
+    numerics = Numerics("float32", "full", "float32", "float32")
+    request = Request(
+        32, 192, GIB, 12 * GIB, chunk_tokens=16, round_tokens=48, recompute="full", numerics=numerics, clipping=False,
+        ranks=3, round_multiple=6, transport="split",
+    )  # fmt: skip
+    plan = plan_for_ranks(spec, request, preset("cpu-test"))
+    layout = Layout(spec, replace(plan, share_edge_slots=True))
+    assert any(0 in section.counts for group in range(len(spec.groups)) for section in layout.sections(group, 0))
+    runs = runs_of_ranks(layout, full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round), 3)
+    check_runs(layout, runs, 3)
 
 
 def test_the_cpu_makes_all_updates_where_ranks_would_wait_for_those_of_gpus():

@@ -81,8 +81,11 @@ class ExchangeLowering:
             received = self._exchange(name, section, accumulator, self._take("received", group))
             own = stored[section.number * self._wave.size + self._wave.rank]
             arrived = [self._fetch_spilled(group, name, section)] if group in self._spilled else []
+            staging = self._take("grad", group)
             if own.piece.runs:
-                self._fold(own, section, [*arrived, received])
+                self._fold(own, section, [*arrived, received], staging)
+            else:  # others write there, and all ranks have to gather again what that overwrites
+                self._builder.overwritten(staging)
 
     def _exchange(self, name: str, section: Section, accumulator: Access, slot: int) -> Access:
         wave, element_bytes = self._wave, self._layout.acc_bytes
@@ -113,9 +116,9 @@ class ExchangeLowering:
         home = self._layout.spilled_section(group, section.number)
         return CopyRegion(slot, 0, home, 0, self._layout.slots[home].num_bytes)
 
-    def _fold(self, own: StoredPiece, section: Section, arrived: list[Access]) -> None:
+    def _fold(self, own: StoredPiece, section: Section, arrived: list[Access], staging: int) -> None:
         """Add this rank's piece of all rounds to what earlier rounds stored of it, and send the sum home."""
-        staging, wave, has_previous = self._take("grad", own.group), self._wave, not self._first
+        wave, has_previous = self._wave, not self._first
         held = Access(staging, own.content)
         if has_previous:
             for home, _ in own.homes:
