@@ -35,10 +35,11 @@ torch.set_num_threads(1)  # whatever the environment says: the order of floating
 
 
 def heed_interrupts() -> None:
-    """Have children of the tests heed SIGINT under a launcher that ignores it, as `nohup make test &` does: they would
-    inherit that."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Have children of the tests heed SIGINT and SIGHUP under a launcher that ignores them, as `nohup make test &`
+    does: they would inherit that."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 heed_interrupts()

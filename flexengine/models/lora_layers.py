@@ -109,7 +109,8 @@ def _keeping_low(ops: list[Op]) -> Iterator[Op]:
     producer = {spec.name: op for op in ops for spec in op.outputs}
     beside: dict[Op, list[TensorSpec]] = {}
     for op in ops:
-        if isinstance(op, LoraDown) and op.adapters.experts is None and op.low.name in needed:
+        if isinstance(op, LoraDown) and not (op.adapters.experts or op.for_backward) and op.low.name in needed:
+            # What is made again for backward is made of codes, and never of what forward has.
             of_layer = _output_of(op.adapters, ops)
             kept = of_layer if of_layer in needed - lost else "" if op.grad_inputs else op.x
             if kept in producer:

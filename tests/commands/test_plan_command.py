@@ -283,7 +283,7 @@ def test_an_empty_name_is_no_folder(capsys):
     assert "--model is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", ["--max-gpu-mem-gib 0", "--chunk-tokens many", "--mode qlora", "--gpus rtx4090"])
+@pytest.mark.parametrize("flags", ["--max-gpu-mem-gib 0", "--chunk-tokens many", "--mode halfway", "--gpus rtx4090"])
 def test_wrong_flags_end_with_status_2(run, flags):
     with pytest.raises(SystemExit) as caught:
         run(flags)

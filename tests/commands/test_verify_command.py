@@ -66,7 +66,7 @@ def test_changes_on_purpose_are_accepted_and_remembered(model, capsys):
     manifest = read_manifest(model)
     assert manifest["made_from"] == MADE_BY["made_from"]
     assert manifest["accepted"] == ["config.json: 22 bytes, expected 23", "mine.txt: not in the manifest"]
-    with pytest.raises(ValueError, match="did you mean llama"):
+    with pytest.raises(ValueError, match="missing: a description of its block"):
         open_model(model)
 
 
