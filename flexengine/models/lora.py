@@ -91,6 +91,8 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         name = f"adapter.{layer.name.rpartition('.')[2]}"
         groups.append(GroupSpec(name, ADAPTER_CLASS, tuple(params), adapter=True))
     adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers))
+    names = [part.name for adapter in adapters(adapted) for part in adapter.parts]
+    assert len(names) == len(set(names)), "two tensors of adapters have one name in files"
     _check_ranks(adapted, lora)
     _check_trained_once(adapted, lora)
     beneath = set(range(len(model.groups)))
@@ -344,9 +346,9 @@ def _file_module(module: _Module, nested: bool) -> str:
     """The module that files of adapters name for one of the checkpoint.
 
     PEFT wraps the module that has the tensors of all experts, once for each that has
-    adapters.
+    adapters. Granite's tensors have a module each.
     """
-    if not module.one_tensor:
+    if not module.one_tensor or module.short not in STACKED.values():
         return module.name
     around = module.name.rpartition(".")[0]
     return f"{around}.base_layer" if nested and module.short == INNER else around

@@ -33,7 +33,7 @@ def file_targets(model: ModelSpec) -> Targets:
     """Name what has adapters: modules and parameters, by the ends of their names where these are enough."""
     found = list(adapters(model))
     linear = {adapter.module for adapter in found if not (adapter.experts or adapter.router)}
-    tensors = {_end(adapter.weight.name) for adapter in found if adapter.experts or adapter.router}
+    tensors = _names_of_tensors(model, {adapter.weight.name for adapter in found if adapter.experts or adapter.router})
     experts = {module for module in linear if EXPERT.search(module)}
     by_parameter, stacked = _taken_for_experts(model, linear), set[str]()
     if model.family not in TRANSLATED and not _in_part({_short(module) for module in experts}):
@@ -51,6 +51,16 @@ def file_targets(model: ModelSpec) -> Targets:
         {name for name in stacked if name.endswith("gate_up_proj")},
         bool(experts),
     )
+
+
+def _names_of_tensors(model: ModelSpec, names: Collection[str]) -> set[str]:
+    """Name tensors by their ends, or in full where a module beside them ends so, too."""
+    beside = {f".{module}" for module in _weights(model) - {name.removesuffix(".weight") for name in names}}
+
+    def is_shared(end: str) -> bool:
+        return any(module.endswith(f".{end.removesuffix('.weight')}") for module in beside)
+
+    return {name if is_shared(_end(name)) else _end(name) for name in names}
 
 
 def unread_by_peft(model: ModelSpec) -> str | None:
