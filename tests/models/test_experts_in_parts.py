@@ -19,6 +19,7 @@ from family_configs import CASES, FAMILY_CASES
 from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.registry import open_model
+from flexengine.models.variant_rows import VARIANTS
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
 from flexengine.schedule.save_sets import savable_ops
@@ -27,7 +28,7 @@ WITH_EXPERTS = [
     name for name, config in CASES.items() if any(op.name == "combine" for b in spec_of(config).blocks for op in b.ops)
 ]
 FAMILIES = [family for family, case in FAMILY_CASES.items() if case in WITH_EXPERTS]
-LIKE_OTHERS = ("qwen3_next", "qwen2_moe", "deepseek_v2")
+LIKE_OTHERS = ("qwen3_next", "qwen2_moe", "deepseek_v2", *(family for family in FAMILIES if family in VARIANTS))
 """Families whose experts others have as well; a GPU runs them, too."""
 
 
@@ -118,7 +119,7 @@ def check_bits(folder, config, device="cpu", **sizes):
     same_bits(weights, expected[1])
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LIKE_OTHERS])
+@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family not in LIKE_OTHERS), "granitemoe"])
 def test_parts_keep_the_bits(family, tmp_path):
     check_bits(tmp_path, CASES[FAMILY_CASES[family]])
 
