@@ -93,12 +93,6 @@ def _has_its_digest(data: bytes, manifest: Mapping[str, Any]) -> bool:
     return digest == f'{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 
-def manifest_digest(folder: Path) -> str | None:
-    """SHA-256 of a folder's manifest, which stands for all of its files; None where there is none."""
-    path = manifest_path(folder)
-    return sha256_of(path) if path.is_file() else None
-
-
 # ---- comparing -------------------------------------------------------------------------------------------------
 
 

@@ -80,10 +80,6 @@ class StoredPieces(NamedTuple):
     runs: Mapping[int, RunBytes]
     num_bytes: int
 
-    def piece_at(self, element: int) -> Piece:
-        """The piece that holds an element of the group."""
-        return next(p for p in self.pieces if p.first <= element < p.first + p.numel)
-
     def pieces_of(self, run: Run) -> list[Piece]:
         """The pieces of a run."""
         return [p for p in self.pieces if run.first <= p.first < run.first + run.numel]
