@@ -45,7 +45,7 @@ from flexengine.parallel.team import Team, join, leave
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.runtime.engine import Engine, EngineSettings
 from flexengine.runtime.execution.executor import STREAM_SIGNALS_VARIABLE
-from flexengine.runtime.ranks.turns import RankGroup
+from flexengine.runtime.ranks.context import RankGroup
 
 PARTS = ("train", "hops", "pages", "adamw")
 GIB = 2**30
@@ -115,7 +115,7 @@ def plan_of(source: ModelSource, size: Size, ranks: int) -> Plan:
 def in_stages(plan: Plan) -> Plan:
     """The plan with blocks that have a rank; the state of the first lies on the GPU of its rank."""
     groups = (plan.groups[0], GroupPlan("gpu", "gpu", "gpu"), *plan.groups[2:])
-    return replace(plan, stages=True, groups=groups)
+    return replace(plan, transport="stages", groups=groups)
 
 
 def train(team: Team | None, device: torch.device, size: Size, transport: str = "relay") -> dict[str, Any]:
@@ -127,7 +127,7 @@ def train(team: Team | None, device: torch.device, size: Size, transport: str = 
     group = None if team is None else RankGroup(*team)
     began = time.perf_counter()
     settings = EngineSettings(deterministic=True, group=group)
-    plan = replace(plan_of(source, size, ranks), split=transport == "split")
+    plan = replace(plan_of(source, size, ranks), transport="split" if transport == "split" else "relay")
     plan = in_stages(plan) if transport == "stages" else plan
     engine = Engine(source, plan, device, AdamW(lr=1e-3), settings)
     shown, seconds, loaded_s = [], [], time.perf_counter() - began

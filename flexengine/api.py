@@ -51,7 +51,7 @@ from flexengine.request import (
 )
 from flexengine.runtime.engine import Engine, EngineSettings
 from flexengine.runtime.ranks.batches import Batches
-from flexengine.runtime.ranks.turns import RankGroup
+from flexengine.runtime.ranks.context import RankGroup
 from flexengine.runtime.weights.weight_store import check_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from flexengine.models.spec import ModelSpec
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.runtime.engine import Engine, EngineSettings
-from flexengine.runtime.ranks.turns import together
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import STREAMS, Command, Program, Stream
 from flexengine.schedule.save_sets import savable_ops
@@ -134,8 +133,8 @@ class NanEngine(Engine):
     def _load(self) -> None:
         self.arenas.fill("gpu", 255)
         self.arenas.fill("host", 255)
-        if self.turns is not None:
-            with together(self.turns):  # before any of them loads
+        if self.plan.shares_node:
+            with self.context.together():  # before any of them loads
                 self.arenas.fill("node", 255)
         super()._load()
 

@@ -317,7 +317,6 @@ TOO_LARGE = {
     "optim/adamw.py:adamw_update": 54,
     "optim/adamw.py:adamw_update_reference": 52,
     "options/job.py:Job": 331,
-    "plan.py": 427,
     "run/trainer.py": 500,
     "runtime/engine.py": 414,
     "runtime/engine.py:Engine": 304,
@@ -325,8 +324,6 @@ TOO_LARGE = {
     "runtime/weights/weight_store.py": 422,
     "runtime/weights/weight_store.py:WeightStore": 283,
     "schedule/layer_compiler.py:_Compiler": 258,
-    "schedule/lowering/update.py": 422,
-    "schedule/lowering/update.py:lower_update": 52,
 }
 """What is larger than it should be, and by how much at the most: nothing comes to these, and none of them grows."""
 TOO_MANY_PARAMETERS = {

@@ -19,11 +19,11 @@ from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.cost.cost_model import CostModel, step_seconds
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_update
-from flexengine.schedule.lowering.update import late_groups
+from flexengine.schedule.lowering.kinds import UpdateKind
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_update
 from flexengine.schedule.simulator import simulate
-from flexengine.schedule.step_parts import limiter, lower_last_round
+from flexengine.schedule.step_parts import limiter, lower_last_round, way_of
 
 MAX_FACTOR = 10.0
 """Factors are held between this and its inverse: a stream further off was not measured, but disturbed."""
@@ -116,8 +116,7 @@ def predicted_totals(layout: Layout, profile: HardwareProfile) -> dict[CommandCl
     shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     totals: dict[CommandClass, CommandTotal] = {}
     last = lower_last_round(layout, shape, first=plan.num_rounds == 1)
-    by_cpu = {} if plan.updates_in_backward else late_groups(layout)
-    for program in (last, lower_update(layout, by_cpu, told=plan.speculates)):
+    for program in (last, lower_update(layout, UpdateKind(way_of(plan)))):
         timing = simulate(program, cost.rates())
         add_totals(totals, program, zip(timing.start_s, timing.end_s, strict=True), layout.model)
     return totals

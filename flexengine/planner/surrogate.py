@@ -18,7 +18,7 @@ from flexengine.planner.cost.stream_loads import STREAMED, TileTimes, cpu_update
 from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS
 from flexengine.schedule.group_storage import GroupStorage
-from flexengine.schedule.ranks.relay_pieces import PIECE_BYTES
+from flexengine.schedule.pieces import PIECE_BYTES
 
 
 class Surrogate:

@@ -14,9 +14,9 @@ import numpy as np
 
 from flexengine.planner.cost.memory import gpu_categories, host_categories
 from flexengine.reports.simulated_step import SimulatedStep
-from flexengine.schedule.arena_slots import RUN
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.region import RUN
 from flexengine.schedule.slots import Memory
 from flexengine.schedule.step_parts import StepPart
 

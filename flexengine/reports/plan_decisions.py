@@ -84,7 +84,7 @@ def gpu_lines(plan: Plan) -> list[str]:
         return []
     nodes = f"{request.nodes} nodes of " if request.nodes > 1 else ""
     lines = [f"GPUs: {nodes}{request.ranks}, {TRANSPORT_WORDS[plan.transport]}"]
-    if plan.stages:
+    if plan.owns_blocks:
         lines.append(f"blocks: {_owners(plan)}")
     if p.shared_host_bytes:
         own = format_bytes(host_bytes_of_gpu(plan))
@@ -123,7 +123,7 @@ def _residency_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         for place, words in PLACES:
             members = [i for i, home in enumerate(homes) if home == place]
             if members:
-                where = "on the GPUs of their ranks" if plan.stages and place == "gpu" else words
+                where = "on the GPUs of their ranks" if plan.owns_blocks and place == "gpu" else words
                 texts.append(f"{len(members)} of {num_groups} groups {where}{_size(data, members, layouts)}")
         lines.append(f"{data.name}: {', '.join(texts)}")
     return lines

@@ -16,7 +16,7 @@ from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.simulator import TimedRankRun, simulate_ranks
-from flexengine.schedule.ranks.stage_layout import layout_of
+from flexengine.schedule.ranks.transports import layout_of
 from flexengine.schedule.step_parts import StepPart, simulated_rounds, simulated_update
 
 

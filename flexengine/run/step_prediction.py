@@ -14,10 +14,10 @@ from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.schedule.commands import Command, LayerCall, Program
 from flexengine.schedule.layer_program import Stage
-from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round
-from flexengine.schedule.lowering.stages import lower_wave
+from flexengine.schedule.lowering import ChunkShape, RoundShape
 from flexengine.schedule.packing import PackedChunk, pack, packed_shape
-from flexengine.schedule.ranks.stage_layout import StageLayout, layout_of
+from flexengine.schedule.programs import lower_round
+from flexengine.schedule.ranks.transports import layout_of, transport_of
 from flexengine.schedule.step_parts import full_step, simulated_rounds
 
 GRID = 8
@@ -49,9 +49,8 @@ class StepPredictor:
 
     def _first_round(self, shape: RoundShape) -> Program:
         """A round with all layers, or in stages the layers of one rank, whose chunks compare as those of all do."""
-        if isinstance(self._layout, StageLayout):
-            return lower_wave(self._layout, shape.times(self.plan.request.ranks), first=True)
-        return lower_round(self._layout, shape, first=True)
+        whole = transport_of(self.plan).full_wave(shape, self.plan.request.ranks)
+        return lower_round(self._layout, whole, first=True)
 
     def step_s(self, lengths: Sequence[int], after_clipping: bool = False) -> float:
         """Predict the seconds of a step on sequences of these lengths; those of the plan for a full batch, and for

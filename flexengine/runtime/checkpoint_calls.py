@@ -11,8 +11,8 @@ from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.state_files import STATE_FILE, STATE_INDEX_FILE, read_description
 from flexengine.checkpoint.state_writer import StateSave
 from flexengine.runtime.one_caller import one_caller
+from flexengine.runtime.ranks.context import RankContext
 from flexengine.runtime.ranks.dealt_states import gather_states
-from flexengine.runtime.ranks.turns import Turns, together, while_nobody_writes
 from flexengine.runtime.step_state import StepState, nobody_reads
 from flexengine.runtime.weights.training_state import (
     check_same_tensors,
@@ -47,7 +47,7 @@ class CheckpointCalls:
     plan: Plan
     optimizer: Optimizer
     seed: int
-    turns: Turns | None
+    context: RankContext
     planes: StagePlanes
     made_from: dict[str, Any]
     _save: StateSave | None = None
@@ -61,7 +61,7 @@ class CheckpointCalls:
         Raises ValueError between fwd_bwd and step, after an interrupted step, and where the disk is too small; OSError.
         """
         save = self._start_save(folder, run_state, None)
-        with together(self.turns):
+        with self.context.together():
             if save is not None:
                 save.wait()
 
@@ -91,16 +91,16 @@ class CheckpointCalls:
         """
         if self.state.unusable == CLOSED:
             self.state.require_usable()
-        with together(self.turns):
+        with self.context.together():
             found = read_description(folder)
             check_same_training(found["engine"], folder, self._training())
             self._finish_save()
             self.executor.synchronize()
         with CheckpointReader.open(folder, STATE_INDEX_FILE) as reader:
-            with together(self.turns):
+            with self.context.together():
                 self._check_tensors(reader)
             self.state.unusable = HALF_LOADED
-            with together(self.turns), self.executor.on_compute_stream():
+            with self.context.together(), self.executor.on_compute_stream():
                 load_tensors(self.weights, reader)
         self.executor.synchronize()
         self.planes.fetch()
@@ -124,9 +124,9 @@ class CheckpointCalls:
             raise ValueError("a checkpoint between fwd_bwd and step would lose the gradients; call step() first")
         self._finish_save()
         self.executor.synchronize()
-        gathered = gather_states(self.weights, self.turns, dealt_tensors(self.weights), Path(folder))
-        with while_nobody_writes(self.turns):
-            if self.turns is None or self.turns.writes_files:
+        gathered = gather_states(self.weights, self.context, dealt_tensors(self.weights), Path(folder))
+        with self.context.while_nobody_writes():
+            if self.context.writes_files:
                 text = self._describe(run_state)
                 made = made_by("checkpoint", self.weights.layout.plan.to_json(), self.state.step_count, self.made_from)
                 self._save = StateSave(folder, state_tensors(self.weights, gathered), {STATE_FILE: text}, after, made)
@@ -137,8 +137,7 @@ class CheckpointCalls:
         """Before an update: wait for what a save still reads, less what fits in free memory; other ranks wait, too."""
         if self._save is not None:
             self._save.release(max(0, self.plan.request.max_host_bytes - self.plan.predicted.host_bytes))
-        if self.turns is not None:
-            self.turns.control.barrier()
+        self.context.barrier()
         self.state.before_update = nobody_reads
 
     def _finish_save(self) -> None:

@@ -27,7 +27,7 @@ from flexengine.optim import Optimizer
 from flexengine.plan import Plan, Request
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
-from flexengine.runtime.batch_input import Sequences, read_batch, read_call
+from flexengine.runtime.batch_input import Sequences, read_batch
 from flexengine.runtime.checkpoint_calls import CLOSED, CheckpointCalls
 from flexengine.runtime.execution.executor import CommandOrder, Executor
 from flexengine.runtime.execution.handlers import CommandHandlers
@@ -39,9 +39,9 @@ from flexengine.runtime.generation import GenerationRequest, Generator, Sampling
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.one_caller import one_caller, training_call
 from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput, evaluate_output
-from flexengine.runtime.ranks.batches import Batches, read_on_ranks
+from flexengine.runtime.ranks.batches import Batches
+from flexengine.runtime.ranks.context import RankGroup, open_context
 from flexengine.runtime.ranks.stage_planes import StagePlanes
-from flexengine.runtime.ranks.turns import RankGroup, give_up, nothing_newer, open_turns, together
 from flexengine.runtime.reading_calls import ReadingCalls
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_runner import StepRunner
@@ -50,8 +50,7 @@ from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_setti
 from flexengine.runtime.weights.adapters import Begin, start_adapters
 from flexengine.runtime.weights.weight_store import WeightStore, empty_buffers, fill_weights
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.shares import ALONE
-from flexengine.schedule.ranks.stage_layout import layout_of
+from flexengine.schedule.ranks.transports import layout_of
 from flexengine.schedule.relocation import relocation
 
 
@@ -119,14 +118,12 @@ class Engine(CheckpointCalls, ReadingCalls):
         layout = layout_of(self.model, plan, 0 if group is None else group.ranks.local_rank)
         gpu_bytes = layout.gpu_bytes + self.settings.cache_bytes
         self.meter = _start_meter(device, gpu_bytes)
-        self.turns = open_turns(group, layout, device)
+        self.context = open_context(group, layout, device)
         self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
         self.executor = Executor(device, self.arenas, self.settings.order)
         self.state, self.measurement = StepState(), StepMeasurement(self.executor, self.model)
-        if self.turns is not None:
-            self.arenas.add_node(self.turns.arena)
-            self.turns.use_gpu(self.arenas.bytes_view("gpu", 0, gpu_bytes))
-            self.state.on_failure = partial(give_up, self.state, self.turns)
+        self.context.join(self.arenas, gpu_bytes)
+        self.state.on_failure = partial(self.context.give_up, self.state)
         self.buffers = empty_buffers(layout, device)
         self._use(layout)
         self._load()
@@ -134,27 +131,26 @@ class Engine(CheckpointCalls, ReadingCalls):
     def _use(self, layout: Layout) -> None:
         """Lay everything that runs over the arenas by `layout`."""
         self.layout = layout
-        share = ALONE if self.turns is None else self.turns.share
-        self.weights = WeightStore(layout, self.arenas, share)
-        barrier = nothing_newer if self.turns is None else self.turns.control.barrier
-        self.planes = StagePlanes(layout, self.arenas, self.executor, barrier)
-        if self.turns is not None:
-            self.turns.write_back = self.planes.write_back
+        context = self.context
+        self.weights = WeightStore(layout, self.arenas, context.share)
+        self.planes = StagePlanes(layout, self.arenas, self.executor, context.barrier)
+        context.use(layout, self.arenas, self.planes.write_back)
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
         self.updates = UpdateRunner(layout, self.arenas, self.settings.lr_factors, self.settings.decay_factors)
-        collectives = None if self.turns is None else self.turns.collectives
         self.replay = Replay(self.layers) if layout.plan.replays and self.device.type == "cuda" else None
-        self.handlers = CommandHandlers(layout, self.arenas, self.layers, self.updates, collectives, self.replay)
-        self.runner = ProgramRunner(self.executor, self.handlers, self.measurement, self.turns)
+        self.handlers = CommandHandlers(
+            layout, self.arenas, self.layers, self.updates, context.collectives, self.replay
+        )
+        self.runner = ProgramRunner(self.executor, self.handlers, self.measurement, context)
         constants = constant_tables(layout, self.device)
         batches = BatchWriter(layout, self.arenas, constants, self.settings.attention, self.settings.attention_choices)
-        self.programs = Programs(layout, self.executor, share)
-        seed, deterministic, turns = self.settings.seed, self.settings.deterministic, self.turns
+        self.programs = Programs(layout, self.executor)
+        seed, deterministic = self.settings.seed, self.settings.deterministic
         self.rounds = RoundRunner(
-            self.programs, batches, self.layers, self.runner, self.state, seed, turns, self.replay
+            self.programs, batches, self.layers, self.runner, self.state, seed, context, self.replay
         )
         self.steps = StepRunner(
-            self.runner, self.rounds, self.updates, self.state, deterministic, turns, self._swap_planes, self.planes
+            self.runner, self.rounds, self.updates, self.state, deterministic, context, self._swap_planes, self.planes
         )
 
     def _swap_planes(self) -> None:
@@ -162,15 +158,15 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.layout = self.weights.layout = self.programs.swap()
 
     def _load(self) -> None:
-        with together(self.turns):
+        with self.context.together():
             fill_weights(self.weights, self.buffers, self.source.weights_folder, self.settings.seed)
-        with together(self.turns):  # adapters begin with what all ranks have loaded of the base
+        with self.context.together():  # adapters begin with what all ranks have loaded of the base
             start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
             self.executor.synchronize()
         self.planes.fetch()
         self.arenas.reserve_workspace(self.layout.workspace_bytes)
-        if self.turns is not None and self.turns.link is not None:
-            self.turns.control.agree(self.weights.sampled_digest(), "checkpoint")
+        if self.plan.request.nodes > 1:
+            self.context.agree(self.weights.sampled_digest(), "checkpoint")
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -247,7 +243,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         if self.steps.speculates(settings):
             return self.steps.forward_backward(sequences, settings), self.steps.update(settings, speculated=True)
         # a clipped gradient is scaled by the norm of all, so no update may count before backward has ended
-        if settings.max_grad_norm is not None or not self.plan.updates_on_cpu or self.turns is not None:
+        if settings.max_grad_norm is not None or not self.plan.updates_on_cpu or self.plan.shares_node:
             return self.steps.forward_backward(sequences), self.steps.update(settings)
         out = self.steps.forward_backward(sequences, settings)
         return out, self.steps.update(settings, cpu_has_updated=True)
@@ -308,14 +304,11 @@ class Engine(CheckpointCalls, ReadingCalls):
         if loss is not None and not callable(loss):
             raise ValueError(f"loss must be a function of a block of logits, got {type(loss).__name__}: docs/losses.md")
         call = self.plan.request, self.model.vocab_size, batch, columns
-        if self.turns is None:
-            return read_call(*call)._replace(loss=loss)
-        return read_on_ranks(self.turns.control, self.settings.batches, call, loss is not None)._replace(loss=loss)
+        return self.context.read(self.settings.batches, call, loss is not None)._replace(loss=loss)
 
     def _agree(self, lr: float | None, divisor: float | None) -> None:
         """Raise ValueError unless all ranks make a step with the same arguments."""
-        if self.turns is not None:
-            self.turns.agree((lr, divisor), "lr or divisor")
+        self.context.agree((lr, divisor), "lr or divisor")
 
     def _update_settings(self, lr: float | None, loss_weight: float, divisor: float | None) -> UpdateSettings:
         """What the next step's update depends on. Raises ValueError when lr is negative or divisor is not above 0."""
@@ -337,18 +330,15 @@ class Engine(CheckpointCalls, ReadingCalls):
         Raises ValueError when there are gradients, the request differs, or the plan does not fit; then nothing changed.
         """
         self.state.require_usable()
-        if self.turns is not None:
-            self.turns.agree(plan.to_json(), "plan")
+        self.context.agree(plan.to_json(), "plan")
         if self.state.has_gradients:
             raise ValueError("adopt() between fwd_bwd and step: the gradients would be lost; call step() first")
         _check_same_run(self.plan.request, plan.request)
-        with together(self.turns):
+        with self.context.together():
             layout = layout_of(self.model, plan, self.weights.share.rank)
-            cuts = () if self.turns is None else self.turns.cuts
-            moves = relocation(self.layout, layout, self.arenas.capacity, cuts)
-            if self.turns is not None:
-                self.turns.check_takes(layout)
-        with together(self.turns):
+            moves = relocation(self.layout, layout, self.arenas.capacity, self.context.cuts)
+            self.context.check_takes(layout)
+        with self.context.together():
             self._finish_save()
             self.executor.synchronize()
         self.planes.write_back()
@@ -356,10 +346,9 @@ class Engine(CheckpointCalls, ReadingCalls):
         self._forget_programs()
         with self.executor.on_compute_stream():
             for move in moves:
-                with together(self.turns):  # a later move may take the place that this one leaves
+                with self.context.together():  # a later move may take the place that this one leaves
                     self.arenas.relocate(move.copies(self.weights.share.rank))
-            if self.turns is not None:
-                self.turns.start_again(layout)
+            self.context.start_again(layout)
             self._use(layout)
             self.planes.fetch()
             self.arenas.reserve_workspace(layout.workspace_bytes)
@@ -386,8 +375,7 @@ class Engine(CheckpointCalls, ReadingCalls):
             self.meter.stop()
             self._forget_programs()
             self.arenas.close()
-            if self.turns is not None:
-                self.turns.close()
+            self.context.close()
             release_device(self.device)
 
 

@@ -15,9 +15,8 @@ from flexengine.models.spec import ModelSpec
 from flexengine.runtime.execution.executor import Executor
 from flexengine.runtime.execution.measurement import StepMeasurement
 from flexengine.runtime.one_caller import one_caller
-from flexengine.runtime.ranks.node_gradients import gradients_of_nodes
+from flexengine.runtime.ranks.context import RankContext
 from flexengine.runtime.ranks.stage_planes import StagePlanes
-from flexengine.runtime.ranks.turns import Turns, while_nobody_writes
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.adapters import magnitudes
 from flexengine.runtime.weights.export import export_adapter, export_checkpoint
@@ -38,7 +37,7 @@ class ReadingCalls:
     buffers: dict[str, Tensor]
     measurement: StepMeasurement
     meter: GpuMemoryMeter
-    turns: Turns | None
+    context: RankContext
     planes: StagePlanes
     made_from: dict[str, Any]
     _description: str
@@ -81,14 +80,11 @@ class ReadingCalls:
 
         Times are seconds since the first of them began the measured part.
         """
-        runs = self.take_timed_runs()
-        if self.turns is None:
-            return runs, []
-        control, began_s = self.turns.control, self.measurement.began_at_s
-        later_s = began_s - min(control.gather(began_s))
-        runs = [run._replace(start_s=run.start_s + later_s) for run in runs]
-        rank = self.turns.ranks.rank
-        return runs, control.gather([*run_events(f"rank {rank}", runs, PROCESS + rank)] if rank else [])[1:]
+        began_s, context = self.measurement.began_at_s, self.context
+        later_s = began_s - min(context.gather(began_s))
+        runs = [run._replace(start_s=run.start_s + later_s) for run in self.take_timed_runs()]
+        rank = context.rank
+        return runs, context.gather([*run_events(f"rank {rank}", runs, PROCESS + rank)] if rank else [])[1:]
 
     def describe(self) -> str:
         """The plan in words."""
@@ -107,7 +103,7 @@ class ReadingCalls:
         """
         self.state.require_usable()
         self.executor.synchronize()
-        with while_nobody_writes(self.turns):
+        with self.context.while_nobody_writes():
             return {name: self.weights.read(name) for name in self.weights.runs} | magnitudes(self.weights)
 
     @one_caller
@@ -119,12 +115,7 @@ class ReadingCalls:
         self.state.require_gradients("there are no gradients: call fwd_bwd(batch) first")
         self.executor.synchronize()
         self.planes.write_back("grad")
-        with while_nobody_writes(self.turns):
-            scale = 1.0 / self.state.loss_weight
-            if self.turns is None or self.turns.link is None:
-                return self.weights.read_gradients(scale)
-        sums = gradients_of_nodes(self.weights, self.turns, self.state.num_rounds)
-        return {name: total * scale for name, total in sums.items()}
+        return self.context.gradients(self.weights, self.state.num_rounds, 1.0 / self.state.loss_weight)
 
     @one_caller
     def save_pretrained(
@@ -145,8 +136,8 @@ class ReadingCalls:
         self.executor.synchronize()
         if merged is not None and self.model.lora is None:
             raise ValueError(f"merged={merged}, but {self.model.name} has no adapters; leave it out")
-        with while_nobody_writes(self.turns):
-            if self.turns is not None and not self.turns.writes_files:
+        with self.context.while_nobody_writes():
+            if not self.context.writes_files:
                 return
             made = made_by("export", self.weights.layout.plan.to_json(), self.state.step_count, self.made_from)
             if self.model.lora is None or merged:

@@ -14,17 +14,16 @@ from flexengine.optim.clipping import unclipped_scale
 from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.determinism import deterministic_kernels
 from flexengine.runtime.execution.program_runner import ProgramRunner
-from flexengine.runtime.execution.programs import CpuPart
 from flexengine.runtime.not_finite import first_bad_gradient
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, without_loss
-from flexengine.runtime.ranks.node_gradients import NodeGradients
+from flexengine.runtime.ranks.context import RankContext
 from flexengine.runtime.ranks.stage_planes import StagePlanes
-from flexengine.runtime.ranks.turns import Turns
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_state import HALF_UPDATED, StepState, interruptible
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import Program
 from flexengine.schedule.following import cpu_commands
+from flexengine.schedule.lowering.kinds import UpdateKind, UpdateWay
 
 Result = TypeVar("Result")
 
@@ -32,21 +31,18 @@ Result = TypeVar("Result")
 class StepRunner:
     """Runs steps and evaluations under one layout. deterministic: only kernels that torch knows to be deterministic.
 
-    turns: this one's of several ranks; None = alone. swap_planes: called when second planes, which the CPU updated
-    speculatively, become the first ones. planes: those that ranks keep on their GPUs in stages.
+    swap_planes: called when second planes, which the CPU updated speculatively, become the first ones. planes: those
+    that ranks keep on their GPUs.
     """
 
     def __init__(
         self, runner: ProgramRunner, rounds: RoundRunner, updates: UpdateRunner, state: StepState, deterministic: bool,
-        turns: Turns | None = None, swap_planes: Callable[[], None] = lambda: None, planes: StagePlanes | None = None,
+        context: RankContext, swap_planes: Callable[[], None], planes: StagePlanes,
     ) -> None:  # fmt: skip
         self._runner, self._rounds, self._updates, self._state = runner, rounds, updates, state
         self._executor, self._layout, self._deterministic = runner.executor, updates.layout, deterministic
-        self._turns, self._swap_planes, self._planes = turns, swap_planes, planes
+        self._context, self._swap_planes, self._planes = context, swap_planes, planes
         self._was_unclipped = True  # the last step; there was none yet
-        self._over_nodes = None
-        if turns is not None and turns.link is not None:
-            self._over_nodes = NodeGradients(updates.layout, updates.arenas, turns)
 
     def start(self) -> None:
         """Begin a step's clocks, unless an earlier call of the step did."""
@@ -63,7 +59,7 @@ class StepRunner:
             balance = self._balance_of(batch)
             with deterministic_kernels(self._deterministic):
                 loss_sum = self._rounds.train(batch, balance, updates)
-            self._changed(gradients=True)
+            self._planes.changed(gradients=True)
             if balance is not None:
                 loss_sum += balance.loss()
             loss_weight = batch.loss_weight
@@ -81,7 +77,7 @@ class StepRunner:
         token_losses, everywhere: as of `RoundRunner.evaluate`.
         """
         with interruptible(self._state, self._executor, train=False):
-            self._write_back_weights()
+            self._planes.write_back("weights")  # every rank runs forward with all weights
             with deterministic_kernels(self._deterministic):
                 loss_sum = self._rounds.evaluate(batch, token_losses, everywhere)
             return read(loss_sum)
@@ -90,7 +86,7 @@ class StepRunner:
         """Run a call that uses memory between steps: nothing of a step runs before, meanwhile and after."""
         self._executor.synchronize()
         with interruptible(self._state, self._executor, train=False), deterministic_kernels(self._deterministic):
-            self._write_back_weights()
+            self._planes.write_back("weights")  # every rank runs forward with all weights
             result = call()
         self._executor.synchronize()
         return result
@@ -103,8 +99,8 @@ class StepRunner:
         able = self._layout.plan.speculates and self._was_unclipped and settings.max_grad_norm is not None
         return able and bool(torch.isfinite(unclipped_scale(settings.loss_weight, self._updates.wide)))
 
-    def _settle(self, settings: UpdateSettings) -> CpuPart:
-        """Keep or drop what the last round updated speculatively; returns what the CPU has yet to update.
+    def _settle(self, settings: UpdateSettings) -> UpdateWay:
+        """Keep or drop what the last round updated speculatively; returns which.
 
         Waits for the norm, with which the last round's program ends.
         """
@@ -113,9 +109,9 @@ class StepRunner:
         self._executor.wait_for(program, len(program.commands) - 1)
         if self._updates.is_unclipped(settings):
             self._swap_planes()
-            return "rest"
+            return "committed"
         self._executor.drop_cpu_work()
-        return "all"
+        return "rolled_back"
 
     def update(self, settings: UpdateSettings, cpu_has_updated: bool = False, speculated: bool = False) -> StepOutput:
         """Run the optimizer step and forget the gradients. cpu_has_updated: the last round did the CPU's updates.
@@ -125,40 +121,23 @@ class StepRunner:
         self._state.before_update()
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
-            if self._over_nodes is not None:
-                if self._layout.plan.split:
-                    self._await_other_ranks()
-                self._updates.norm_squares().copy_(self._over_nodes.add(self._state.num_rounds))
-            by_cpu = self._settle(settings) if speculated else "nothing" if cpu_has_updated else "all"
-            last = self._turns is None or self._turns.is_last
-            program = self._rounds.programs.of_update(by_cpu, last, speculated)
+            squares = self._context.add_nodes(self._state.num_rounds, self._executor)
+            if squares is not None:
+                self._updates.norm_squares().copy_(squares)
+            way = self._settle(settings) if speculated else "in_round" if cpu_has_updated else "after_norm"
+            kind = UpdateKind(way, self._context.share, self._context.is_last)
+            program = self._rounds.programs.of_update(kind)
             self._runner.run(program, settings)
-            if self._turns is not None:
-                self._turns.updates += 1
-            self._changed(gradients=False)
-            grad_norm = self._grad_norm(program, told=speculated)
+            self._context.count_update()
+            self._planes.changed(gradients=False)
+            grad_norm = self._grad_norm(program, kind.norm_known)
             if self._layout.plan.speculates and settings.max_grad_norm is not None:
-                self._was_unclipped = by_cpu == "rest" or self._updates.is_unclipped(settings)
+                self._was_unclipped = way == "committed" or self._updates.is_unclipped(settings)
             skipped = not math.isfinite(grad_norm)
             self._state.bad_layer = self._bad_layer() if skipped else ""
         self._runner.measurement.active = False
         seconds = self._state.finish_step(counts=not skipped or settings.max_grad_norm is None)
         return StepOutput(grad_norm, skipped, seconds)
-
-    def _changed(self, *, gradients: bool) -> None:
-        if self._planes is not None:
-            self._planes.changed(gradients=gradients)
-
-    def _write_back_weights(self) -> None:
-        """Have every rank find all weights that it runs forward with."""
-        if self._planes is not None:
-            self._planes.write_back("weights")
-
-    def _await_other_ranks(self) -> None:
-        """Wait until all ranks have stored their pieces of gradients: no cell tells of these."""
-        assert self._turns is not None, "nodes have ranks"
-        self._executor.synchronize_device()
-        self._turns.control.barrier()
 
     def _bad_layer(self) -> str:
         """Name the group whose gradient was the first that is not finite. Waits for the device."""
@@ -175,17 +154,17 @@ class StepRunner:
             return None
         return ExpertBalance.of_batch(balancing, batch.num_tokens, batch.loss_weight, device)
 
-    def _grad_norm(self, program: Program, told: bool) -> float:
+    def _grad_norm(self, program: Program, norm_known: bool) -> float:
         """The gradient norm of the last update. Waits for the device, not for updates on the CPU.
 
-        Where the host is told the norm, it waits only for that: the device may go on with its own updates. told: it was
-        before the update.
+        Where the host is told the norm, it waits only for that: the device may go on with its own updates.
+        norm_known: it was told before the update.
         """
         by_cpu = cpu_commands(program)
         if by_cpu:
             for index in by_cpu[0].waits:
                 self._executor.wait_for(program, index)
-        elif not told:
+        elif not norm_known:
             self._executor.synchronize_device()
             return float(self._updates.grad_norm())
         return float(self._updates.host_grad_norm())

@@ -8,7 +8,7 @@ safe: hazards follow addresses, not names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from flexengine.models.spec import BLOCK_CLASSES
 from flexengine.plan import GroupPlan, Plan
@@ -18,19 +18,15 @@ from flexengine.schedule.fixed_slots import (
     batch_offsets,
     host_scalar_bytes,
     norm_square_bytes,
-    run_square_bytes,
 )
-from flexengine.schedule.group_storage import GroupStorage
-from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
+from flexengine.schedule.region import Region
 from flexengine.schedule.second_planes import SECOND, second_kinds
-from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey
+from flexengine.schedule.slots import Memory, Slot
 
 ADAPTER_SLOTS = 2
 """Slots for weights of adapters that stream, and for their gradients: one at work, one on its way."""
-RUN = "run"
-"""Category of slots within planes, which take no bytes of their own."""
 
 
 def lay_out(sizes: PlannedSizes) -> tuple[tuple[Slot, ...], dict[Memory, int]]:
@@ -58,36 +54,9 @@ def host_memory(plan: Plan) -> Memory:
     return "node" if plan.shares_node else "host"
 
 
-class _Region:
-    """Appends slots of one memory to a list, one after the other from `start`; `end` is where the next one begins."""
-
-    def __init__(self, slots: list[Slot], memory: Memory, start: int = 0) -> None:
-        self.slots, self.end = slots, align(start)
-        self.memory: Memory = memory
-
-    def add(self, role: Role, num_bytes: int, category: str, owner: str | int = "", index: int = -1) -> None:
-        """Append a slot."""
-        self.slots.append(Slot(SlotKey(role, owner, index, self.memory), self.end, num_bytes, category))
-        self.end += align(num_bytes)
-
-    def add_pieces(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Append slots within the last one: (first element, first byte there, bytes) of each."""
-        whole = self.slots[-1]
-        self.slots += [whole.subslot(("piece", first), start, num_bytes, RUN) for first, start, num_bytes in pieces]
-
-    def add_plane(self, kind: PlaneKind, owner: str, group: GroupStorage, category: str) -> None:
-        """Append a plane; within it, for weights and gradients of a group in parts, a slot for each run."""
-        self.add(kind, group.plane_bytes[kind], category, owner)
-        if len(group.parts) == 1 or kind not in ("weights", "grad"):
-            return
-        plane = self.slots[-1]
-        for run in (run for part in group.parts for run in part.runs):
-            start, _, num_bytes = group.run_bytes(kind, run)
-            self.slots.append(plane.subslot((run.number,), start, num_bytes, RUN))
-
-    def add_batch(self, sizes: PlannedSizes) -> None:
-        """Append token ids, labels, positions and lengths of one round's chunks."""
-        self.add("batch", batch_offsets(sizes.plan.num_chunks, sizes.plan.chunk_tokens)["end"], "batch")
+def _add_batch(sizes: PlannedSizes, region: Region) -> None:
+    """Append token ids, labels, positions and lengths of one round's chunks."""
+    region.add("batch", batch_offsets(sizes.plan.num_chunks, sizes.plan.chunk_tokens)["end"], "batch")
 
 
 class _HostSlots:
@@ -97,8 +66,8 @@ class _HostSlots:
     """
 
     def __init__(self, sizes: PlannedSizes, slots: list[Slot]) -> None:
-        self._sizes, self._region = sizes, _Region(slots, "host")
-        self._homes = _Region(slots, "node") if sizes.plan.shares_node else self._region
+        self._sizes, self._region = sizes, Region(slots, "host")
+        self._homes = Region(slots, "node") if sizes.plan.shares_node else self._region
 
     @property
     def node_bytes(self) -> int:
@@ -108,62 +77,21 @@ class _HostSlots:
     def lay_out(self) -> int:
         """Append all slots; returns the bytes of the arena."""
         sizes, region = self._sizes, self._region
-        region.add_batch(sizes)
+        _add_batch(sizes, region)
         if sizes.plan.updates_on_cpu:
             region.add("scalars", host_scalar_bytes(len(sizes.groups), sizes.acc_bytes), "scalars")
         self._planes()
-        if sizes.plan.split:
-            self._spilled_sections()
-        elif sizes.plan.shares_node:
-            self._homes.add("norm_squares", norm_square_bytes(sizes.groups), "scalars")
-            if sizes.plan.stages:
-                self._squares_of_groups()
-                self._handed_over()
-            self._spilled_accumulators()
+        sizes.places.add_on_host(sizes, region, self._homes)
         self._offloaded_activations()
         return region.end
-
-    def _squares_of_groups(self) -> None:
-        """Append slots for each group's part of the last slot, as ranks that train in stages store them."""
-        whole, start = self._homes.slots[-1], 0
-        for group, stored in enumerate(self._sizes.groups):
-            num_bytes = norm_square_bytes([stored])
-            self._homes.slots.append(whole.subslot(("group", group), start, num_bytes, RUN))
-            start += num_bytes
-
-    def _handed_over(self) -> None:
-        """Append the places where ranks hand chunks of layers' inputs over, and their gradients."""
-        for layer in range(2, len(self._sizes.model.layers)):  # block 0 is with the embedding
-            for c in range(self._sizes.plan.num_chunks):
-                self._homes.add("handed", self._sizes.hidden_bytes, "handed over", layer, c)
-
-    def _spilled_accumulators(self) -> None:
-        """Append where a rank keeps the head's accumulator of a tied group until the embedding's backward."""
-        model = self._sizes.model
-        rows = zip(model.groups, self._sizes.groups, group_uses(model), self._sizes.pieces, strict=True)
-        for spec, stored, use, pieces_of_parts in rows:
-            if use.gradients > 1:
-                [pieces], width = pieces_of_parts, self._sizes.acc_bytes
-                self._region.add("spilled", stored.part_numel * width, "spilled gradients", spec.name)
-                self._region.add_pieces((p.start, p.start * width, p.numel * width) for p in pieces)
-
-    def _spilled_sections(self) -> None:
-        """Append where a rank keeps what it received of the head's accumulators of a tied group, section by section."""
-        sizes = self._sizes
-        for group, (spec, use) in enumerate(zip(sizes.model.groups, group_uses(sizes.model), strict=True)):
-            if use.gradients > 1:
-                width, count = sizes.received_bytes(group), len(sizes.sections(group, 0))
-                self._region.add("spilled", width * count, "spilled gradients", spec.name)
-                whole = self._region.slots[-1]
-                self._region.slots += [whole.subslot(("section", n), n * width, width, RUN) for n in range(count)]
 
     def _planes(self) -> None:
         categories = {"weights": "weights", "grad": "gradients"}
         rows = zip(self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True)
         for group, (spec, stored, home) in enumerate(rows):
             for kind, num_bytes in stored.plane_bytes.items():
-                # in stages all planes have a place here, also those that lie on the GPU of one rank
-                if not num_bytes or not (self._sizes.plan.stages or home_of_plane(kind, home) == "host"):
+                on_host = home_of_plane(kind, home) == "host"
+                if not num_bytes or not self._sizes.places.has_place(kind, on_host):
                     continue
                 category = categories.get(kind, "optimizer states")
                 if kind == "grad" and self._sizes.plan.shares_node:
@@ -200,23 +128,21 @@ class _GpuSlots:
     def __init__(self, sizes: PlannedSizes, slots: list[Slot]) -> None:
         self._sizes, self._slots = sizes, slots
         self._model, self._plan, self._groups = sizes.model, sizes.plan, sizes.groups
-        self._uses = group_uses(sizes.model)
 
     def lay_out(self) -> int:
         """Append all slots; returns the bytes of the arena."""
-        region = _Region(self._slots, "gpu")
-        region.add_batch(self._sizes)
+        region = Region(self._slots, "gpu")
+        _add_batch(self._sizes, region)
         region.add("losses", 8 * self._plan.num_chunks * self._plan.chunk_tokens, "batch")
         region.add("norm_squares", norm_square_bytes(self._groups), "scalars")
         region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
         region.add("scales", self._sizes.acc_bytes * len(self._groups), "scalars")
         region.add("grad_norm", SCALAR_BYTES, "scalars")
-        if self._plan.split:
-            region.add("run_squares", run_square_bytes(self._groups), "scalars")
+        self._sizes.places.add_scalars(self._sizes, region)
         self._resident_planes(region)
         return max(self._round_slots(region.end), self._optimizer_tiles(region.end))
 
-    def _resident_planes(self, region: _Region) -> None:
+    def _resident_planes(self, region: Region) -> None:
         for spec, stored, home in zip(self._model.groups, self._groups, self._sizes.homes, strict=True):
             if home.weights == "gpu":
                 # no runs: whoever computes with resident weights reads the whole plane
@@ -233,7 +159,7 @@ class _GpuSlots:
 
     def _optimizer_tiles(self, start: int) -> int:
         """Append tiles of the update, over the same bytes as the round's slots; returns where they end."""
-        region = _Region(self._slots, "gpu", start)
+        region = Region(self._slots, "gpu", start)
         for k in range(self._plan.optimizer_slots if self._plan.uses_tiles else 0):
             region.add("tile", self._sizes.tile_bytes, "optimizer slots", index=k)
         if self._sizes.update_scratch_bytes:
@@ -244,11 +170,11 @@ class _GpuSlots:
 
     def _round_slots(self, start: int) -> int:
         """Append slots of forward and backward; returns where they end."""
-        region = _Region(self._slots, "gpu", start)
+        region = Region(self._slots, "gpu", start)
         self._parameter_slots(region, set(BLOCK_CLASSES), grads_over_weights=False)
         edge_start = start if self._plan.share_edge_slots else region.end
         for classes in self._edge_classes():
-            edge = _Region(self._slots, "gpu", edge_start)
+            edge = Region(self._slots, "gpu", edge_start)
             self._parameter_slots(edge, classes, self._plan.grads_over_weights)
             region.end = max(region.end, edge.end)
         self._activation_slots(region)
@@ -268,7 +194,7 @@ class _GpuSlots:
                 found.append(used.union(*together))
         return found
 
-    def _parameter_slots(self, region: _Region, slot_classes: set[str], grads_over_weights: bool) -> None:
+    def _parameter_slots(self, region: Region, slot_classes: set[str], grads_over_weights: bool) -> None:
         """Append weight, accumulator and gradient staging slots of the given slot classes."""
         members: dict[str, list[int]] = {}
         for i, group in enumerate(self._model.groups):
@@ -277,27 +203,23 @@ class _GpuSlots:
         for name, groups in members.items():
             self._slots_of_class(region, name, groups, grads_over_weights)
 
-    def _slots_of_class(self, region: _Region, name: str, groups: list[int], grads_over_weights: bool) -> None:
+    def _slots_of_class(self, region: Region, name: str, groups: list[int], grads_over_weights: bool) -> None:
         homes = self._sizes.homes
         trained = [i for i in groups if homes[i].trained]
         streamed = [i for i in groups if homes[i].weights == "host"]
         staged = [i for i in trained if homes[i].grads == "host"]
         accumulated = max((self._groups[i].part_numel for i in trained), default=0) * self._sizes.acc_bytes
         weights_start = region.end
-        only_others = self._plan.stages and not any(homes[i].trained for i in streamed)
-        if not only_others:
+        lends = self._sizes.places.lends_accumulator(self._sizes, streamed)
+        if not lends:
             self._ring(region, name, streamed)
         if grads_over_weights:
             weights_end, region.end = region.end, weights_start
             self._grad_ring(region, name, staged)
             region.end = max(weights_end, region.end)
-        if self._plan.split:  # one is sent while the next layer adds to the other
-            for k in range(min(2, self._num_parts(trained))):
-                region.add("accumulator", accumulated, "gradient accumulators", name, k)
-        else:
-            region.add("accumulator", accumulated, "gradient accumulators", name)
-        if only_others:  # it evaluates them, while nothing is added up
-            lent = _Region(self._slots, "gpu", weights_start)
+        self._accumulators(region, name, accumulated, self._num_parts(trained))
+        if lends:
+            lent = Region(self._slots, "gpu", weights_start)
             self._ring(lent, name, streamed, accumulated)
             region.end = max(region.end, lent.end)
         decoded = max((self._groups[i].part_numel for i in groups if self._groups[i].stored is not None), default=0)
@@ -305,13 +227,17 @@ class _GpuSlots:
             region.add("decoded", decoded * self._sizes.compute_bytes, "decoded weights", name)
         if not grads_over_weights:
             self._grad_ring(region, name, staged)
-        tied = [self._sizes.spilled_piece_bytes(i) for i in staged if self._uses[i].gradients > 1]
-        if self._plan.split and tied:
-            region.add("spilled", max(self._sizes.received_bytes(i) for i in staged), "gradient slots", name)
-        elif self._plan.shares_node and tied:
-            region.add("spilled", max(tied), "gradient slots", name)
+        spilled = self._sizes.places.spilled_slot_bytes(self._sizes, staged)
+        if spilled:
+            region.add("spilled", spilled, "gradient slots", name)
 
-    def _ring(self, region: _Region, name: str, groups: list[int], most_bytes: int | None = None) -> None:
+    def _accumulators(self, region: Region, name: str, num_bytes: int, num_parts: int) -> None:
+        """Append the slots that gradients of a class are added up in: one, or a ring of several."""
+        count = self._sizes.places.accumulators
+        for k in range(min(count, num_parts)) if count > 1 else (-1,):
+            region.add("accumulator", num_bytes, "gradient accumulators", name, k)
+
+    def _ring(self, region: Region, name: str, groups: list[int], most_bytes: int | None = None) -> None:
         """Append a slot class's slots for parts of weights: as large as the largest, no more than there are parts.
 
         most_bytes: of all of them.
@@ -325,41 +251,20 @@ class _GpuSlots:
         """How many slots the parts of some groups have of a plan's `slots`. Adapters are small beside their blocks."""
         return ADAPTER_SLOTS if any(self._model.groups[i].adapter for i in groups) else slots
 
-    def _grad_ring(self, region: _Region, name: str, groups: list[int]) -> None:
-        """Append the same for gradients. Where they move in pieces, as many slots for pieces as the bytes of those for
-        parts have room for: fewer would have compute wait for pieces of a layer that has ended its backward.
-        """
-        if self._plan.split:
-            self._exchange_ring(region, name, groups)
-            return
+    def _grad_ring(self, region: Region, name: str, groups: list[int]) -> None:
+        """Append the same for gradients."""
         largest = max((self._groups[i].part_bytes("grad") for i in groups), default=0)
-        piece = max((self._sizes.piece_bytes(i) for i in groups), default=0)
-        num_pieces = sum(len(pieces) for i in groups for pieces in self._sizes.pieces[i])
         num_bytes = align(largest) * min(self._num_parts(groups), self._at_most(groups, self._plan.grad_slots))
-        for k in range(min(num_pieces, max(1, num_bytes // align(piece))) if piece else 0):
-            region.add("grad", piece, "gradient slots", name, k)
-
-    def _exchange_ring(self, region: _Region, name: str, groups: list[int]) -> None:
-        """Append slots for what arrives of accumulators, and for pieces of stored gradients that it is added to: one is
-        added up while the next arrives."""
-        sizes = self._sizes
-        sections = max(
-            (len(sizes.sections(i, part)) for i in groups for part in range(len(sizes.pieces[i]))), default=0
-        )
-        slots = range(min(2, sections * self._num_parts(groups)))
-        for k in slots:
-            region.add("received", max(sizes.received_bytes(i) for i in groups), "gradient slots", name, k)
-        for k in slots:
-            region.add("grad", max(sizes.piece_bytes(i) for i in groups), "gradient slots", name, k)
+        self._sizes.places.add_gradient_ring(self._sizes, region, name, groups, num_bytes)
 
     def _num_parts(self, groups: list[int]) -> int:
         return sum(len(self._groups[i].parts) for i in groups)
 
-    def _activation_slots(self, region: _Region) -> None:
+    def _activation_slots(self, region: Region) -> None:
         sizes, chunks = self._sizes, range(self._plan.num_chunks)
         for k in range(sizes.num_hidden_slots):
             region.add("hidden", sizes.hidden_bytes, "hidden states", index=k)
-        for k in range(self._plan.chunks_per_round if self._plan.stages else 0):
+        for k in range(sizes.places.head_inputs(self._plan)):
             region.add("head_input", sizes.hidden_bytes, "hidden states", index=k)
         carried = max(p.carry_bytes for p in sizes.all_programs)
         for c in chunks:
@@ -376,7 +281,7 @@ class _GpuSlots:
         self._window_slots(region)
         region.add("scratch", sizes.scratch_bytes, "scratch")
 
-    def _kept_activations(self, region: _Region) -> None:
+    def _kept_activations(self, region: Region) -> None:
         for layer, (kept, program) in enumerate(zip(self._plan.layers, self._sizes.programs, strict=True)):
             if not (self._model.layers[layer].keeps and self._sizes.trains(layer)):
                 continue
@@ -386,7 +291,7 @@ class _GpuSlots:
                 if program.save_gpu_bytes:
                     region.add("save_gpu", program.save_gpu_bytes, "kept activations", layer, c)
 
-    def _window_slots(self, region: _Region) -> None:
+    def _window_slots(self, region: Region) -> None:
         """Append slots for what the layer in work carries along a sliced sequence, as large as the largest layer's."""
         if self._sizes.window_rows:
             layers = [i for i, layer in enumerate(self._model.layers) if layer.kind == "block"]

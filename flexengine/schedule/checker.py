@@ -44,7 +44,7 @@ class ProgramError(AssertionError):
 
 
 def check_program(program: Program, gpu_bytes: int, host_bytes: int, node_bytes: int = 0) -> None:
-    """Raise ProgramError unless the program is proven right within the arenas. `ranks_checker` proves those of ranks
+    """Raise ProgramError unless the program is proven right within the arenas. `ranks.checker` proves those of ranks
     together."""
     overlaps = overlapping_slots(program.slots)
     check_bounds(program, gpu_bytes, host_bytes, node_bytes)

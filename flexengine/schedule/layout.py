@@ -17,10 +17,10 @@ from flexengine.schedule.arena_slots import home_of_plane, host_memory, lay_out
 from flexengine.schedule.group_storage import Plane, Segment
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Run
+from flexengine.schedule.pieces import Piece, Range
 from flexengine.schedule.planned_sizes import PlannedSizes
-from flexengine.schedule.ranks.relay_pieces import Piece, Range
-from flexengine.schedule.ranks.shares import Division, Share
 from flexengine.schedule.second_planes import second_key, swapped_slots
+from flexengine.schedule.shares import Division, Share
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey, overlapping_slots
 
 

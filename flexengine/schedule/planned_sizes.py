@@ -12,10 +12,11 @@ from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_s
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.parts import Part
-from flexengine.schedule.ranks.relay_pieces import Piece, pieces_of, whole_piece
-from flexengine.schedule.ranks.shares import DealtStates
-from flexengine.schedule.ranks.waves import Section, owned_pieces, sections_of
+from flexengine.schedule.pieces import Piece, pieces_of
+from flexengine.schedule.ranks.places import places_of
+from flexengine.schedule.ranks.waves import Section, sections_of
 from flexengine.schedule.second_planes import may_speculate
+from flexengine.schedule.shares import DealtStates
 from flexengine.schedule.window import WindowPlaces, window_places
 
 
@@ -24,18 +25,22 @@ class PlannedSizes:
 
     given: the model as it was given. model: as the plan streams it, with experts whole or in parts. homes: where this
     rank finds what it needs of each group between uses, and what it updates; all ranks find the same but in stages.
+    pieces: by group and part, the pieces in which its gradient moves: of several ranks cut, of one the whole part.
     """
 
     def __init__(self, model: ModelSpec, plan: Plan) -> None:
         self.given, self.plan, self.homes = model, plan, self._homes_of(plan)
         self.model = model = in_parts(model) if plan.in_parts and may_be_in_parts(model) else model
+        self.places = places_of(plan)
         check_frozen(model, plan)
-        check_homes(model, plan)
+        for group, home in zip(model.groups, plan.groups, strict=True):
+            self.places.check_home(home, f"{group.name} of {model.name}")
         numerics = plan.request.numerics
         self.compute_bytes = DTYPE_BYTES[numerics.compute]
         self.acc_bytes = 8 if numerics.compute == "float64" else 4
         self.groups = tuple(group_storage(g, numerics) for g in model.groups)
         check_updates(model, self.groups, plan)
+        self.pieces = tuple(tuple(self._pieces_of(i, part) for part in g.parts) for i, g in enumerate(self.groups))
         self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
 
     def _homes_of(self, plan: Plan) -> tuple[GroupPlan, ...]:
@@ -60,11 +65,6 @@ class PlannedSizes:
         """The compiled program of a layer that keeps nothing."""
         return compile_layer(self.model.layers[layer], (), (), self.plan.chunk_tokens, self.compute_bytes)
 
-    @cached_property
-    def pieces(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
-        """By group and part, the pieces in which its gradient moves: of several ranks cut, of one the whole part."""
-        return tuple(tuple(self._pieces_of(i, part) for part in group.parts) for i, group in enumerate(self.groups))
-
     def piece_bytes(self, group: int) -> int:
         """Bytes of a slot for any piece of a group's stored gradient."""
         return self._largest_piece(group) * self.groups[group].element_bytes("grad")
@@ -77,12 +77,7 @@ class PlannedSizes:
         return max(piece.numel for pieces in self.pieces[group] for piece in pieces)
 
     def _pieces_of(self, group: int, part: Part) -> tuple[Piece, ...]:
-        stored = self.groups[group]
-        if not (self.plan.shares_node and stored.plane_bytes["grad"]):
-            return (whole_piece(part),)
-        if self.plan.split:
-            return owned_pieces(part, self.plan.request.ranks, self.acc_bytes)
-        return pieces_of(part, stored.element_bytes("grad"))
+        return self.places.cut_gradient(self, group, part)
 
     def sections(self, group: int, part: int) -> list[Section]:
         """What ranks exchange at once of a part's accumulator in a split plan."""
@@ -170,16 +165,6 @@ def check_updates(model: ModelSpec, groups: Iterable[GroupStorage], plan: Plan) 
             raise ValueError(f"{group.name} has matrices that are updated by products on the GPU, not by the CPU")
         if home.speculative and not may_speculate(stored, home):
             raise ValueError(f"{group.name} cannot be updated speculatively: its states are in blocks")
-
-
-def check_homes(model: ModelSpec, plan: Plan) -> None:
-    """Raise ValueError where a plan of several ranks keeps on a GPU what the others need as well."""
-    for group, home in zip(model.groups, plan.groups, strict=True):
-        if plan.shares_node and not plan.stages and home.trained and "gpu" in (home.weights, home.grads, home.states):
-            raise ValueError(
-                f"{group.name} of {model.name} is trained by several ranks, which share its weights,"
-                " gradients and states on the host; the plan keeps some on one GPU"
-            )
 
 
 def check_frozen(model: ModelSpec, plan: Plan) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.shares import Division
+from flexengine.schedule.shares import Division
 from flexengine.schedule.slots import Memory, PlaneKind
 
 OWN_MEMORIES: tuple[Memory, ...] = ("host", "gpu")

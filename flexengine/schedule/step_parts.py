@@ -15,10 +15,11 @@ from flexengine.plan import Plan
 from flexengine.schedule.commands import STREAMS, Command, Program, Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
-from flexengine.schedule.lowering.update import late_groups
+from flexengine.schedule.lowering import RoundShape
+from flexengine.schedule.lowering.kinds import RoundUpdates, UpdateKind, UpdateWay
 from flexengine.schedule.packing import even_rounds, full_round, later_rounds
-from flexengine.schedule.ranks.shares import Share
+from flexengine.schedule.programs import lower_round, lower_update
+from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
 
 
@@ -83,11 +84,7 @@ def simulated_rounds(
     begins = after_a_batch(rates)
     if plan.updates_on_cpu:
         update = "update" if last is None else "rest of the update"
-        late = late_groups(layout) if plan.speculates else {}
-        own = lower_update(
-            layout, left if left is None else {**left, **late}, Share(0, plan.request.ranks),
-            urgent=(left or {}) if late else (), told=plan.speculates,
-        )  # fmt: skip
+        own = lower_update(layout, UpdateKind(way_of(plan), Share(0, plan.request.ranks), left=left))
         first, name = followed(own, first), f"{update} of the step before, then {name}"
         begins = after_a_round(begins)
     return [_simulated(name, 1, first, begins, opening), *found]
@@ -95,7 +92,7 @@ def simulated_rounds(
 
 def simulated_update(layout: Layout, rates: Rates) -> StepPart:
     """The update of a plan whose CPU updates nothing, after the rounds."""
-    program = lower_update(layout, share=Share(0, layout.plan.request.ranks))
+    program = lower_update(layout, UpdateKind(share=Share(0, layout.plan.request.ranks)))
     return StepPart("update", 1, program, simulate(program, after_a_round(rates)))
 
 
@@ -121,8 +118,13 @@ def after_a_round(rates: Rates) -> Rates:
 
 def lower_last_round(layout: Layout, shape: RoundShape, first: bool) -> Program:
     """The last round of a step, in which the CPU's updates may begin."""
-    plan = layout.plan
-    return lower_round(layout, shape, first, updates=plan.updates_in_backward, speculates=plan.speculates)
+    updates: dict[UpdateWay, RoundUpdates] = {"in_round": "in_round", "committed": "speculative"}
+    return lower_round(layout, shape, first, updates.get(way_of(layout.plan), "none"))
+
+
+def way_of(plan: Plan) -> UpdateWay:
+    """How a full step is expected to update: what is speculative holds."""
+    return "in_round" if plan.updates_in_backward else "committed" if plan.speculates else "after_norm"
 
 
 def _simulated(name: str, repeats: int, program: Program, rates: Rates, shape: RoundShape) -> StepPart:

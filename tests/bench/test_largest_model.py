@@ -13,7 +13,7 @@ from flexengine.options.job import Job
 from flexengine.plan import Numerics, Request
 from flexengine.planner.planner import find_plan
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering.update import lower_update
+from flexengine.schedule.programs import lower_update
 from flexengine.schedule.timeline import TimedRun
 
 GIB = 2**30

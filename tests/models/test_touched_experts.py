@@ -17,7 +17,8 @@ from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.expert_fetch import touched_share
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_evaluation, lower_round
+from flexengine.schedule.lowering import ChunkShape, RoundShape
+from flexengine.schedule.programs import lower_evaluation, lower_round
 
 OLMOE = without_head_dim(experts("olmoe", num_experts=16, num_experts_per_tok=2))
 CONFIGS = {"olmoe": OLMOE, "with biases": {**CASES["gpt_oss"], "num_local_experts": 16}}

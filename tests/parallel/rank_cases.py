@@ -237,7 +237,7 @@ STAGES_CASES: dict[Callable[[], Case], int] = {
 def planned(case: Case, ranks: Ranks) -> Plan:
     """The plan of a case for so many ranks."""
     changes = {"ranks": ranks.local_size, "nodes": ranks.nodes, "round_multiple": ROUND_MULTIPLE}
-    splits = {"split": True, "touched_only": False} if case.split and ranks.size > 1 else {}
+    splits = {"transport": "split", "touched_only": False} if case.split and ranks.size > 1 else {}
     plan = replace(case.plan, request=replace(case.plan.request, **changes), **splits)
     if case.stages and ranks.size > 1:
         plan = in_stages(plan)
@@ -256,4 +256,4 @@ def in_stages(plan: Plan) -> Plan:
     """The plan with blocks that have a rank: of three, one is on its GPU, one is updated there, one by the CPU."""
     homes = [ON_GPU, GroupPlan("gpu", "host", "host"), ON_CPU]
     blocks = (homes[i % 3] for i in range(len(plan.groups) - 2))
-    return replace(plan, stages=True, groups=(plan.groups[0], *blocks, plan.groups[-1]))
+    return replace(plan, transport="stages", groups=(plan.groups[0], *blocks, plan.groups[-1]))

@@ -137,7 +137,7 @@ def planned(rank: int, cache: Path) -> tuple[HardwareProfile, bool]:
     with Fake(rank).patched(cache), mock.patch.object(api, "probe", return_value=CARD):
         found = api.prepare_job("preset:demo", job)
     leave()
-    return found.profile, found.plan.split
+    return found.profile, found.plan.transport
 
 
 def test_runs_are_planned_with_what_was_measured(tmp_path):
@@ -153,8 +153,8 @@ def test_the_transport_follows_the_rates():
     fast, slow = (
         with_node_rates(CARD, NodeRates(4, "bfloat16", SLOWEST._replace(peer_bytes_per_s=rate))) for rate in (3e11, 3e9)
     )
-    assert plan_for_ranks(spec, request, fast).split
-    assert not plan_for_ranks(spec, request, slow).split
+    assert plan_for_ranks(spec, request, fast).transport == "split"
+    assert plan_for_ranks(spec, request, slow).transport == "relay"
 
 
 def test_links_of_measured_ranks_are_as_measured():

@@ -17,19 +17,20 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, Plan
-from flexengine.schedule import fixed_slots
+from flexengine.schedule import fixed_slots, pieces
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Command, SlotOffset, UpdateTile
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks import node_exchange, relay_pieces
+from flexengine.schedule.ranks import node_exchange
 from flexengine.schedule.ranks.checker import check_ranks, check_runs
-from flexengine.schedule.ranks.order import RankRun, runs_of_ranks
+from flexengine.schedule.ranks.rank_run import RankRun
+from flexengine.schedule.ranks.runs import runs_of_ranks
 from tests.schedule.small_plans import divided_model, full_round, random_plan, small_model
 
 
 def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of small models move in several pieces."""
-    monkeypatch.setattr(relay_pieces, "PIECE_BYTES", 1 << 15)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 15)
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
 
 
@@ -72,7 +73,7 @@ def test_plans_of_adapters_are_proven(parts, split, monkeypatch):
     model = with_lora(model, lora)
     plan = replace(streamed_plan(model, chunk_tokens=64, max_seq_len=64), in_parts=parts, weight_slots=1, grad_slots=1)
     homes = tuple(GroupPlan() if group.trained else group for group in plan.groups)
-    plan = replace(of_ranks(replace(plan, groups=homes), 2), split=split)
+    plan = replace(of_ranks(replace(plan, groups=homes), 2), transport="split" if split else "relay")
     layout = Layout(model, plan)
     assert any(len(group.parts) > 1 for group in layout.groups) == parts
     for num_rounds in (1, 2, 3):

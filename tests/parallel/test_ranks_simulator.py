@@ -21,18 +21,17 @@ from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import Signals
 from flexengine.plan import GroupPlan, Numerics, Plan
 from flexengine.runtime.execution.executor import Executor
-from flexengine.runtime.ranks.turns import RankGroup
+from flexengine.runtime.ranks.context import RankGroup
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.packing import pack, packed_shape
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.ranks.cells import executor_of
-from flexengine.schedule.ranks.order import RankRun, runs_in_stages
-from flexengine.schedule.ranks.shares import Share
+from flexengine.schedule.programs import lower_round, lower_update
+from flexengine.schedule.ranks.rank_run import RankRun
+from flexengine.schedule.ranks.runs import step_of_rank
 from flexengine.schedule.ranks.simulator import SIGNAL_S, TimedRankRun, simulate_ranks, simulate_runs
-from flexengine.schedule.ranks.stage_layout import layout_of, layouts_of
-from flexengine.schedule.ranks.waves import Wave
+from flexengine.schedule.ranks.transports import layouts_of
 from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, small_model
@@ -141,35 +140,15 @@ def plan_of(source: ModelSource, size: int, homes: tuple[GroupPlan, ...], numeri
 
 def in_stages(plan: Plan) -> Plan:
     """The plan with blocks that have a rank, the first on its GPU."""
-    return replace(plan, stages=True, groups=(plan.groups[0], GroupPlan("gpu", "gpu", "gpu"), *plan.groups[2:]))
+    return replace(plan, transport="stages", groups=(plan.groups[0], GroupPlan("gpu", "gpu", "gpu"), *plan.groups[2:]))
 
 
 def simulated(source: ModelSource, plan: Plan, steps: int) -> list[list[TimedRankRun]]:
     """All ranks' rounds and updates of some steps of the batch."""
-    layout, size = layout_of(source.spec, plan), plan.request.ranks
     packed = pack(LENGTHS, plan.chunk_tokens, plan.chunks_per_round, plan.round_multiple)
     shapes: list[RoundShape] = [packed_shape(chunks, plan.chunk_tokens) for chunks in packed]
-    last = executor_of(len(shapes) - 1, size)
-    runs = []
-    if plan.stages:
-        waves = [shapes[start : start + size] for start in range(0, len(shapes), size)]
-        of_ranks = [runs_in_stages(one, waves) for one in layouts_of(source.spec, plan)]
-        runs = [[run._replace(step=step) for step in range(steps) for run in one] for one in of_ranks]
-        return simulate_runs(runs, len(shapes), rates())
-    for rank in range(size if plan.split else 0):
-        starts, one = range(0, len(shapes), size), []
-        for number, wave in enumerate(shapes[start : start + size] for start in starts):
-            of_rank = Wave(rank, size, len(wave))
-            program = lower_round(layout, wave[rank if rank < len(wave) else 0], number == 0, wave=of_rank)
-            one.append(RankRun(program, 0, number, updates=False, together=len(wave)))
-        one.append(RankRun(lower_update(layout, share=Share(rank, size)), 0, len(starts) - 1, updates=True))
-        runs.append([run._replace(step=step) for step in range(steps) for run in one])
-    for rank in range(0 if plan.split else size):
-        own = [n for n in range(len(shapes)) if executor_of(n, size) == rank]
-        one = [RankRun(lower_round(layout, shapes[n], first=n == 0), 0, n, updates=False) for n in own]
-        update = lower_update(layout, share=Share(rank, size), last=rank == last)
-        one.append(RankRun(update, 0, len(shapes) - 1, updates=True))
-        runs.append([run._replace(step=step) for step in range(steps) for run in one])
+    of_ranks = [step_of_rank(one, rank, shapes) for rank, one in enumerate(layouts_of(source.spec, plan))]
+    runs = [[run._replace(step=step) for step in range(steps) for run in one] for one in of_ranks]
     return simulate_runs(runs, len(shapes), rates())
 
 
@@ -229,7 +208,7 @@ def test_ranks_run_in_the_simulated_order(name):
     """Nothing waits for ever, and each gradient is relayed from rank to rank as simulated."""
     size, config, homes, numerics = CASES[name]
     source = random_weights(tiny_config(**config))
-    plan = replace(plan_of(source, size, homes, numerics), split=name == "split")
+    plan = replace(plan_of(source, size, homes, numerics), transport="split" if name == "split" else "relay")
     plan = in_stages(plan) if name == "stages" else plan
     timed = simulated(source, plan, steps=2)
     orders = [[order_of(run) for run in rank] for rank in timed]

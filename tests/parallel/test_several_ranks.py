@@ -54,12 +54,12 @@ from flexengine.parallel.watch import Watch
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.execution.executor import Executor
-from flexengine.runtime.ranks.turns import RankGroup
+from flexengine.runtime.ranks.context import RankGroup
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.update import UpdateRunner
-from flexengine.schedule import fixed_slots
+from flexengine.schedule import fixed_slots, pieces
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks import relay_pieces, waves
+from flexengine.schedule.ranks import waves
 
 
 class Shown(NamedTuple):
@@ -179,7 +179,13 @@ def plans_with_stages(first: Plan) -> list[Plan]:
     embed, *blocks, head = first.groups
     otherwise = replace(first, groups=(embed, *blocks[1:], blocks[0], head))
     streamed = tuple(GroupPlan() for _ in first.groups)
-    return [first, otherwise, replace(first, groups=streamed), replace(first, stages=False, groups=streamed), first]
+    return [
+        first,
+        otherwise,
+        replace(first, groups=streamed),
+        replace(first, transport="relay", groups=streamed),
+        first,
+    ]
 
 
 def change_plans(rank: int, size: int, case: Case) -> Shown:
@@ -387,7 +393,7 @@ def check_same(shown: Shown, expected: Shown) -> None:
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
     monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
-    monkeypatch.setattr(relay_pieces, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 2048)
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 64)
     monkeypatch.setattr(waves, "SECTION_BYTES", 8192)
     case = make()
@@ -450,5 +456,10 @@ def test_ranks_that_update_before_the_norm_is_known_train_to_the_bits_of_one(mak
         cases.append(case._replace(split=False, stages=True))
     for of_ranks in cases:
         for shown, parts in values_of(run_ranks(speculate, size, size, of_ranks)):
-            assert parts == ["rest", "rest", "all", "rest"]  # the fourth does not speculate, as the third was clipped
+            assert parts == [
+                "committed",
+                "committed",
+                "rolled_back",
+                "committed",
+            ]  # the fourth does not speculate, as the third was clipped
             check_same(shown, expected)

@@ -28,17 +28,20 @@ from flexengine.schedule import fixed_slots
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import RoundShape, lower_round
+from flexengine.schedule.lowering import RoundShape
+from flexengine.schedule.lowering.kinds import Wave
 from flexengine.schedule.parts import Part, Run
 from flexengine.schedule.program_builder import ProgramBuilder
+from flexengine.schedule.programs import lower_round
 from flexengine.schedule.ranks import cells as relay
 from flexengine.schedule.ranks import checker as ranks_checker
 from flexengine.schedule.ranks import waves
 from flexengine.schedule.ranks.checker import check_runs
-from flexengine.schedule.ranks.order import RankRun, runs_of_ranks
+from flexengine.schedule.ranks.rank_run import RankRun
+from flexengine.schedule.ranks.runs import runs_of_ranks
 from flexengine.schedule.ranks.simulator import SIGNAL_S, simulate_ranks, simulate_runs
 from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherShares, ShareOfFetch
-from flexengine.schedule.ranks.waves import Wave, own_regions, owned_pieces, sections_of
+from flexengine.schedule.ranks.waves import own_regions, owned_pieces, sections_of
 from flexengine.schedule.simulator import Rates
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.parallel.test_ranks_checker import is_rejected, of_ranks
@@ -78,7 +81,7 @@ def test_pieces_cover_a_part_and_end_where_partial_sums_do(size, monkeypatch):
 
 
 def split_plan(plan: Plan, size: int, update: str = "", states: str = "host") -> Plan:
-    return replace(of_ranks(plan, size, update, states=states), split=True)
+    return replace(of_ranks(plan, size, update, states=states), transport="split")
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 7])
@@ -111,7 +114,7 @@ def test_ranks_whose_rounds_have_other_chunks_make_the_same_collectives():
     found = []
     for rank, of_rank in enumerate(runs):
         lowered = {
-            run.number: lower_round(layout, shape, run.number == 0, wave=Wave(rank, 3, run.together))
+            run.number: lower_round(layout, shape, run.number == 0, wave=Wave(rank, 3, len(run.rounds)))
             for run in of_rank
             if rank == 1 and not run.updates
         }
@@ -208,7 +211,7 @@ def test_nodes_that_exchange_before_all_ranks_have_stored_are_noticed():
     layout = Layout(model, replace(plan, request=replace(plan.request, nodes=2)))
     runs = runs_of_ranks(layout, full_round(layout), 4)
     check_runs(layout, runs, 4)
-    assert is_rejected(layout, [[r._replace(together=0) if r.exchanges else r for r in rank] for rank in runs])
+    assert is_rejected(layout, [[r._replace(joins=False) if r.exchanges else r for r in rank] for rank in runs])
     assert is_rejected(layout, [[r for r in rank if not r.exchanges] for rank in runs])
 
 
@@ -245,7 +248,7 @@ def test_a_collective_starts_when_all_ranks_are_there():
 
     links = ({Stream.H2D: 10.0, Stream.D2H: 10.0},) * 2
     rates = Rates(lambda command: 0.0, *links, 0.0, comm_s=lambda command: command.peer_bytes / 25)
-    runs = [[RankRun(program(rank, n), 0, 0, False, together=2)] for rank, n in enumerate((100, 40))]
+    runs = [[RankRun(program(rank, n), 0, 0, False)] for rank, n in enumerate((100, 40))]
     first, second = simulate_runs(runs, 1, rates)
     assert first[0].timing.start_s == pytest.approx([0.0, 10.0])
     assert first[0].end_s == pytest.approx(12.0)
@@ -260,8 +263,8 @@ def request(transport: Literal["auto", "relay", "split"], nodes: int = 1) -> Req
 def test_the_planner_splits_short_steps_where_gpus_reach_each_other_fast():
     spec = open_model("preset:qwen3-0.6b").spec
     found = {name: plan_for_ranks(spec, request(name), with_gpus(preset("h100"), 4)) for name in ("relay", "auto")}
-    assert not found["relay"].split
-    assert found["auto"].split
+    assert found["relay"].transport == "relay"
+    assert found["auto"].transport == "split"
     assert found["auto"].predicted.step_s < 0.95 * found["relay"].predicted.step_s
     assert found["auto"].predicted.gpu_bytes <= 6 * GIB
     assert found["auto"].predicted.gpu_categories["copies between GPUs"] > 0
@@ -273,7 +276,7 @@ def test_the_planner_splits_short_steps_where_gpus_reach_each_other_fast():
 def test_ranks_relay_where_the_rate_between_gpus_is_not_known():
     spec, card = open_model("preset:qwen3-0.6b").spec, with_gpus(preset("rtx4090"), 4)
     assert not may_split(request("auto"), card)
-    assert plan_for_ranks(spec, request("split", nodes=2), card).split
+    assert plan_for_ranks(spec, request("split", nodes=2), card).transport == "split"
     one_each = replace(request("split", nodes=2), ranks=1)
     assert not may_split(one_each, card)
 
@@ -284,10 +287,10 @@ def test_a_split_that_cannot_be_is_refused(monkeypatch):
     spec, card = open_model("preset:qwen3-0.6b").spec, with_gpus(preset("h100"), 4)
     with pytest.raises(PlanError, match=r"GiB more than those of relays\n  works with: --transport relay"):
         plan_for_ranks(spec, request("split"), card)
-    assert not plan_for_ranks(spec, request("auto"), card).split
+    assert plan_for_ranks(spec, request("auto"), card).transport == "relay"
     model = small_model()
     with pytest.raises(ValueError, match="of several ranks of a node"):
-        replace(random_plan(Random(1), model, sliced=False), split=True)
+        replace(random_plan(Random(1), model, sliced=False), transport="split")
 
 
 # -- updates before the norm is known ----------------------------------------------------------------------------------
@@ -325,7 +328,7 @@ def test_what_orders_ranks_that_speculate_is_needed():
     some_late = Layout(small_model(), replace(plan, groups=(GroupPlan(update="cpu"), *plan.groups[1:])))
 
     def changed(layout: Layout, change: Callable[[Command], Command]) -> list[list[RankRun]]:
-        found = runs_of_ranks(layout, full_round(layout), 4, ("holds", "holds", "waits"))
+        found = runs_of_ranks(layout, full_round(layout), 4, ("committed", "committed", "after_norm"))
         known: dict[Program, Program] = {}
         for program in {run.program for rank in found for run in rank}:
             known[program] = replace(program, commands=tuple(map(change, program.commands)))
@@ -363,8 +366,8 @@ def test_split_plans_update_before_the_norm_is_known_where_that_is_faster():
     waits = plan.after_clipping()
     assert priced_together(Layout(spec, waits), waits.predicted, card).step_s == pytest.approx(waits.predicted.step_s)
     assert "as if nothing were clipped" in describe(plan, spec)
-    with pytest.raises(ValueError, match="on ranks of one node that split or have stages"):
-        replace(plan, split=False)
+    with pytest.raises(ValueError, match="on ranks of one node that walk layers together"):
+        replace(plan, transport="relay")
     assert not plan_for_ranks(spec, replace(asked, clipping=False), card).speculates
     all_but_some = asked.max_host_bytes - plan.predicted.host_categories["second planes"] // 2
     fewer = plan_for_ranks(spec, replace(asked, max_host_bytes=all_but_some), card)

@@ -26,17 +26,18 @@ from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.ranks.stages import stage_sizes
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_text import report
-from flexengine.schedule import fixed_slots
+from flexengine.schedule import fixed_slots, pieces
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Command, CopyRegion, FinishGradient, Signal
-from flexengine.schedule.lowering import lower_evaluation
+from flexengine.schedule.programs import lower_evaluation
 from flexengine.schedule.ranks import checker as ranks_checker
-from flexengine.schedule.ranks import relay_pieces
 from flexengine.schedule.ranks.checker import check_runs
-from flexengine.schedule.ranks.order import RankRun, runs_of_ranks
+from flexengine.schedule.ranks.rank_run import RankRun
+from flexengine.schedule.ranks.runs import runs_of_ranks
 from flexengine.schedule.ranks.simulator import simulate_ranks
-from flexengine.schedule.ranks.stage_layout import StageLayout, layouts_of
+from flexengine.schedule.ranks.stage_layout import StageLayout
 from flexengine.schedule.ranks.stages import HandedOver, StageCells
+from flexengine.schedule.ranks.transports import layouts_of
 from tests.parallel.test_ranks_checker import (
     Change,
     awaiting,
@@ -55,12 +56,12 @@ def in_stages(plan: Plan, size: int, update: str = "cpu") -> Plan:
     """The plan with blocks that have a rank, and edges whose shares are updated by one processor."""
     edge = GroupPlan(update=update)
     request = replace(plan.request, ranks=size)
-    return replace(plan, stages=True, groups=(edge, *plan.groups[1:-1], edge), request=request)
+    return replace(plan, transport="stages", groups=(edge, *plan.groups[1:-1], edge), request=request)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_are_proven(seed, monkeypatch):
-    monkeypatch.setattr(relay_pieces, "PIECE_BYTES", 1 << 15)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 15)
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
     random, size = Random(seed), 2 + seed % 2
     model = small_model(blocks=3 + seed % 3) if seed % 3 else mixed_model(blocks=5)
@@ -79,7 +80,7 @@ def test_random_plans_are_proven(seed, monkeypatch):
 @pytest.mark.parametrize("ways", ranks_checker.WAYS, ids="-".join)
 @pytest.mark.parametrize("seed", range(3))
 def test_speculating_plans_are_proven_whatever_came_before(seed, ways, monkeypatch):
-    monkeypatch.setattr(relay_pieces, "PIECE_BYTES", 1 << 15)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 15)
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
     random, size, model = Random(seed), 2 + seed % 2, small_model(blocks=4)
     plan = in_stages(random_plan(random, model, sliced=seed == 1), size, "gpu" if seed == 2 else "cpu")
@@ -297,11 +298,11 @@ def test_what_cannot_be_trained_in_stages_is_refused(what):
 def test_plans_that_cannot_be_are_refused():
     model = small_model()
     plan = in_stages(random_plan(Random(1), model, sliced=False), 2)
-    with pytest.raises(ValueError, match="of several ranks of one node"):
+    with pytest.raises(ValueError, match="of several ranks of a node"):
         replace(plan, request=replace(plan.request, ranks=1))
     with pytest.raises(ValueError, match="which lie on the host"):
         replace(plan, groups=(GroupPlan("gpu", "gpu", "gpu"), *plan.groups[1:]))
-    with pytest.raises(ValueError, match="is not split"):
-        replace(plan, split=True)
+    with pytest.raises(ValueError, match="experts are streamed whole"):
+        replace(plan, in_parts=True)
     with pytest.raises(ValueError, match="tied to the embedding"):
         layouts_of(small_model(tied=True), plan)

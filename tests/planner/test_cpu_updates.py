@@ -16,8 +16,8 @@ from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_round, lower_update
 from flexengine.schedule.simulator import simulate
 from flexengine.schedule.step_parts import unfinished_updates, until_gpu_ends
 from tests.schedule.small_plans import resident_plan, small_model
@@ -133,7 +133,7 @@ def test_what_is_left_of_updates_when_the_gpu_has_ended():
     plan = resident_plan(model, Request(32, 128, 1 << 30, 1 << 40, clipping=False))
     layout = Layout(model, replace(plan, groups=(GroupPlan(update="cpu"),) * len(model.groups)))
     shape = full_round(layout.plan.request, layout.plan.chunk_tokens, layout.plan.chunks_per_round)
-    program = lower_round(layout, shape, first=True, updates=True)
+    program = lower_round(layout, shape, first=True, updates="in_round")
     check_program(program, layout.gpu_bytes, layout.host_bytes)
     left = {}
     for rate in (1e3, 1e14):
@@ -161,7 +161,7 @@ def test_steps_one_after_another_take_what_is_predicted(rate):
     layout = Layout(MODEL, replace(plan, groups=groups))
     cost = CostModel.of(plan.request, profile, plan.chunk_tokens)
     shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
-    program = lower_round(layout, shape, first=True, updates=True)
+    program = lower_round(layout, shape, first=True, updates="in_round")
     both = followed(program, program)
     timing = simulate(both, cost.rates())
     ends = [0.0, 0.0]

@@ -22,8 +22,8 @@ from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.planner import make_plan
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_round
 from flexengine.schedule.save_sets import savable_ops
 
 GIB = 2**30

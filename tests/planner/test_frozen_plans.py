@@ -20,8 +20,8 @@ from flexengine.reports.plan_page import html_page
 from flexengine.reports.plan_text import report
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_round, lower_update
 from tests.planner.oracle import best_step_s, slow_link
 from tests.schedule.small_plans import FLOAT32, mixed_model, random_plan, small_model
 

@@ -16,8 +16,8 @@ from flexengine.request import with_cache
 from flexengine.run.step_prediction import StepPredictor
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_round
 from flexengine.schedule.replays import may_replay, replay_bytes
 
 GIB = 2**30

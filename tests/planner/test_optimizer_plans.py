@@ -11,7 +11,7 @@ from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.planner import make_plan
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_update
+from flexengine.schedule.programs import lower_update
 from flexengine.schedule.simulator import simulate
 
 GIB = 2**30

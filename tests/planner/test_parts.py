@@ -25,8 +25,8 @@ from flexengine.planner.surrogate import Surrogate
 from flexengine.reports.plan_text import describe
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_round
 from flexengine.schedule.save_sets import save_sets
 from tests.family_configs import CASES
 from tests.planner.oracle import slow_link

@@ -13,8 +13,8 @@ from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import Planner, make_plan
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_evaluation, lower_round, lower_update
 from tests.planner.oracle import slow_link
 from tests.planner.test_parts import check_bytes, check_surrogate, memory_of, random_candidate
 from tests.schedule.small_plans import FLOAT32, divided_model

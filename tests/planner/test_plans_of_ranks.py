@@ -20,7 +20,7 @@ from flexengine.planner.ranks.price import priced_together
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
 from flexengine.schedule.ranks.checker import check_runs
-from flexengine.schedule.ranks.order import runs_of_ranks
+from flexengine.schedule.ranks.runs import runs_of_ranks
 
 
 @pytest.mark.long

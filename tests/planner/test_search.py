@@ -16,8 +16,8 @@ from flexengine.reports.simulated_step import simulate_step
 from flexengine.request import described, make_request
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_round, lower_update
 from tests.planner.oracle import best_step_s, slow_link
 from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 

@@ -18,8 +18,8 @@ from flexengine.reports.plan_text import report
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_round
 from flexengine.schedule.simulator import simulate
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32

@@ -11,8 +11,8 @@ from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.run.step_prediction import StepPredictor
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.packing import pack, packed_shape
+from flexengine.schedule.programs import lower_round
 from flexengine.schedule.simulator import simulate
 from flexengine.schedule.step_parts import simulated_rounds
 

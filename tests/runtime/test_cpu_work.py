@@ -27,7 +27,7 @@ from flexengine.runtime.execution.executor import Executor
 from flexengine.runtime.execution.issue import OPEN
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_update
+from flexengine.schedule.programs import lower_update
 
 CPU = torch.device("cpu")
 PATIENCE_S = 60.0

@@ -14,7 +14,7 @@ from flexengine.plan import GroupPlan, Numerics
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_update
+from flexengine.schedule.programs import lower_update
 from flexengine.schedule.simulator import simulate
 from tests.schedule.small_plans import mixed_model, small_model
 

@@ -12,7 +12,7 @@ from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.schedule.following import cpu_commands
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_update
+from flexengine.schedule.programs import lower_update
 from tests.engine_helpers import (
     FLOAT32,
     FLOAT64,
@@ -52,7 +52,7 @@ class Steps:
 
         def counted(runner, settings):
             part = settle(runner, settings)
-            self.kept, self.dropped = self.kept + (part == "rest"), self.dropped + (part == "all")
+            self.kept, self.dropped = self.kept + (part == "committed"), self.dropped + (part == "rolled_back")
             return part
 
         monkeypatch.setattr(StepRunner, "_settle", counted)

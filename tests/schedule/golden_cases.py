@@ -17,7 +17,9 @@ from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_evaluation, lower_round, lower_update
+from flexengine.schedule.lowering import ChunkShape, RoundShape
+from flexengine.schedule.lowering.kinds import UpdateKind
+from flexengine.schedule.programs import lower_evaluation, lower_round, lower_update
 from flexengine.schedule.save_sets import savable_ops
 from tests.schedule.small_plans import FLOAT32, divided_model, homes_of, mixed_model, small_model
 
@@ -69,9 +71,9 @@ class GoldenCase:
             "update": lower_update(layout),
         }
         if self.plan.updates_in_backward:
-            found["only round"] = lower_round(layout, self.shape, first=True, updates=True)
-            found["last round"] = lower_round(layout, self.shape, first=False, updates=True)
-            found["rest of the update"] = lower_update(layout, by_cpu={})
+            found["only round"] = lower_round(layout, self.shape, first=True, updates="in_round")
+            found["last round"] = lower_round(layout, self.shape, first=False, updates="in_round")
+            found["rest of the update"] = lower_update(layout, UpdateKind("in_round"))
         return found
 
     def priced_programs(self, layout: Layout) -> dict[str, Program]:

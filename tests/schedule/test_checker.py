@@ -9,8 +9,8 @@ from flexengine.plan import GroupPlan
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Access, CommandName, Program, Stream, UpdateTile
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
 from flexengine.schedule.program_builder import ProgramBuilder
+from flexengine.schedule.programs import lower_evaluation, lower_round, lower_update
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
@@ -25,7 +25,7 @@ def random_layout(seed: int) -> Layout:
 
 def programs(layout: Layout) -> list[Program]:
     shape = full_round(layout)
-    rounds = [lower_round(layout, shape, first, updates) for first in (True, False) for updates in (False, True)]
+    rounds = [lower_round(layout, shape, first, updates) for first in (True, False) for updates in ("none", "in_round")]
     return [*rounds, lower_evaluation(layout, shape), lower_update(layout)]
 
 

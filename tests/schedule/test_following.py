@@ -9,8 +9,8 @@ from flexengine.plan import GroupPlan, Request
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
 from flexengine.schedule.following import cpu_commands, cpu_waits, followed
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.program_builder import ProgramBuilder
+from flexengine.schedule.programs import lower_round, lower_update
 from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, resident_plan, small_model

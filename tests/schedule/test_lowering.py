@@ -4,7 +4,7 @@ from collections import Counter
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round, lower_update
+from flexengine.schedule.programs import lower_round, lower_update
 from tests.schedule.small_plans import full_round, resident_plan, small_model
 
 REQUEST = Request(32, 512, 1 << 30, 1 << 40)

@@ -10,8 +10,8 @@ from flexengine.models.freezing import with_frozen
 from flexengine.optim.rules import IN_BLOCKS
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.shares import Share
 from flexengine.schedule.relocation import ByteRange, _Plane, _Room, _step_aside, relocation
+from flexengine.schedule.shares import Share
 from tests.schedule.small_plans import FLOAT32, random_plan, resident_plan, small_model
 
 STREAMED, RESIDENT = GroupPlan(), GroupPlan("gpu", "gpu", "gpu")

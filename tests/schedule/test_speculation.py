@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from random import Random
+from typing import get_args
 
 import pytest
 
@@ -10,8 +11,8 @@ from flexengine.planner.speculation import completed_order
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round, lower_update
-from flexengine.schedule.lowering.update import late_groups
+from flexengine.schedule.lowering.kinds import UpdateKind, UpdateWay
+from flexengine.schedule.programs import lower_round, lower_update
 from flexengine.schedule.second_planes import second_kinds
 from flexengine.schedule.slots import overlapping_slots
 from flexengine.schedule.speculation_checker import SpeculationError, check_speculation
@@ -26,7 +27,7 @@ def speculating_program() -> tuple[Program, Layout]:
     plan = random_plan(Random(0), model, sliced=False)
     groups = [GroupPlan(update="cpu", speculative=group > 0) for group in range(len(model.groups))]
     layout = Layout(model, replace(plan, groups=tuple(groups)))
-    return lower_round(layout, full_round(layout), first=True, speculates=True), layout
+    return lower_round(layout, full_round(layout), first=True, updates="speculative"), layout
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -39,19 +40,21 @@ def test_programs_of_random_plans_are_accepted_on_both_sides(seed):
     layout = Layout(model, replace(plan, groups=(*groups[:-1], SPECULATIVE)))
     for side in (layout, layout.swapped()):
         shape = full_round(side)
-        rounds = [lower_round(side, shape, first, speculates=True) for first in (True, False)]
-        late = late_groups(side)
-        told = [lower_update(side, by_cpu, told=True) for by_cpu in (None, late)]
-        for program in (*rounds, lower_update(side), lower_update(side, late), *told):
+        rounds = [lower_round(side, shape, first, updates="speculative") for first in (True, False)]
+        updates = [lower_update(side, UpdateKind(way)) for way in get_args(UpdateWay)]
+        for program in (*rounds, *updates):
             check_program(program, side.gpu_bytes, side.host_bytes)
 
 
 def test_factors_that_the_last_round_left_are_not_computed_again():
     _, layout = speculating_program()
-    kinds = {told: [c.kind for c in lower_update(layout, told=told).commands] for told in (False, True)}
-    assert kinds[False] == ["clip", *kinds[True]]
-    assert "update" in kinds[True]
-    nothing_left = lower_update(Layout(layout.given, replace(layout.plan, groups=(SPECULATIVE,) * 4)), {}, told=True)
+    after_norm, rolled_back = (
+        [c.kind for c in lower_update(layout, UpdateKind(way)).commands] for way in ("after_norm", "rolled_back")
+    )
+    assert after_norm == ["clip", *rolled_back]
+    assert "update" in rolled_back
+    everything = Layout(layout.given, replace(layout.plan, groups=(SPECULATIVE,) * 4))
+    nothing_left = lower_update(everything, UpdateKind("committed"))
     assert [c.kind for c in nothing_left.commands] == ["clip"]  # every program has a command
 
 
@@ -98,6 +101,6 @@ def test_rejects_what_a_speculation_would_lose(where):
 def test_groups_are_taken_in_the_order_of_the_program(tied):
     model = small_model(blocks=3, tied=tied)
     layout = Layout(model, replace(random_plan(Random(1), model, False), groups=(SPECULATIVE,) * len(model.groups)))
-    program = lower_round(layout, full_round(layout), first=True, speculates=True)
+    program = lower_round(layout, full_round(layout), first=True, updates="speculative")
     updated = dict.fromkeys(c.args.group for c in program.commands if c.kind == "update")
     assert list(updated) == completed_order(model)

@@ -14,7 +14,7 @@ from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_evaluation, lower_round
+from flexengine.schedule.programs import lower_evaluation, lower_round
 from tests.schedule.small_plans import divided_model, full_round, homes_of, random_plan, small_model
 
 BASES = ("nf4", "fp8", "int8")

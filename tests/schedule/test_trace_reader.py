@@ -7,7 +7,8 @@ import pytest
 from flexengine.plan import Request
 from flexengine.schedule.commands import BASE_STREAMS
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering import ChunkShape, RoundShape
+from flexengine.schedule.programs import lower_round, lower_update
 from flexengine.schedule.simulator import Timing
 from flexengine.schedule.timeline import (
     MEASURED,

@@ -56,7 +56,7 @@ def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
         return {}
     found = {"CUDA context": profile.gpu_context_bytes, "library workspace": layout.workspace_bytes}
     graphs = {"CUDA graphs": replay_bytes(layout.model, layout.plan)} if layout.plan.replays else {}
-    peers = {PEER_NAMES[profile.peer_way]: PEER_MEMORY_BYTES[profile.peer_way]} if layout.plan.split else {}
+    peers = {PEER_NAMES[profile.peer_way]: PEER_MEMORY_BYTES[profile.peer_way]} if layout.places.uses_peers else {}
     delta_rule = any(isinstance(op, DeltaRule) for op in _ops_of_blocks(layout))
     slack_bytes = GPU_SLACK_BYTES + (DELTA_RULE_GPU_SLACK_BYTES if delta_rule else 0)
     return found | graphs | peers | {"slack": slack_bytes}

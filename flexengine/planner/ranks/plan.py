@@ -33,7 +33,7 @@ from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, speculating
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.shares import DealtStates
+from flexengine.schedule.shares import DealtStates
 
 DEALT_GROUPS = (1, 2)
 """Where host memory is short, ranks divide the optimizer states of every group, else of every other one. More choices

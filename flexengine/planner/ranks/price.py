@@ -16,9 +16,9 @@ from flexengine.planner.cost.memory import gpu_categories, gpu_required_bytes, h
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
-from flexengine.schedule.ranks.order import runs_in_stages
+from flexengine.schedule.ranks.runs import step_of_rank
 from flexengine.schedule.ranks.simulator import simulate_ranks
-from flexengine.schedule.ranks.stage_layout import StageLayout
+from flexengine.schedule.ranks.transports import layout_of
 from flexengine.schedule.simulator import simulate
 from flexengine.schedule.step_parts import limiter, summed
 
@@ -97,7 +97,7 @@ def review_for_ranks(
     request = plan.request
     if not request.shares_node:
         return review(plan, model, profile, measured, measured_step_s, chunk_share)
-    if plan.stages:
+    if plan.owns_blocks:
         return _review_in_stages(plan, model, profile, measured, measured_step_s, chunk_share)
     of_rank = replace(plan, request=request.of_rank)
     found = review(of_rank, model, rank_profile(profile, request.ranks), measured, measured_step_s, chunk_share)
@@ -111,11 +111,11 @@ def _review_in_stages(
     measured_step_s: float, chunk_share: float,
 ) -> Review:  # fmt: skip
     """The same in stages: what rank 0 ran is compared with its own wave and update."""
-    layout, ranks = StageLayout(model, plan, 0), plan.request.ranks
+    layout, ranks = layout_of(model, plan), plan.request.ranks
     cost = CostModel.of(plan.request, rank_profile(profile, ranks), plan.chunk_tokens)
     shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     totals: dict[CommandClass, CommandTotal] = {}
-    *waves, update = runs_in_stages(layout, [[shape] * ranks] * 2)
+    *waves, update = step_of_rank(layout, 0, [shape] * ranks * 2)
     for program in (waves[-1].program, update.program):
         timing = simulate(program, cost.rates())
         add_totals(totals, program, zip(timing.start_s, timing.end_s, strict=True), layout.model)

@@ -38,7 +38,7 @@ def as_split(model: ModelSpec, plan: Plan, request: Request, profile: HardwarePr
         found = find_plan(model, asked, profile) if search else plan
         if found is None:
             break
-        split = replace(found, request=request, split=True, touched_only=False)
+        split = replace(found, request=request, transport="split", touched_only=False)
         excess = excess_bytes(Layout(model, split), request, profile)
         if max(excess) <= 0:
             return split

@@ -23,8 +23,9 @@ from flexengine.planner.planner import Planner
 from flexengine.planner.ranks.price import bytes_planned, priced_together
 from flexengine.planner.sizes import filled
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
-from flexengine.schedule.ranks.stage_layout import StageLayout, layouts_of
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.stages import Stage, why_no_stages
+from flexengine.schedule.ranks.transports import layouts_of
 
 SMALL_VOCABULARY = 1024
 """Of the models that blocks are planned as: their edges take next to nothing."""
@@ -155,7 +156,7 @@ class _Search:
             reserved = reserved[0] + gpu, reserved[1] + host
         return None
 
-    def _excess(self, layout: StageLayout) -> tuple[int, int]:
+    def _excess(self, layout: Layout) -> tuple[int, int]:
         return excess_bytes(layout, self._request.of_rank, self._of_rank)
 
     def _stage(self, rank: int) -> Stage:
@@ -192,7 +193,7 @@ class _Search:
             optimizer_slots=max(plan.optimizer_slots for plan in plans),
             optimizer_tile=min(plan.optimizer_tile for plan in plans),
             share_edge_slots=share_edges,
-            stages=True,
+            transport="stages",
         )
 
     def _edge(self, group: int) -> GroupPlan:
@@ -233,7 +234,7 @@ class _Search:
             max_global_batch_tokens=max(request.max_global_batch_tokens, request.max_seq_len),
         )  # fmt: skip
 
-    def _priced(self, layouts: Sequence[StageLayout]) -> Plan:
+    def _priced(self, layouts: Sequence[Layout]) -> Plan:
         """The plan of these layouts with what is predicted of all ranks together."""
         largest = max(layouts, key=lambda layout: layout.gpu_bytes)
         predicted, host = Prediction(), dict[str, int]()

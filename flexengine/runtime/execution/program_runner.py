@@ -5,19 +5,18 @@ from __future__ import annotations
 from flexengine.runtime.execution.executor import Executor
 from flexengine.runtime.execution.handlers import CommandHandlers
 from flexengine.runtime.execution.measurement import StepMeasurement
-from flexengine.runtime.ranks.turns import Turns
+from flexengine.runtime.ranks.context import RankContext
 from flexengine.runtime.update import UpdateSettings
 from flexengine.schedule.commands import Program
 
 
 class ProgramRunner:
-    """Issues the programs of one layout. last_program: the one that was issued last. turns: this one's of several
-    ranks."""
+    """Issues the programs of one layout. last_program: the one that was issued last."""
 
     def __init__(
-        self, executor: Executor, handlers: CommandHandlers, measurement: StepMeasurement, turns: Turns | None = None
+        self, executor: Executor, handlers: CommandHandlers, measurement: StepMeasurement, context: RankContext
     ) -> None:
-        self.executor, self.handlers, self.measurement, self._turns = executor, handlers, measurement, turns
+        self.executor, self.handlers, self.measurement, self._context = executor, handlers, measurement, context
         self.last_program: Program | None = None
 
     def run(self, program: Program, settings: UpdateSettings | None = None, measured: bool = True) -> None:
@@ -28,8 +27,7 @@ class ProgramRunner:
         """
         timed = measured and self.measurement.active
         self.last_program = program
-        hooks = None if self._turns is None else self._turns.hooks()
-        self.executor.run(program, self.handlers.of_program(program, settings), timed, hooks)
+        self.executor.run(program, self.handlers.of_program(program, settings), timed, self._context.hooks())
         if timed:
             self.measurement.add(program)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexengine.checkpoint.shards import check_disk
 from flexengine.runtime.arena import DTYPES
-from flexengine.runtime.ranks.turns import Turns, together
+from flexengine.runtime.ranks.context import RankContext, SeveralRanks
 from flexengine.runtime.weights.weight_store import SourceRun, WeightStore
 from flexengine.schedule.group_storage import Plane
 
@@ -60,30 +60,30 @@ class DealtTensor(NamedTuple):
 
 
 def gather_states(
-    weights: WeightStore, turns: Turns | None, tensors: Sequence[DealtTensor], folder: Path
+    weights: WeightStore, context: RankContext, tensors: Sequence[DealtTensor], folder: Path
 ) -> dict[str, Tensor]:
     """Gather tensors that ranks divide, by name, where the rank that writes files can read them; none on the others.
 
     The file has no name once all ranks of its node have opened it, and goes with the last tensor. All ranks make this
     call, when nothing of them runs. Raises: CheckpointError where the disk is too small; OSError.
     """
-    if not tensors or turns is None:
+    if not tensors or not isinstance(context, SeveralRanks):
         return {}
-    writes, found = turns.writes_files, dict[str, Tensor]()
-    with together(turns):
+    writes, found = context.writes_files, dict[str, Tensor]()
+    with context.together():
         new = _new_file(folder, sum(tensor.num_bytes for tensor in tensors)) if writes else ""
-    path, descriptor = turns.control.broadcast(new), -1
+    path, descriptor = context.control.broadcast(new), -1
     try:
         try:
-            with together(turns):
-                descriptor = os.open(path, os.O_RDWR) if turns.ranks.node == 0 else -1
+            with context.together():
+                descriptor = os.open(path, os.O_RDWR) if context.ranks.node == 0 else -1
         finally:
             if writes:
                 os.unlink(path)
-        with together(turns):
+        with context.together():
             if descriptor >= 0:
                 _write_own(descriptor, weights, tensors)
-        with together(turns):
+        with context.together():
             found = _mapped(descriptor, tensors) if writes else found
     finally:
         if descriptor >= 0:

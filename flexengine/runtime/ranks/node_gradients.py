@@ -7,25 +7,35 @@ backward finishes early could be sent while it goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from flexengine.native.threads import host_threads
+from flexengine.parallel.control import Control
+from flexengine.parallel.nodes import NodeLink
+from flexengine.parallel.ranks import Ranks
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
-from flexengine.runtime.ranks.turns import Turns
 from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.node_exchange import NodePiece, givers_of, node_pieces
 
 
 class NodeGradients:
-    """The stored gradients of one layout, in the order in which backward leaves them."""
+    """The stored gradients of one layout, in the order in which backward leaves them.
 
-    def __init__(self, layout: Layout, arenas: Arenas, turns: Turns) -> None:
-        self._layout, self._arenas, self._turns = layout, arenas, turns
+    link: to the other nodes. control: calls that all ranks make. await_gradient: waits until the node's last round has
+    stored the gradient of a group.
+    """
+
+    def __init__(
+        self, layout: Layout, arenas: Arenas, ranks: Ranks, link: NodeLink, control: Control,
+        await_gradient: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._layout, self._arenas, self._ranks = layout, arenas, ranks
+        self._link, self._control, self._await_gradient = link, control, await_gradient
         self._pieces = list(node_pieces(layout))
 
     def add(self, num_rounds: int) -> Tensor:
@@ -33,24 +43,22 @@ class NodeGradients:
 
         num_rounds: of the step. All ranks make this call together; when it returns, the node's memory holds the sums.
         """
-        turns = self._turns
-        assert turns.link is not None, "one node has nothing to add"
-        givers = givers_of(num_rounds, turns.link.nodes)
+        givers = givers_of(num_rounds, self._link.nodes)
+        own = self._pieces[self._ranks.local_rank :: self._ranks.local_size]
         with _threads(host_threads()):
-            own = turns.share.every(self._pieces)
-            squares = turns.link.add(map(self._await, own), givers, wide_dtype(self._layout))
-        return self._by_run(turns.control.gather(squares))
+            squares = self._link.add(map(self._await, own), givers, wide_dtype(self._layout))
+        return self._by_run(self._control.gather(squares))
 
     def _await(self, piece: NodePiece) -> Tensor:
         """A piece of the stored gradient, when the node's last round has stored it."""
-        self._turns.await_gradient(piece.group)
+        self._await_gradient(piece.group)
         layout = self._layout
         slot, dtype = layout.slots[layout.plane_slot("grad", piece.group)], DTYPES[layout.plan.request.numerics.grad]
         return self._arenas.view(slot, piece.first * dtype.itemsize, (piece.numel,), dtype)
 
     def _by_run(self, told: list[list[float]]) -> Tensor:
         """Add squares that all ranks have told: piece after piece, and of a piece node after node."""
-        ranks, layout = self._turns.ranks, self._layout
+        ranks, layout = self._ranks, self._layout
         squares = [0.0] * layout.first_run(len(layout.groups))
         for number, piece in enumerate(self._pieces):
             turn, local_rank = divmod(number, ranks.local_size)
@@ -59,19 +67,19 @@ class NodeGradients:
         return torch.tensor(squares, dtype=torch.float64)
 
 
-def gradients_of_nodes(weights: WeightStore, turns: Turns, num_rounds: int) -> dict[str, Tensor]:
+def gradients_of_nodes(weights: WeightStore, ranks: Ranks, control: Control, num_rounds: int) -> dict[str, Tensor]:
     """Add the stored gradients of all nodes by Hugging Face name, float32 (float64), leaving them as they are.
 
     num_rounds: of the step. All ranks make this call together. Whole gradients of all nodes pass to each rank.
     """
-    ranks, stored = turns.ranks, DTYPES[weights.layout.plan.request.numerics.grad]
+    stored = DTYPES[weights.layout.plan.request.numerics.grad]
     givers = [node * ranks.local_size for node in givers_of(num_rounds, ranks.nodes)]
     found = {}
     for name, run in weights.runs.items():
         if run.frozen:
             continue
         own = weights.read_gradient(name, 1.0)
-        told = turns.control.gather(own.numpy() if ranks.rank in givers else None)
+        told = control.gather(own.numpy() if ranks.rank in givers else None)
         total = torch.from_numpy(told[0]).clone()
         for giver in givers[1:]:
             total += torch.from_numpy(told[giver])

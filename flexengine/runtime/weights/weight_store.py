@@ -27,7 +27,7 @@ from flexengine.runtime.weights.staging import load_staged
 from flexengine.runtime.weights.stored_matrices import Span, StoredMatrices, read_pieces, regrouped
 from flexengine.schedule.group_storage import Segment, is_split
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.shares import ALONE, Share
+from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import PlaneKind
 
 SAMPLED_ELEMENTS = 1024

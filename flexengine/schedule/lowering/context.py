@@ -10,34 +10,20 @@ from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.ranks.cells import Cells
-from flexengine.schedule.ranks.stage_layout import StageLayout
-from flexengine.schedule.ranks.waves import Wave
 
 
 class RoundContext:
-    """A round's layout, shape and program builder.
+    """A round's layout, shape and program builder. routed: what each chunk's slot of bounds holds by now."""
 
-    routed: what each chunk's slot of bounds holds by now. cells: by which several ranks wait for each other. wave: of a
-    split plan, this rank's place among those that walk the layers together; None where each walks alone. stages: the
-    layout of a rank that trains in stages; None where it evaluates, or ranks train otherwise.
-    """
-
-    def __init__(self, layout: Layout, shape: RoundShape, builder: ProgramBuilder, wave: Wave | None = None) -> None:
-        self.layout, self.shape, self.builder, self.wave = layout, shape, builder, wave
+    def __init__(self, layout: Layout, shape: RoundShape, builder: ProgramBuilder) -> None:
+        self.layout, self.shape, self.builder = layout, shape, builder
         self.plan, self.model = layout.plan, layout.model
         self.chunks = range(len(shape.chunks))
         self.routed: dict[int, str] = {}
-        self.cells = Cells(layout) if layout.plan.shares_node and not layout.plan.stages else None
-        self.stages: StageLayout | None = None
 
     def updated_before(self, group: int) -> tuple[Signal, ...]:
         """What a fetch of a group's weights awaits of other ranks."""
-        if self.stages is not None:
-            return (self.stages.cells.updated_before(head=group > 0),) if self.stages.is_edge(group) else ()
-        if self.cells is None or self.model.groups[group].frozen:
-            return ()
-        return self.cells.updated_before(group)
+        return ()
 
     def part_name(self, group: int, part: int) -> str:
         """A parameter group, or one of its parts where it has several."""

@@ -8,12 +8,12 @@ from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, FinishGradient, GroupScale, Stream
 from flexengine.schedule.fixed_slots import HOST_SCALES
-from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
-from flexengine.schedule.lowering.split import ExchangeLowering
+from flexengine.schedule.lowering.cpu_update import cpu_groups, lower_cpu_update, lower_speculative_update
+from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
-from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update, lower_norm, lower_speculative_update
+from flexengine.schedule.lowering.update import clip, send_scalars
 from flexengine.schedule.slots import Slot
 
 
@@ -39,55 +39,32 @@ def scale_slots(layout: Layout) -> tuple[dict[int, ScaleSlots], tuple[Slot, ...]
 
 
 class GradientLowering:
-    """Finishes gradients. first: no gradients are stored yet in this step. scales: groups that the CPU updates here.
+    """Finishes gradients of a round of this kind. scales: groups that the CPU updates in it."""
 
-    speculates: the CPU updates here what the plan says, into second planes.
-    """
-
-    def __init__(
-        self, context: RoundContext, first: bool, scales: dict[int, ScaleSlots], speculates: bool = False
-    ) -> None:
+    def __init__(self, context: RoundContext, kind: RoundKind, scales: dict[int, ScaleSlots]) -> None:
         self._context, self._builder, self._layout = context, context.builder, context.layout
-        self._first, self._scales, self._speculates = first, scales, speculates
+        self._first, self._scales, self._kind = kind.first, scales, kind
         self._stored: set[tuple[int, int]] = set()  # parts of groups that this round has stored
-        self._uses = group_uses(context.layout.model)
-        self._spilled: set[tuple[int, int]] = set()  # parts of groups of which the host holds an accumulator
         self._rings: dict[str, SlotRing] = {}
-        self._untold: list[int] = []  # groups of which this rank updates nothing, and has yet to tell so
-        self._exchange = None if context.wave is None else ExchangeLowering(context, context.wave, first)
 
     def accumulators(self, layer: LayerSpec, begun: bool) -> dict[int, int]:
         """Slots of the accumulators of a layer's trained groups. begun: an earlier stage of the layer had some."""
-        if self._exchange is not None:
-            return {group: self._exchange.accumulator(group, begun) for group in self._trained(layer)}
         classes = {group: self._context.model.groups[group].slot_class for group in self._trained(layer)}
         return {group: self._layout.slot("accumulator", name) for group, name in classes.items()}
 
     def finish(self, group: int, part: int, accumulator: int) -> None:
-        """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home.
-
-        Several ranks relay a gradient once a round: until the last layer that adds to it, accumulators are spilled, and
-        added just before that layer's. So the bits are those of one rank, which adds and rounds layer by layer. If
-        ranks did that while other layers are still to come, none could begin its backward before the rank of the round
-        before has ended its own.
-        """
-        if self._exchange is not None:
-            self._exchange.finish(group, part, Access(accumulator, self._accumulated(group, part)))
-            return
-        key, relayed = (group, part), self._context.cells is not None
-        if relayed and key not in self._spilled and self._uses[group].gradients > 1:
-            self._spill(group, part, accumulator)
-            return
-        has_previous = not self._first or key in self._stored
-        self._stored.add(key)
+        """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home."""
+        has_previous = not self._first or (group, part) in self._stored
+        self._stored.add((group, part))
         for stored in stored_pieces(self._context, group, part):
-            staging, previous = self._fetch_stored(stored, has_previous), has_previous
-            if key in self._spilled:
-                self._add_spilled(stored, staging, previous)
-                previous = True
-            self._round(stored, Access(accumulator, self._accumulated(group, part)), previous, staging)
-            if staging is not None:
-                self._send_home(stored, staging)
+            self._store(stored, Access(accumulator, self._accumulated(group, part)), has_previous)
+
+    def _store(self, stored: StoredPiece, accumulator: Access, has_previous: bool) -> None:
+        """Round a piece of an accumulator into the stored gradient."""
+        staging = self._fetch_stored(stored, has_previous)
+        self._round(stored, accumulator, has_previous, staging)
+        if staging is not None:
+            self._send_home(stored, staging)
 
     def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
         """Update on the CPU those of a layer's groups that no layer below adds to."""
@@ -96,30 +73,21 @@ class GradientLowering:
                 continue
             if group in self._scales:
                 self._update_by_cpu(group)
-            elif self._speculates and self._context.plan.groups[group].speculative:
+            elif self._kind.updates == "speculative" and self._context.plan.groups[group].speculative:
                 self._speculate(group)
 
     def lower_norm(self) -> None:
-        """Tell the host the norm of all gradients, with which a round ends that speculates."""
-        stored = [] if self._exchange is None else self._exchange.stored_at_home()
-        lower_norm(self._builder, self._layout, stored)
-        if self._untold:
-            assert self._context.cells is not None, "one rank tells nobody"
-            signals = tuple(self._context.cells.speculated(group) for group in self._untold)
-            self._builder.between_ranks(-1, signals=signals)
+        """Tell the host the factors on all gradients and their norm, with which a round ends that speculates."""
+        self._have_squares()
+        clip(self._builder, self._layout, Access(self._layout.slot("norm_squares"), "norm squares"))
+        send_scalars(self._builder, self._layout)
+
+    def _have_squares(self) -> None:
+        """Have the sums of squares of all gradients here."""
 
     def _speculate(self, group: int) -> None:
-        """Update a group, or what this rank has stored of it, into its second planes."""
-        if self._exchange is None:
-            lower_speculative_update(self._builder, self._layout, group, self._stored_at_home(group))
-            return
-        own = self._exchange.own_ranges(group)
-        last = lower_speculative_update(self._builder, self._layout, group, self._exchange.stored_at_home(group), own)
-        if last < 0:
-            self._untold.append(group)
-            return
-        assert self._context.cells is not None, "ranks of a split plan have cells"
-        self._builder.between_ranks(last, signals=(self._context.cells.speculated(group),))
+        """Update a group into its second planes."""
+        lower_speculative_update(self._builder, self._layout, group, self._stored_at_home(group))
 
     def _trained(self, layer: LayerSpec) -> list[int]:
         return [group for group in layer.groups if not self._context.model.groups[group].frozen]
@@ -131,55 +99,20 @@ class GradientLowering:
                 self._builder.holds(home, stored.content)
         if self._layout.homes[stored.group].grads == "gpu":
             return None
-        staging, cells = self._staging_slot(stored.group), self._context.cells
+        staging = self._staging_slot(stored.group)
         if has_previous:
-            back = [region.reversed for region in stored.regions_home(staging)]
-            stream = Stream.H2D if cells is None else Stream.RELAY_IN
-            self._builder.copy(CommandName("fetch", "grad", stored.name), stream, stored.content, back)
-            if cells is not None:
-                awaits = cells.relayed_before(stored.group, stored.part, stored.number)
-                self._builder.between_ranks(-1, awaits=(awaits,))
+            self._fetch_home(stored, [region.reversed for region in stored.regions_home(staging)])
         return staging
 
+    def _fetch_home(self, stored: StoredPiece, back: list[CopyRegion]) -> None:
+        self._builder.copy(CommandName("fetch", "grad", stored.name), Stream.H2D, stored.content, back)
+
     def _send_home(self, stored: StoredPiece, staging: int) -> None:
-        cells = self._context.cells
-        stream = Stream.D2H if cells is None else Stream.RELAY_OUT
         name = CommandName("offload", "grad", stored.name)
-        self._builder.copy(name, stream, stored.content, stored.regions_home(staging))
-        if cells is not None:
-            signal = cells.relayed(stored.group, stored.part, stored.number)
-            self._builder.between_ranks(-1, signals=(signal,))
+        self._builder.copy(name, Stream.D2H, stored.content, stored.regions_home(staging))
 
     def _accumulated(self, group: int, part: int) -> str:
         return f"accumulator {self._context.part_name(group, part)}"
-
-    def _spill(self, group: int, part: int, accumulator: int) -> None:
-        """Keep an accumulator on the host, in full width."""
-        assert part == 0, "one slot holds what one layer spills"
-        self._spilled.add((group, part))
-        for stored in stored_pieces(self._context, group, part):
-            region = self._spilled_region(stored, accumulator, stored.piece.start)
-            target = [Access(region.target, self._spilled_content(stored))]
-            source = [Access(accumulator, self._accumulated(group, part))]
-            name = CommandName("offload", "spilled", stored.name)
-            self._builder.add("copy", name, Stream.D2H, source, target, copies=(region,))
-
-    def _add_spilled(self, stored: StoredPiece, staging: int | None, has_previous: bool) -> None:
-        """Add the same piece of what another layer spilled; its squares do not count."""
-        assert staging is not None, "ranks store gradients in the node's memory"
-        slot = self._layout.slot("spilled", self._context.model.groups[stored.group].slot_class)
-        name, content = CommandName("fetch", "spilled", stored.name), self._spilled_content(stored)
-        back = [self._spilled_region(stored, slot, 0).reversed]
-        self._builder.copy(name, Stream.RELAY_IN, content, back)
-        self._round(stored, Access(slot, content), has_previous, staging, stored.piece.start)
-
-    def _spilled_region(self, stored: StoredPiece, slot: int, start: int) -> CopyRegion:
-        """The copy of a piece to the host, from element `start` of a slot with an accumulator."""
-        width, home = self._layout.acc_bytes, self._layout.spilled_slot(stored.group, stored.piece)
-        return CopyRegion(slot, start * width, home, 0, stored.piece.numel * width)
-
-    def _spilled_content(self, stored: StoredPiece) -> str:
-        return f"spilled accumulator {stored.name}"
 
     def _staging_slot(self, group: int) -> int:
         name = self._context.model.groups[group].slot_class

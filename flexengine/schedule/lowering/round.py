@@ -15,70 +15,47 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.activations import ActivationLowering
 from flexengine.schedule.lowering.compute import ComputeCall, ComputeLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart, stage_parts
-from flexengine.schedule.lowering.gradients import GradientLowering, scale_slots
+from flexengine.schedule.lowering.gradients import GradientLowering, ScaleSlots, scale_slots
+from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.weights import WeightLowering
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.ranks.waves import Wave
 from flexengine.schedule.slots import overlapping_slots
 
 
-def lower_round(
-    layout: Layout, shape: RoundShape, first: bool, updates: bool = False, wave: Wave | None = None,
-    speculates: bool = False,
-) -> Program:  # fmt: skip
-    """Forward, loss and backward of one round. first: no gradients are stored yet in this step.
+class LayerWalk:
+    """What training and evaluation share. Each subject (weights, activations, compute) appends its commands."""
 
-    updates: the CPU updates its groups in this round, each as soon as its gradient has reached the host. So it is the
-    last round of a step, and gradients are not clipped. wave: of a split plan, the rank and the rounds that run
-    together; None = rank 0 and as many rounds as ranks. speculates: it is the last round, and the CPU updates what the
-    plan says into second planes; at its end the host is told the norm, which decides whether these count.
-    """
-    if layout.plan.split and wave is None:
-        wave = Wave(0, layout.plan.request.ranks, layout.plan.request.ranks)
-    return RoundLowering(layout, shape, first, updates, wave, speculates).train()
-
-
-def lower_evaluation(layout: Layout, shape: RoundShape) -> Program:
-    """Forward and loss of one round; keeps nothing. Each of several ranks runs it by itself."""
-    return RoundLowering(layout, shape, first=True).evaluate()
-
-
-class RoundLowering:
-    """Walks the layers of one round; each subject (weights, activations, compute, gradients) appends its commands."""
-
-    def __init__(
-        self, layout: Layout, shape: RoundShape, first: bool, updates: bool = False, wave: Wave | None = None,
-        speculates: bool = False,
-    ) -> None:  # fmt: skip
-        scales, slots, overlaps = {}, layout.slots, layout.overlaps
-        if updates and layout.plan.updates_on_cpu:
-            scales, slots = scale_slots(layout)
-            overlaps = overlapping_slots(slots)
-        self.layout, self.model = layout, layout.model
-        self.builder = ProgramBuilder("round", slots, overlaps)
-        self.context = RoundContext(layout, shape, self.builder, wave)
-        self.weights = WeightLowering(self.context)
+    def __init__(self, layout: Layout, shape: RoundShape, builder: ProgramBuilder) -> None:
+        self.layout, self.model, self.shape, self.builder = layout, layout.model, shape, builder
+        self.context = self.make_context()
+        self.weights = self.make_weights()
         self.activations = ActivationLowering(self.context)
         self.compute = ComputeLowering(self.context, self.weights)
-        self.speculates = speculates
-        self.gradients = GradientLowering(self.context, first, scales, speculates)
 
-    def train(self) -> Program:
-        """All layers forward, the head with its loss, all layers backward."""
-        self._fetch_batch()
-        for index, layer in enumerate(self.model.layers):
-            if layer.kind != "head":  # the head's one command is forward, loss and backward
-                self._forward_layer(index, layer)
-        for index in reversed(range(len(self.model.layers))):
-            if self.model.layers[index].has_backward:
-                self._backward_layer(index, self.model.layers[index])
-        if self.speculates:
-            self.gradients.lower_norm()
-        return self.builder.build()
+    def make_context(self) -> RoundContext:
+        """What the subjects share."""
+        return RoundContext(self.layout, self.shape, self.builder)
 
-    def evaluate(self) -> Program:
-        """All layers forward, keeping nothing; the head writes losses."""
+    def make_weights(self) -> WeightLowering:
+        """What brings weights."""
+        return WeightLowering(self.context)
+
+    def _fetch_batch(self) -> None:
+        source, target, plan = self.layout.slot("batch", memory="host"), self.layout.slot("batch"), self.layout.plan
+        size = batch_offsets(plan.num_chunks, plan.chunk_tokens)["end"]
+        self.builder.holds(source, "batch")
+        self.builder.copy(CommandName("fetch", "batch"), Stream.H2D, "batch", [CopyRegion(source, 0, target, 0, size)])
+
+
+class EvaluationLowering(LayerWalk):
+    """Forward and loss of one round, which keeps nothing. Each of several ranks runs it by itself."""
+
+    def __init__(self, layout: Layout, shape: RoundShape) -> None:
+        super().__init__(layout, shape, ProgramBuilder("round", layout.slots, layout.overlaps))
+
+    def lower(self) -> Program:
+        """All layers forward; the head writes losses."""
         self._fetch_batch()
         for index, layer in enumerate(self.model.layers):
             for at in stage_parts(self.layout.evaluation_program(index).forward_stages):
@@ -87,11 +64,45 @@ class RoundLowering:
                     self._evaluate_chunk(index, c, at, weights)
         return self.builder.build()
 
-    def _fetch_batch(self) -> None:
-        source, target, plan = self.layout.slot("batch", memory="host"), self.layout.slot("batch"), self.layout.plan
-        size = batch_offsets(plan.num_chunks, plan.chunk_tokens)["end"]
-        self.builder.holds(source, "batch")
-        self.builder.copy(CommandName("fetch", "batch"), Stream.H2D, "batch", [CopyRegion(source, 0, target, 0, size)])
+    def _evaluate_chunk(self, index: int, c: int, at: StagePart, weights: dict[int, int]) -> None:
+        areas, reads = self.activations.input_of(index, c) if at.opens else ({}, [])
+        program = self.layout.evaluation_program(index)
+        call = ComputeCall("evaluate", index, c, at, program, weights, areas, reads)
+        if self.model.layers[index].kind == "head":
+            call.writes.append(Access(self.layout.slot("losses"), f"losses {c}"))
+        elif "output" in at.stage.areas:
+            call.writes_area("output", self.activations.output_of(index, c, keeps=False))
+        self.compute.add(call)
+
+
+class RoundLowering(LayerWalk):
+    """Forward, loss and backward of one round of one rank. Those of several override what they do otherwise."""
+
+    def __init__(self, layout: Layout, shape: RoundShape, kind: RoundKind) -> None:
+        scales, slots, overlaps = dict[int, ScaleSlots](), layout.slots, layout.overlaps
+        if kind.updates == "in_round" and layout.plan.updates_on_cpu:
+            scales, slots = scale_slots(layout)
+            overlaps = overlapping_slots(slots)
+        self.kind = kind
+        super().__init__(layout, shape, ProgramBuilder("round", slots, overlaps))
+        self.gradients = self.make_gradients(scales)
+
+    def make_gradients(self, scales: dict[int, ScaleSlots]) -> GradientLowering:
+        """What finishes gradients."""
+        return GradientLowering(self.context, self.kind, scales)
+
+    def lower(self) -> Program:
+        """All layers forward, the head with its loss, all layers backward."""
+        self._fetch_batch()
+        for index, layer in enumerate(self.model.layers):
+            if layer.kind != "head":  # the head's one command is forward, loss and backward
+                self._forward_layer(index, layer)
+        for index in reversed(range(len(self.model.layers))):
+            if self.model.layers[index].has_backward:
+                self._backward_layer(index, self.model.layers[index])
+        if self.kind.updates == "speculative":
+            self.gradients.lower_norm()
+        return self.builder.build()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -113,16 +124,6 @@ class RoundLowering:
         if at.opens:
             self.activations.offload(index, c, call.areas)
 
-    def _evaluate_chunk(self, index: int, c: int, at: StagePart, weights: dict[int, int]) -> None:
-        areas, reads = self.activations.input_of(index, c) if at.opens else ({}, [])
-        program = self.layout.evaluation_program(index)
-        call = ComputeCall("evaluate", index, c, at, program, weights, areas, reads)
-        if self.model.layers[index].kind == "head":
-            call.writes.append(self._losses(c))
-        elif "output" in at.stage.areas:
-            call.writes_area("output", self.activations.output_of(index, c, keeps=False))
-        self.compute.add(call)
-
     def _losses(self, c: int) -> Access:
         return Access(self.layout.slot("losses"), f"losses {c}")
 
@@ -131,7 +132,7 @@ class RoundLowering:
     def _backward_layer(self, index: int, layer: LayerSpec) -> None:
         """Run all chunks of a layer through every stage; then its gradients leave."""
         begun = False
-        for at in self._backward_stages(index):
+        for at in self._stages_of(index):
             weights = self.weights.acquire(layer, at) if layer.input is not None else {}
             if at.stage.recomputes and not at.closes:
                 self._use_kept("recompute", index, self.context.chunks, at, weights)
@@ -150,9 +151,7 @@ class RoundLowering:
         """
         accumulators = self.gradients.accumulators(layer, begun)
         self._backward_chunks(index, layer, at, weights, accumulators, begun, self.context.chunks)
-        over_blocks = layer.kind != "block" and self.layout.plan.share_edge_slots
-        if self.context.wave is not None and not over_blocks:  # else they would take the place of what is sent
-            self._acquire_next(index, at)
+        self._before_gradients_leave(index, layer, at)
         for group, slot in accumulators.items():
             if self.context.is_in_parts(group) or at.closes:
                 self.gradients.finish(group, at.part if self.context.is_in_parts(group) else 0, slot)
@@ -172,20 +171,11 @@ class RoundLowering:
                 self._refill_window(index, range(chunk.first_slice, c + 1), weights)
             self._backward_chunk(index, c, at, weights, accumulators, c == order[0], begun)
 
-    def _backward_stages(self, index: int) -> list[StagePart]:
+    def _stages_of(self, index: int) -> list[StagePart]:
         return stage_parts(self.layout.programs[index].backward_stages)
 
-    def _acquire_next(self, index: int, at: StagePart) -> None:
-        """Bring the weights of the stage that follows in backward, if one does, before this one's accumulators leave.
-
-        Ranks run collectives in program order, and an exchange waits for the stage that is at work.
-        """
-        later = [(index, stage) for stage in self._backward_stages(index)]
-        later = later[later.index((index, at)) + 1 :]
-        if not later and index > 0 and self.model.layers[index - 1].has_backward:
-            later = [(index - 1, stage) for stage in self._backward_stages(index - 1)]
-        if later and self.model.layers[later[0][0]].input is not None:
-            self.weights.acquire(self.model.layers[later[0][0]], later[0][1])
+    def _before_gradients_leave(self, index: int, layer: LayerSpec, at: StagePart) -> None:
+        """What has to be at work before a stage's accumulators leave."""
 
     def _refill_window(self, index: int, slices: range, weights: dict[int, int]) -> None:
         """Rebuild the keys and values of a sliced sequence, first slice to last."""

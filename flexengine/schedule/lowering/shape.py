@@ -48,10 +48,6 @@ class RoundShape(NamedTuple):
             ]
         return RoundShape(tuple(chunks), counts)
 
-    def times(self, count: int) -> RoundShape:
-        """The shape of so many such rounds that run together; of one it is this."""
-        return self if count == 1 else RoundShape.of_wave([self] * count)
-
     @property
     def num_tokens(self) -> int:
         """Tokens of all chunks."""

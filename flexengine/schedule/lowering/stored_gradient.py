@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from flexengine.schedule.commands import CopyRegion, StoredRun
 from flexengine.schedule.lowering.context import RoundContext
-from flexengine.schedule.ranks.relay_pieces import Piece
+from flexengine.schedule.pieces import Piece
 
 
 class StoredPiece(NamedTuple):

@@ -11,7 +11,6 @@ from flexengine.schedule.commands import Access, CommandName, CopyRegion, Decode
 from flexengine.schedule.expert_fetch import fetch_of_experts, touched_experts
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.lowering.context import RoundContext, StagePart
-from flexengine.schedule.lowering.split import fetch_share
 from flexengine.schedule.stored_pieces import StoredPieces, total_work
 
 
@@ -94,14 +93,16 @@ class WeightLowering:
             regions.append(CopyRegion(source, start if whole else 0, slot, slot_start, num_bytes))
         if at.in_parts and self._context.plan.touched_only:
             self._fetch_experts(name, content, regions, at)
-        elif self._context.wave is not None:
-            fetch_share(self._builder, self._context.wave, name, content, regions)
         else:
-            self._builder.copy(name, Stream.H2D, content, regions)
+            self._bring(name, content, regions)
         awaits = self._context.updated_before(group)
         if awaits:
             fetch = self._builder.commands[-1] if self._builder.commands[-1].copies else self._builder.commands[-2]
             self._builder.between_ranks(fetch.index, awaits=awaits)
+
+    def _bring(self, name: CommandName, content: str, regions: list[CopyRegion]) -> None:
+        """Append what brings a part to its slot."""
+        self._builder.copy(name, Stream.H2D, content, regions)
 
     def _fetch_experts(self, name: CommandName, content: str, regions: list[CopyRegion], at: StagePart) -> None:
         """Fetch those of a part's experts that have rows in some chunk, as its slot of bounds tells."""

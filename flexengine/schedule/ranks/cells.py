@@ -1,6 +1,6 @@
-"""Several ranks on one host copy: who runs which round, and the cells by which commands of ranks wait for each other.
+"""Several ranks on one host copy: the cells by which commands of ranks wait for each other.
 
-Rounds of a step are numbered over all its calls, and rank `number % size` runs a round. A stored gradient is relayed
+Under relays rank `number % size` runs a round of a step. A stored gradient is relayed
 through the node's memory: the rank of a round fetches what the round before left there, and leaves the sum. So it is
 added up in the order of rounds, whatever the number of ranks. After the last round each rank updates its share.
 """
@@ -13,25 +13,21 @@ from flexengine.schedule.commands import Signal
 from flexengine.schedule.layout import Layout
 
 
-def executor_of(round_number: int, size: int) -> int:
-    """The rank that runs a round of a step, counted from 0."""
-    return round_number % size
-
-
 class Cells:
     """Numbers of the cells that ranks raise: pieces of gradients relayed, groups updated, the norm's squares stored."""
 
     def __init__(self, layout: Layout) -> None:
-        self._pieces = ((),) * len(layout.groups) if layout.plan.split else layout.pieces  # split: no rank awaits one
+        relays = layout.places.relays_pieces
+        self._pieces = layout.pieces if relays else ((),) * len(layout.groups)
         self._first_pieces = [0, *accumulate(sum(map(len, parts)) for parts in self._pieces)]
         self._num_groups = len(layout.groups)
-        self._splits = layout.plan.split
+        self._num_speculated = 0 if relays else self._num_groups  # also of plans that do not speculate
         self._speculative = [home.speculative and layout.plan.speculates for home in layout.plan.groups]
 
     @property
     def count(self) -> int:
         """How many cells there are."""
-        return self._norm + 1 + (self._num_groups if self._splits else 0)  # also of split plans that do not speculate
+        return self._norm + 1 + self._num_speculated
 
     @property
     def _norm(self) -> int:

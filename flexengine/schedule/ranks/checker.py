@@ -28,16 +28,18 @@ from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Stream, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
-from flexengine.schedule.ranks.order import Event, Events, RankRun, UpdateWay, runs_of_ranks
-from flexengine.schedule.ranks.shares import Share
-from flexengine.schedule.ranks.split_checker import check_folds
-from flexengine.schedule.ranks.stages_checker import check_stages, held_in_stages
+from flexengine.schedule.lowering.kinds import UpdateWay
+from flexengine.schedule.ranks.order import Event, Events
+from flexengine.schedule.ranks.rank_run import RankRun
+from flexengine.schedule.ranks.runs import runs_of_ranks
+from flexengine.schedule.ranks.transports import transport_of
+from flexengine.schedule.shares import Share
 
 WAYS: tuple[tuple[UpdateWay, ...], ...] = (
-    ("holds", "holds", "waits"),
-    ("holds", "drops", "waits"),
-    ("drops", "holds", "drops"),
-    ("waits", "holds", "waits"),
+    ("committed", "committed", "after_norm"),
+    ("committed", "rolled_back", "after_norm"),
+    ("rolled_back", "committed", "rolled_back"),
+    ("after_norm", "committed", "after_norm"),
 )
 """Steps of a plan that speculates: each way to update after each other one."""
 
@@ -53,10 +55,7 @@ def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: in
     """As `check_ranks`, of programs that are lowered already."""
     check_shares(layout, runs)
     check_dealt_states(layout, runs)
-    if layout.plan.split:
-        check_folds(layout, runs)
-    if layout.plan.stages:
-        check_stages(layout, runs)
+    transport_of(layout.plan).check(layout, runs)
     events = Events(runs, num_rounds)
     order = events.in_order()
     _check_memory(layout, events, order, num_rounds)
@@ -170,35 +169,18 @@ def _touches_of(layout: Layout, event: Event) -> list[_Touch]:
     return _update_touches(layout, event) if event.command.stream is Stream.CPU else _touches(event)
 
 
-def _held_gradient(layout: Layout, event: Event, writes: bool) -> tuple[int, int]:
-    """What a stored gradient holds where a run reads it, or has written it: the sum up to this round of this step.
-
-    What all nodes have added up counts as one round more. A speculative update reads what its own round has left.
-    """
-    run = event.run
-    if isinstance(event.command.args, UpdateTile) and not run.updates:
-        return run.step, run.number
-    if run.exchanges:
-        return run.step, run.number + writes
-    if run.updates:
-        return run.step, run.number + (layout.plan.request.nodes > 1)
-    return run.step, run.number - (not writes)
-
-
 def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: int) -> None:
     """Check order and contents of all that touches the node's memory."""
     touches = {index: _touches_of(layout, event) for index, event in enumerate(events.all)}
     borders = sorted({border for found in touches.values() for touch in found for border in touch[:2]})
     places = {border: place for place, border in enumerate(borders)}
     frozen = {group.name for group in layout.model.groups if group.frozen}
-    memory = _NodeBytes(len(borders), events, order)
+    memory, transport = _NodeBytes(len(borders), events, order), transport_of(layout.plan)
     for index in order:
         run = events.all[index].run
         for touch in touches[index]:
-            if layout.plan.stages and touch.role in ("grad", "handed"):
-                held = held_in_stages(layout, events.all[index], *touch[3:], touch.writes)
-            elif touch.role == "grad":
-                held = _held_gradient(layout, events.all[index], touch.writes)
+            if touch.role in ("grad", "handed"):
+                held = transport.held(layout, events.all[index], *touch[3:], touch.writes)
             elif touch.role == "norm_squares" or touch.owner in frozen:
                 held = (run.step if touch.role == "norm_squares" else 0), 0
             else:

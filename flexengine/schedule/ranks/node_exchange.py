@@ -3,7 +3,7 @@
 Each rank takes every N-th piece, waits until its node's last round has stored it, and exchanges it with the ranks of
 the other nodes that have its place. All ranks have ended that before any of them updates. The caller's `step` tells
 which round was the last, so this is a call and not a command of either program; `lower_exchange` writes it down as one
-for `ranks_checker`.
+for `ranks.checker`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flexengine.schedule.commands import Access, Command, CommandName, Program, 
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.cells import Cells
-from flexengine.schedule.ranks.shares import Share
+from flexengine.schedule.shares import Share
 
 PIECE_ELEMENTS = 1 << 21
 """Elements that cross at once. Up to three pieces of a rank are on their way, which takes 12 MiB of its memory in bf16.

@@ -1,153 +1,23 @@
 """The commands of all ranks together: what each rank runs, and which commands must have ended when another starts.
 
-By the order of streams, by waits within a rank and by cells. `ranks_checker` proves that this order is enough;
-`ranks_simulator` tells when each command starts.
+By the order of streams, by waits within a rank and by cells. `checker` proves that this order is enough; `simulator`
+tells when each command starts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from flexengine.schedule.checker import ProgramError
-from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.commands import Command, Stream
 from flexengine.schedule.following import CpuWaits
-from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
-from flexengine.schedule.lowering.stages import lower_wave
-from flexengine.schedule.lowering.update import late_groups
-from flexengine.schedule.ranks.cells import executor_of
-from flexengine.schedule.ranks.node_exchange import lower_exchange
-from flexengine.schedule.ranks.shares import Share
+from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.split_commands import AddTables, ExchangeParts, GatherShares
-from flexengine.schedule.ranks.stage_layout import StageLayout, layouts_of
-from flexengine.schedule.ranks.waves import Wave
-
-NUM_STEPS = 2
-"""Enough to see each kind of program after each other kind."""
-
-
-class RankRun(NamedTuple):
-    """One run of a program on a rank.
-
-    step: from 0. number: of the round in the step; of its last one in an update, and in what nodes exchange before it.
-    together: rounds of the wave that it is part of under a split plan, whose number `number` is then; 0 = none. rounds:
-    those of the step that it runs in stages, where `number` is that of the wave, too; of an update all of them. drops:
-    what it updates speculatively is thrown away, and may read what others update again.
-    """
-
-    program: Program
-    step: int
-    number: int
-    updates: bool
-    exchanges: bool = False
-    together: int = 0
-    rounds: range = range(0)
-    drops: bool = False
-
-
-UpdateWay = Literal["waits", "holds", "drops"]
-"""How a step updates: when the norm is known; speculatively, which counts; or speculatively, and then again."""
-
-
-def runs_of_ranks(
-    layout: Layout, shape: RoundShape, num_rounds: int, ways: Sequence[UpdateWay] = ("waits",) * NUM_STEPS
-) -> list[list[RankRun]]:
-    """What each rank of a node runs in some steps of so many rounds of one shape, two unless `ways` has others."""
-    size, nodes = layout.plan.request.ranks, layout.plan.request.nodes
-    if layout.plan.split:
-        return [_runs_in_waves(layout, shape, num_rounds, rank, ways) for rank in range(size)]
-    if layout.plan.stages:
-        shapes = [[shape] * (min(size, num_rounds - start)) for start in range(0, num_rounds, size)]
-        return [steps_in_stages(one, shapes, ways) for one in layouts_of(layout.given, layout.plan)]
-    rounds = [lower_round(layout, shape, first=first) for first in (True, False)]
-    last = executor_of(num_rounds - 1, size)
-    found = []
-    for rank in range(size):
-        update = lower_update(layout, share=Share(rank, size), last=rank == last)
-        numbers = [number for number in range(num_rounds) if executor_of(number, size) == rank]
-        one = [RankRun(rounds[number > 0], 0, number, updates=False) for number in numbers]
-        if nodes > 1:
-            exchange = lower_exchange(layout, Share(rank, size))
-            one.append(RankRun(exchange, 0, num_rounds - 1, updates=False, exchanges=True))
-        one.append(RankRun(update, 0, num_rounds - 1, updates=True))
-        found.append([run._replace(step=step) for step in range(NUM_STEPS) for run in one])
-    return found
-
-
-def _runs_in_waves(
-    layout: Layout, shape: RoundShape, num_rounds: int, rank: int, ways: Sequence[UpdateWay]
-) -> list[RankRun]:
-    """What a rank of a split plan runs in some steps. Where a speculation holds, planes have changed places since."""
-    size, share, found = layout.plan.request.ranks, Share(rank, layout.plan.request.ranks), list[RankRun]()
-    waves = [min(size, num_rounds - start) for start in range(0, num_rounds, size)]
-    last = len(waves) - 1
-    exchange = lower_exchange(layout, share) if layout.plan.request.nodes > 1 else None
-    # by side of the layout; whether the step's first, of how many ranks, whether it speculates
-    rounds: dict[tuple[int, bool, int, bool], Program] = {}
-    updates: dict[tuple[int, UpdateWay], Program] = {}
-    for step, way in enumerate(ways):
-        bold, holds = way != "waits", way == "holds"
-        for n, count in enumerate(waves):
-            key = layout.side, n == 0, count, bold and n == last
-            if key not in rounds:
-                rounds[key] = lower_round(layout, shape, n == 0, wave=Wave(rank, size, count), speculates=key[3])
-            found.append(RankRun(rounds[key], step, n, updates=False, together=count, drops=way == "drops"))
-        if exchange is not None:
-            found.append(RankRun(exchange, step, last, updates=False, exchanges=True, together=size))
-        layout = layout.swapped() if holds else layout
-        if (layout.side, way) not in updates:
-            groups = late_groups(layout) if holds else None
-            updates[layout.side, way] = lower_update(layout, groups, share, told=bold, holds=holds)
-        found.append(RankRun(updates[layout.side, way], step, last, updates=True))
-    return found
-
-
-def steps_in_stages(
-    layout: StageLayout, waves: Sequence[Sequence[RoundShape]], ways: Sequence[UpdateWay]
-) -> list[RankRun]:
-    """What a rank runs in some steps in stages. Where a speculation holds, planes have changed places since."""
-    found, known = list[RankRun](), dict[tuple[int, UpdateWay], list[RankRun]]()
-    for step, way in enumerate(ways):
-        if (layout.side, way) not in known:
-            known[layout.side, way] = runs_in_stages(layout, waves, way)
-        found += [run._replace(step=step) for run in known[layout.side, way]]
-        layout = layout.swapped() if way == "holds" else layout
-    return found
-
-
-def runs_in_stages(
-    layout: StageLayout,
-    waves: Sequence[Sequence[RoundShape]],
-    way: UpdateWay = "waits",
-    left: Mapping[int, float] | None = None,
-) -> list[RankRun]:
-    """What a rank runs in a step in stages: waves of rounds of these shapes, then the update.
-
-    left: for prices, what the CPU has yet to update after a speculation that holds; the late groups come beside that.
-    """
-    known: dict[tuple[RoundShape, bool, int, bool], Program] = {}
-    found, start, last_before = list[RankRun](), 0, 0
-    for number, wave in enumerate(waves):
-        key = RoundShape.of_wave(wave), number == 0, last_before, way != "waits" and number == len(waves) - 1
-        if key not in known:
-            known[key] = lower_wave(layout, *key)
-        rounds, last_before = range(start, start + len(wave)), len(wave) - 1
-        found.append(RankRun(known[key], 0, number, updates=False, rounds=rounds, drops=way == "drops"))
-        start += len(wave)
-    share, last = Share(layout.stage.rank, layout.stage.size), layout.stage.rank == last_before
-    if way == "waits":
-        update = lower_update(layout, share=share, last=last)
-    else:
-        after = layout.swapped() if way == "holds" and left is None else layout
-        groups = {**(left or {}), **late_groups(after)} if way == "holds" else None
-        update = lower_update(after, groups, share, last, urgent=left or (), told=True, holds=way == "holds")
-    return [*found, RankRun(update, 0, len(waves) - 1, updates=True, rounds=range(start))]
-
 
 COLLECTIVES = (GatherShares, ExchangeParts, AddTables)
 
@@ -238,7 +108,7 @@ class Events:
         joined: list[int] = []  # and of the one with such work before it, which end before it begins
         for run in runs:
             if run.exchanges:
-                if run.together:
+                if run.joins:
                     exchanges, rounds = self._after_rounds[run.step]
                     exchanges.append(len(self.all))
                     rounds += ends.values()
@@ -314,7 +184,7 @@ class Events:
 
     def _awaited(self, event: Event) -> Iterator[int]:
         """The events that raise what an event awaits."""
-        last = executor_of(self._num_rounds - 1, self._size)
+        last = (self._num_rounds - 1) % self._size
         rows = {"own": [event.rank], "previous": [(event.rank - 1) % self._size], "last": [last]}
         for signal in event.command.awaits:
             if event.command.stream is Stream.CPU and not event.run.exchanges:

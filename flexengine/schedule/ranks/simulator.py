@@ -1,6 +1,6 @@
 """Prices a step of several ranks of one node: when every command of every rank would start and end.
 
-Streams, cells and the host's issue order commands as `ranks_order` says; each rank's link is as `simulator` has it. All
+Streams, cells and the host's issue order commands as `ranks.order` says; each rank's link is as `simulator` has it. All
 copies share the rate of the node's host memory, and the CPU works the slower the more of it they take. Whatever streams
 a program has, its copies share the link by the direction in which they go. GPUs are taken to wait for cells themselves:
 a host that polls would also issue later commands late.
@@ -17,14 +17,13 @@ from typing import NamedTuple
 
 from flexengine.schedule.commands import Program, Stream, cpu_priority, streams_of
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
-from flexengine.schedule.lowering.stages import lower_wave
-from flexengine.schedule.lowering.update import late_groups
+from flexengine.schedule.lowering.kinds import RoundKind, UpdateWay, Wave
+from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.ranks.links import COMPUTE, CPU, WAYS, Clock, CommandWork, Way
-from flexengine.schedule.ranks.order import Events, RankRun, RunEvents, UpdateWay, runs_in_stages
-from flexengine.schedule.ranks.shares import Share
-from flexengine.schedule.ranks.stage_layout import layouts_of
-from flexengine.schedule.ranks.waves import Wave
+from flexengine.schedule.ranks.order import Events, RunEvents
+from flexengine.schedule.ranks.rank_run import RankRun
+from flexengine.schedule.ranks.runs import Lowered, step_of_rank
+from flexengine.schedule.ranks.transports import transport_of
 from flexengine.schedule.simulator import Rates, Timing, cpu_share
 from flexengine.schedule.step_parts import full_step, unfinished_updates, until_gpu_ends
 
@@ -81,7 +80,8 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     """
     shapes = _rounds_of_a_rank(layout)
     size = layout.plan.request.ranks
-    few = min(alike or size, size) if layout.plan.split else size
+    transport = transport_of(layout.plan)
+    few = min(alike or size, size) if transport.ranks_alike else size
     rates = rates._replace(host_bytes_per_s=rates.host_bytes_per_s * few / size)
     left: list[dict[int, float]] | None = None
     if layout.plan.speculates:
@@ -90,8 +90,7 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
         left = _left_of_speculation(layout, shape, len(shapes) == 1, few, rates)
     runs = _runs(layout, [shape for shape, _ in shapes], few, left)
     ranks = simulate_runs(runs, size * len(shapes), rates)
-    together = size if layout.plan.stages else 1
-    parts = [(None, 1), *((shape.times(together), count) for shape, count in shapes)]  # the update comes first
+    parts = [(None, 1), *((transport.full_wave(shape, size), count) for shape, count in shapes)]  # the update is first
     ranks = [
         [replace(timed, repeats=count, shape=shape) for timed, (shape, count) in zip(rank, parts, strict=True)]
         for rank in ranks
@@ -118,18 +117,12 @@ def _left_of_speculation(
     layout: Layout, shape: RoundShape, first: bool, simulated: int, rates: Rates
 ) -> list[dict[int, float]]:
     """By rank, groups that the CPU has yet to update when the GPU has ended the last round, and what part is left."""
-    size = layout.plan.request.ranks
-    runs = list[list[RankRun]]()
-    if layout.plan.stages:
-        wave = RoundShape.of_wave([shape] * size)
-        for one in layouts_of(layout.given, layout.plan):
-            program = lower_wave(one, wave, first, 0 if first else size - 1, speculates=True)
-            runs.append([RankRun(program, 0, 0, updates=False, rounds=range(size))])
-    else:
-        for rank in range(simulated):
-            program = lower_round(layout, shape, first, wave=Wave(rank, size, size), speculates=True)
-            runs.append([RankRun(program, 0, 0, updates=False, together=size)])
-    ended = simulate_runs(runs, len(runs) if layout.plan.stages else 1, rates)
+    transport, size = transport_of(layout.plan), layout.plan.request.ranks
+    wave, runs = transport.full_wave(shape, size), list[list[RankRun]]()
+    for rank, one in enumerate(transport.layouts(layout, simulated)):
+        kind = RoundKind(True, first, "speculative", Wave(rank, size, size, 0 if first else size - 1))
+        runs.append([RankRun(transport.lower_round(one, wave, kind), 0, 0, updates=False, rounds=range(size))])
+    ended = simulate_runs(runs, size, rates)
     return [unfinished_updates(timed.run.program, timed.timing) for [timed] in ended]
 
 
@@ -145,49 +138,14 @@ def _runs(
 
     left: by rank, of what the CPU updates speculatively in the last round; None = it does not.
     """
-    size = layout.plan.request.ranks
-    known: dict[tuple[RoundShape, bool], Program] = {}
-    found = []
-    if layout.plan.split:
-        return [_runs_in_waves(layout, shapes, rank, None if left is None else left[rank]) for rank in range(simulated)]
-    if layout.plan.stages:
-        waves = [[shape] * size for shape in shapes]
-        for one in layouts_of(layout.given, layout.plan):
-            way: UpdateWay = "waits" if left is None else "holds"
-            *rounds, update = runs_in_stages(one, waves, way, None if left is None else left[one.stage.rank])
-            found.append([update, *(run._replace(step=1) for run in rounds)])
-        return found
-    for rank in range(size):
-        update = lower_update(layout, share=Share(rank, size), last=rank == size - 1)
-        runs = [RankRun(update, 0, size * len(shapes) - 1, updates=True)]
-        for place, shape in enumerate(shapes):
-            number = place * size + rank
-            key = shape, number == 0
-            if key not in known:
-                known[key] = lower_round(layout, shape, first=number == 0)
-            runs.append(RankRun(known[key], 1, number, updates=False))
-        found.append(runs)
+    size, lowered, found = layout.plan.request.ranks, Lowered(), list[list[RankRun]]()
+    all_rounds = [shape for shape in shapes for _ in range(size)]
+    for rank, one in enumerate(transport_of(layout.plan).layouts(layout, simulated)):
+        way: UpdateWay = "after_norm" if left is None else "committed"
+        runs = step_of_rank(one, rank, all_rounds, way, None if left is None else left[rank], lowered)
+        rounds = [run._replace(step=1) for run in runs if not (run.updates or run.exchanges)]
+        found.append([runs[-1], *rounds])
     return found
-
-
-def _runs_in_waves(
-    layout: Layout, shapes: Sequence[RoundShape], rank: int, left: dict[int, float] | None
-) -> list[RankRun]:
-    """The same of a rank of a split plan, for which all ranks run a round of each shape together."""
-    size = layout.plan.request.ranks
-    if left is None:
-        update = lower_update(layout, share=Share(rank, size))
-    else:
-        update = lower_update(layout, {**left, **late_groups(layout)}, Share(rank, size), urgent=left, told=True)
-    runs = [RankRun(update, 0, len(shapes) - 1, updates=True)]
-    lowered: dict[tuple[RoundShape, bool, bool], Program] = {}
-    for number, shape in enumerate(shapes):
-        bold = left is not None and number == len(shapes) - 1
-        key = shape, number == 0, bold
-        if key not in lowered:
-            lowered[key] = lower_round(layout, shape, number == 0, wave=Wave(rank, size, size), speculates=bold)
-        runs.append(RankRun(lowered[key], 1, number, updates=False, together=size))
-    return runs
 
 
 def simulate_runs(runs: Sequence[Sequence[RankRun]], num_rounds: int, rates: Rates) -> list[list[TimedRankRun]]:

@@ -1,9 +1,9 @@
-"""Proves that ranks which walk the layers together add up their gradients right: see `ranks_checker`.
+"""Proves that ranks which walk the layers together add up their gradients right: see `ranks.checker`.
 
 - folds: in every wave the owners store each element of every trained group once, each adds as many rounds' parts as
   the wave has, to what earlier waves stored and to nothing in the first, and takes them from where they arrived;
 - squares: a step begins with an empty table of sums of squares.
-`ranks_order` sees to it that all ranks make the same collectives in the same order.
+`ranks.order` sees to it that all ranks make the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Command
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.order import RankRun
+from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, ShareOfFetch
 
 
@@ -67,8 +67,8 @@ def _check_run(rank: int, run: RankRun) -> None:
 
 def _check_fold(rank: int, run: RankRun, command: Command, arrived: dict[int, ExchangeParts]) -> None:
     args = command.args
-    if args.rounds != run.together:
-        raise ProgramError(f"{command.label} (rank {rank}) adds {args.rounds} rounds, of a wave of {run.together}")
+    if args.rounds != len(run.rounds):
+        raise ProgramError(f"{command.label} (rank {rank}) adds {args.rounds} rounds, of a wave of {len(run.rounds)}")
     if args.has_previous != (run.number > 0):
         raise ProgramError(f"{command.label} (rank {rank}) does not add to what the waves before have stored")
     for parts in args.received:

@@ -11,10 +11,9 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.parts import Part
-from flexengine.schedule.ranks.cells import Cells
-from flexengine.schedule.ranks.relay_pieces import Piece, pieces_of, whole_piece
-from flexengine.schedule.ranks.shares import ALONE, Share
+from flexengine.schedule.pieces import Piece, pieces_of, whole_piece
 from flexengine.schedule.ranks.stages import Stage, StageCells, why_no_stages
+from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import PlaneKind
 
 OF_OTHERS = GroupPlan(update="none")
@@ -83,18 +82,3 @@ class StageLayout(Layout):
         if group == self.head_group:
             return pieces_of(part, self.groups[group].element_bytes("grad"))
         return (whole_piece(part),)
-
-
-def layout_of(model: ModelSpec, plan: Plan, rank: int = 0) -> Layout:
-    """The layout of one of a node's ranks, which only in stages differs from those of the others."""
-    return StageLayout(model, plan, rank) if plan.stages else Layout(model, plan)
-
-
-def layouts_of(model: ModelSpec, plan: Plan) -> list[StageLayout]:
-    """Those of all ranks of a plan in stages."""
-    return [StageLayout(model, plan, rank) for rank in range(plan.request.ranks)]
-
-
-def cells_of(layout: Layout) -> Cells | StageCells:
-    """The cells by which ranks wait for each other."""
-    return layout.cells if isinstance(layout, StageLayout) else Cells(layout)

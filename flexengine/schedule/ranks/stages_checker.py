@@ -1,4 +1,4 @@
-"""Proves that ranks which train in stages hand over what they should, and add up every round once: see `ranks_checker`.
+"""Proves that ranks which train in stages hand over what they should, and add up every round once: see `ranks.checker`.
 
 - layers: in every wave each layer runs forward and backward once for each chunk, on one of the ranks;
 - hand-overs: who leaves or takes a chunk does so at its place, and finds what was left there in the same wave;
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Command, FinishGradient, LayerCall, UpdateTile
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.order import Event, RankRun
+from flexengine.schedule.ranks.order import Event
+from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.stages import HandedOver
 
 Wave = tuple[int, int]

@@ -20,21 +20,13 @@ from flexengine.schedule.commands import CopyRegion
 from flexengine.schedule.fixed_slots import part_elements
 from flexengine.schedule.layer_program import ALIGNMENT
 from flexengine.schedule.parts import Part
-from flexengine.schedule.ranks.relay_pieces import Piece, PieceRun
+from flexengine.schedule.pieces import Piece, PieceRun
 
 SECTION_BYTES = 256 * 2**20
 """Bytes of an accumulator that are exchanged at once, to all ranks together. Smaller sections take less GPU memory for
 what arrives, and cost more commands."""
 OWN_SQUARES, ALL_SQUARES = "squares of this rank's pieces", "squares of all pieces"
 """What the table of partial sums of squares holds in a round, and when ranks have added up theirs."""
-
-
-class Wave(NamedTuple):
-    """One of `size` ranks in a wave of `rounds` rounds."""
-
-    rank: int
-    size: int
-    rounds: int
 
 
 def shared_bytes(num_bytes: int, size: int) -> int:

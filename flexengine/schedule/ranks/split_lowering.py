@@ -1,19 +1,42 @@
-"""A round of one of several ranks that walk the layers together: fetches in shares, exchanges of accumulators."""
+"""A round of one of several ranks that walk the layers together, and their update: fetches in shares, exchanges of
+accumulators, tables of squares that ranks add up."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
+from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering.context import RoundContext, SlotRing
+from flexengine.schedule.lowering.context import RoundContext, SlotRing, StagePart
+from flexengine.schedule.lowering.cpu_update import OwnRange, lower_speculative_update
+from flexengine.schedule.lowering.gradients import GradientLowering, ScaleSlots
+from flexengine.schedule.lowering.kinds import RoundKind, Wave
+from flexengine.schedule.lowering.round import RoundLowering
+from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
-from flexengine.schedule.lowering.update import OwnRange
+from flexengine.schedule.lowering.weights import WeightLowering
 from flexengine.schedule.program_builder import ProgramBuilder, merge_regions
-from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherShares, ReceivedParts, ShareOfFetch
-from flexengine.schedule.ranks.waves import OWN_SQUARES, Section, Wave, end_of, own_regions, shared_bytes
+from flexengine.schedule.ranks.relay_lowering import SharedContext, SharedUpdate
+from flexengine.schedule.ranks.split_commands import (
+    AddTables,
+    ExchangeParts,
+    FoldParts,
+    GatherShares,
+    ReceivedParts,
+    ShareOfFetch,
+)
+from flexengine.schedule.ranks.waves import (
+    ALL_SQUARES,
+    OWN_SQUARES,
+    Section,
+    end_of,
+    own_regions,
+    shared_bytes,
+)
 from flexengine.schedule.slots import Role
 
 
@@ -39,46 +62,59 @@ def run_squares(layout: Layout, content: str) -> Access:
     return Access(layout.slot("run_squares"), content)
 
 
-class ExchangeLowering:
-    """Sends accumulators to the ranks that own their pieces, and adds up what arrives. first: nothing is stored yet.
+class SplitWeights(WeightLowering):
+    """Fetches this rank's share of weights, and gathers the others'."""
+
+    def __init__(self, context: RoundContext, wave: Wave) -> None:
+        super().__init__(context)
+        self._wave = wave
+
+    def _bring(self, name: CommandName, content: str, regions: list[CopyRegion]) -> None:
+        fetch_share(self._builder, self._wave, name, content, regions)
+
+
+class SplitGradients(GradientLowering):
+    """Sends accumulators to the ranks that own their pieces, and adds up what arrives.
 
     Two layers add to a tied group. What arrives of the first one waits on the host, so that each round's gradient of
     the first is added before that of the second, and after those of earlier rounds.
     """
 
-    def __init__(self, context: RoundContext, wave: Wave, first: bool) -> None:
-        self._context, self._builder, self._layout = context, context.builder, context.layout
-        self._wave, self._first = wave, first
-        self._rings: dict[tuple[Role, str], SlotRing] = {}
+    def __init__(self, context: SharedContext, kind: RoundKind, wave: Wave) -> None:
+        super().__init__(context, kind, {})
+        self._cells, self._wave = context.cells, wave
+        self._slots: dict[tuple[Role, str], SlotRing] = {}
         self._uses = group_uses(self._layout.model)
         self._spilled: set[int] = set()  # groups of which the host holds what arrived of one layer's accumulators
-        self._accumulators: dict[int, int] = {}  # by group, the slot that is added to
+        self._at_work: dict[int, int] = {}  # by group, the slot that is added to
         self._own: dict[int, list[StoredPiece]] = defaultdict(list)  # by group, what this rank has stored
+        self._untold: list[int] = []  # groups of which this rank updates nothing, and has yet to tell so
         squares = run_squares(self._layout, OWN_SQUARES)
-        if first:
+        if self._first:
             name = CommandName("clear", "squares")
             self._builder.add("clear_squares", name, Stream.COMM, [], [squares], Work(kernels=1))
         else:
             self._builder.holds(*squares)
 
-    def accumulator(self, group: int, begun: bool) -> int:
-        """The slot of a group's accumulator: the next one for every part, or for a layer whose stages have not begun.
+    def accumulators(self, layer: LayerSpec, begun: bool) -> dict[int, int]:
+        """As on one rank: the next slot for every part, or for a layer whose stages have not begun.
 
         What the slot before holds may still be on its way to the other ranks.
         """
-        if self._context.is_in_parts(group) or not begun:
-            self._accumulators[group] = self._take("accumulator", group)
-        return self._accumulators[group]
+        for group in self._trained(layer):
+            if self._context.is_in_parts(group) or not begun:
+                self._at_work[group] = self._take("accumulator", group)
+        return {group: self._at_work[group] for group in self._trained(layer)}
 
-    def finish(self, group: int, part: int, accumulator: Access) -> None:
+    def finish(self, group: int, part: int, accumulator: int) -> None:
         """Exchange an accumulator section by section, and store this rank's pieces of the gradient."""
-        name = self._context.part_name(group, part)
+        name, added = self._context.part_name(group, part), Access(accumulator, self._accumulated(group, part))
         if self._uses[group].gradients > 1 and group not in self._spilled:
-            self._spill(group, name, accumulator)
+            self._spill(group, name, added)
             return
         stored = stored_pieces(self._context, group, part)
         for section in self._layout.sections(group, part):
-            received = self._exchange(name, section, accumulator, self._take("received", group))
+            received = self._exchange(name, section, added, self._take("received", group))
             own = stored[section.number * self._wave.size + self._wave.rank]
             arrived = [self._fetch_spilled(group, name, section)] if group in self._spilled else []
             staging = self._take("grad", group)
@@ -86,6 +122,25 @@ class ExchangeLowering:
                 self._fold(own, section, [*arrived, received], staging)
             else:  # others write there, and all ranks have to gather again what that overwrites
                 self._builder.overwritten(staging)
+
+    def lower_norm(self) -> None:
+        super().lower_norm()
+        if self._untold:
+            signals = tuple(self._cells.speculated(group) for group in self._untold)
+            self._builder.between_ranks(-1, signals=signals)
+
+    def _have_squares(self) -> None:
+        stored = [access for group in self._own for access in self._stored_at_home(group)]
+        add_squares(self._builder, self._layout, list(dict.fromkeys(stored)))
+
+    def _speculate(self, group: int) -> None:
+        """Update what this rank has stored of a group into its second planes."""
+        own = self._own_ranges(group)
+        last = lower_speculative_update(self._builder, self._layout, group, self._stored_at_home(group), own)
+        if last < 0:
+            self._untold.append(group)
+        else:
+            self._builder.between_ranks(last, signals=(self._cells.speculated(group),))
 
     def _exchange(self, name: str, section: Section, accumulator: Access, slot: int) -> Access:
         wave, element_bytes = self._wave, self._layout.acc_bytes
@@ -145,7 +200,7 @@ class ExchangeLowering:
         self._builder.copy(home, Stream.RELAY_OUT, own.content, own.regions_home(staging))
         self._own[own.group].append(own)
 
-    def own_ranges(self, group: int) -> list[OwnRange]:
+    def _own_ranges(self, group: int) -> list[OwnRange]:
         """The elements of a group whose gradients this rank has stored in this round, those that adjoin as one."""
         found = list[OwnRange]()
         for own in self._own[group]:
@@ -159,19 +214,88 @@ class ExchangeLowering:
                     found.append(here)
         return found
 
-    def stored_at_home(self, group: int | None = None) -> list[Access]:
-        """What this rank has stored in this round of one group's gradient, or of all, where it lies."""
-        groups = list(self._own) if group is None else [group]
-        homes = [Access(home, own.content) for g in groups for own in self._own[g] for home, _ in own.homes]
-        return list(dict.fromkeys(homes))
+    def _stored_at_home(self, group: int) -> list[Access]:
+        """What this rank has stored in this round of a group's gradient, where it lies."""
+        return list(dict.fromkeys(Access(home, own.content) for own in self._own[group] for home, _ in own.homes))
 
     def _take(self, role: Role, group: int) -> int:
         key = role, self._context.model.groups[group].slot_class
-        if key not in self._rings:
-            self._rings[key] = SlotRing(self._layout.ring(*key))
-        return self._rings[key].take()
+        if key not in self._slots:
+            self._slots[key] = SlotRing(self._layout.ring(*key))
+        return self._slots[key].take()
 
 
 def _spilled(name: str, section: Section) -> str:
     """What a slot holds with pieces of a tied group that wait for those of its other layer."""
     return f"spilled pieces of {name} section {section.number}"
+
+
+class SplitRound(RoundLowering):
+    """A round of one of several ranks that walk the layers together."""
+
+    context: SharedContext
+
+    def __init__(self, layout: Layout, shape: RoundShape, kind: RoundKind) -> None:
+        ranks = layout.plan.request.ranks
+        self._wave = kind.wave or Wave(0, ranks, ranks)
+        super().__init__(layout, shape, kind)
+
+    def make_context(self) -> SharedContext:
+        return SharedContext(self.layout, self.shape, self.builder)
+
+    def make_weights(self) -> WeightLowering:
+        return SplitWeights(self.context, self._wave)
+
+    def make_gradients(self, scales: dict[int, ScaleSlots]) -> GradientLowering:
+        return SplitGradients(self.context, self.kind, self._wave)
+
+    def _before_gradients_leave(self, index: int, layer: LayerSpec, at: StagePart) -> None:
+        """Bring the weights of the stage that follows in backward, if one does.
+
+        Ranks run collectives in program order, and an exchange waits for the stage that is at work. Slots of edges
+        that lie over the blocks' would take the place of what is sent.
+        """
+        if layer.kind != "block" and self.layout.plan.share_edge_slots:
+            return
+        later = [(index, stage) for stage in self._stages_of(index)]
+        later = later[later.index((index, at)) + 1 :]
+        if not later and index > 0 and self.model.layers[index - 1].has_backward:
+            later = [(index - 1, stage) for stage in self._stages_of(index - 1)]
+        if later and self.model.layers[later[0][0]].input is not None:
+            self.weights.acquire(self.model.layers[later[0][0]], later[0][1])
+
+
+class SplitUpdate(SharedUpdate):
+    """An update before which ranks have added up their tables of squares; several nodes have done so before."""
+
+    def sums_of_squares(self) -> Access:
+        layout, norms = self.layout, Access(self.layout.slot("norm_squares"), "norm squares")
+        if self.kind.norm_known:
+            self.builder.holds(*norms)
+            self.builder.holds(layout.slot("run_squares"), ALL_SQUARES)
+        elif layout.plan.request.nodes == 1:
+            add_squares(self.builder, layout)
+        else:
+            self.builder.holds(*norms)
+        return norms
+
+    def tile_sources(self) -> list[Access]:
+        """The sum of the tables, which none has before all have stored their pieces."""
+        one_node = self.layout.plan.request.nodes == 1
+        return [Access(self.layout.slot("run_squares"), ALL_SQUARES)] if one_node else []
+
+
+def add_squares(builder: ProgramBuilder, layout: Layout, stored: Sequence[Access] = ()) -> None:
+    """Add up what all ranks have in their tables, which is zero where a rank owns no piece; so no sum is rounded.
+
+    No rank has the result before all have stored all their pieces, so what reads gradients waits for it. stored: those
+    that the same program has stored.
+    """
+    table, norms = layout.slot("run_squares"), Access(layout.slot("norm_squares"), "norm squares")
+    own, whole = Access(table, OWN_SQUARES), Access(table, ALL_SQUARES)
+    if builder.last_writer(table) < 0:
+        builder.holds(*own)
+    args = AddTables(table, layout.slots[table].num_bytes, layout.plan.request.ranks)
+    builder.add("add_squares", CommandName("add", "squares"), Stream.COMM, [own, *stored], [whole], args=args)
+    work = Work(kernels=2 * len(layout.groups))
+    builder.add("sum_squares", CommandName("sum", "squares"), Stream.COMPUTE, [whole], [norms], work)

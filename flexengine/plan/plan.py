@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
-from enum import StrEnum
 from typing import Any, Literal
+
+from flexengine.plan.request import TRANSPORTS, Numerics, Request, TransportName
 
 Home = Literal["gpu", "host"]
 MOST_ROUNDED = 64
@@ -23,22 +24,6 @@ def rounds_of_step(longest: int, batch_tokens: int, chunk_tokens: int, chunks_pe
     else:
         sequences = chunks_per_round * (chunk_tokens // longest)
     return max(1, -(-batch_tokens // (max(1, sequences) * longest)))
-
-
-class PlanReason(StrEnum):
-    """Why no plan exists."""
-
-    INSUFFICIENT_DEVICE_MEMORY = "INSUFFICIENT_DEVICE_MEMORY"
-    INSUFFICIENT_HOST_MEMORY = "INSUFFICIENT_HOST_MEMORY"
-    INVALID_REQUEST = "INVALID_REQUEST"
-
-
-class PlanError(ValueError):
-    """No plan fits what was asked. `required_bytes` and `budget_bytes` describe the memory that falls short."""
-
-    def __init__(self, reason: PlanReason, message: str, required_bytes: int = 0, budget_bytes: int = 0) -> None:
-        super().__init__(f"PlanError({reason.value}): {message}")
-        self.reason, self.required_bytes, self.budget_bytes = reason, required_bytes, budget_bytes
 
 
 @dataclass(frozen=True)
@@ -109,122 +94,6 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
-class Numerics:
-    """Types that decide results; a plan is made for them and never changes them.
-
-    compute: dtype of weights and activations in compute; master: `split` (bf16 + 16-bit remainder = exact fp32), `full`
-    (the weight itself is the master) or `stochastic` (bf16 with stochastic rounding); grad and state: storage dtypes;
-    matmul: what the linear layers of blocks multiply, `compute` or `fp8`; optimizer: the name of what updates, which
-    decides the rules of all parameters; base: what frozen linear layers of blocks are stored in, `compute` or a format
-    of fewer bytes; keep: what backward reads gate and up of gated FFNs in, `compute` or `fp8`.
-    """
-
-    compute: str = "bfloat16"
-    master: Literal["split", "full", "stochastic"] = "split"
-    grad: str = "bfloat16"
-    state: str = "float32"
-    matmul: Literal["compute", "fp8"] = "compute"
-    optimizer: str = "adamw"
-    base: Literal["compute", "fp8", "nf4", "int8", "mxfp4"] = "compute"
-    keep: Literal["compute", "fp8"] = "compute"
-
-    @property
-    def cpu_update(self) -> str:
-        """Name what decides the rate of an update by the CPU: the dtype of the states, and whether masters are rounded.
-
-        `HardwareProfile.cpu_adamw_parameters_per_s` has rates by these names.
-        """
-        return f"{self.state} stochastic" if self.master == "stochastic" else self.state
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked of the planner: the work and the budgets, in bytes for the whole process.
-
-    clipping: gradients are clipped by their global norm, so that no update begins before the last gradient is known.
-    ranks: GPUs of one node that run the rounds of a step in turn, on one host copy of weights, gradients and states;
-    max_gpu_bytes is each one's, max_host_bytes the node's. round_multiple: batches are packed into a multiple of so
-    many rounds; None = ranks of all nodes. It sets the order of sums, as chunk and round sizes do, and the number of
-    ranks does not. nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
-    transport: how ranks of a node share weights and gradients: relay, split (see `Plan.split`), stages (see
-    `Plan.stages`), or as the planner finds fastest. graphs: whether blocks' commands are replayed as CUDA graphs; auto
-    is where the planner finds that faster, and its plan's request then says always. reproducible: where sizes are not
-    given, they follow from model and batch alone (`planner/reproducible.py`).
-    """
-
-    max_seq_len: int
-    max_global_batch_tokens: int
-    max_gpu_bytes: int
-    max_host_bytes: int
-    chunk_tokens: int | None = None
-    round_tokens: int | None = None
-    recompute: Literal["auto", "none", "full"] = "auto"
-    numerics: Numerics = field(default_factory=Numerics)
-    clipping: bool = True
-    ranks: int = 1
-    round_multiple: int | None = None
-    nodes: int = 1
-    transport: Literal["auto", "relay", "split", "stages"] = "auto"
-    graphs: Literal["auto", "never", "always"] = "auto"
-    reproducible: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.max_seq_len > self.max_global_batch_tokens:
-            raise ValueError(
-                f"max_seq_len={self.max_seq_len} tokens is longer than max_global_batch_tokens="
-                f"{self.max_global_batch_tokens}; no such sequence would fit in a step"
-            )
-        for name in ("chunk_tokens", "round_tokens", "round_multiple"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if self.ranks < 1:
-            raise ValueError(f"ranks must be at least 1, got {self.ranks}")
-        if self.nodes < 1:
-            raise ValueError(f"nodes must be at least 1, got {self.nodes}")
-        if self.recompute not in ("auto", "none", "full"):
-            raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
-        if self.graphs not in ("auto", "never", "always"):
-            raise ValueError(f"graphs={self.graphs!r}; choose auto, never or always")
-
-    def replays(self, chunk_tokens: int) -> bool:
-        """Whether blocks' commands on chunks of so many tokens are replayed: slices of a sequence are not."""
-        return self.graphs == "always" and self.max_seq_len <= chunk_tokens
-
-    @property
-    def of_rank(self) -> Request:
-        """What one of all ranks is asked: with its tokens of a step, and its share of the node's host memory."""
-        tokens = max(self.max_seq_len, -(-self.max_global_batch_tokens // (self.ranks * self.nodes)))
-        return replace(self, max_global_batch_tokens=tokens, max_host_bytes=max(1, self.max_host_bytes // self.ranks))
-
-    @property
-    def shares_node(self) -> bool:
-        """True when several ranks train, so that weights, gradients and optimizer states lie in memory of the node."""
-        return self.ranks * self.nodes > 1
-
-    def check_pinned_sizes(self) -> None:
-        """Raise PlanError when chunk_tokens and round_tokens do not go together, or no sequence fits a round."""
-        chunk, tokens = self.chunk_tokens, self.round_tokens
-        if tokens is None:
-            return
-        if chunk is not None and tokens % chunk:
-            raise PlanError(
-                PlanReason.INVALID_REQUEST,
-                f"round_tokens={tokens} is not a multiple of chunk_tokens={chunk}\n"
-                f"  works with: --round-tokens {-(-tokens // chunk) * chunk}, or --chunk-tokens {tokens}",
-            )
-        if tokens < self.max_seq_len:
-            raise PlanError(
-                PlanReason.INVALID_REQUEST,
-                f"round_tokens={tokens} is less than max_seq_len={self.max_seq_len}, and a sequence passes the layers"
-                f" in one round\n  works with: --round-tokens {self.max_seq_len}, or --max-seq-len {tokens}",
-            )
-
-
-@dataclass(frozen=True)
 class Prediction:
     """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound.
 
@@ -260,11 +129,12 @@ class Plan:
     gradients' slots over their weights', which nobody reads once the gradient is made. in_parts: blocks whose experts
     may be cut stream them part by part, so that a slot holds a part; `weight_slots` and `grad_slots` count such slots.
     touched_only: of such parts cross the link only weights of experts that some token of the round goes to, K of E for
-    each. That helps rounds of few tokens alone: of more than a few times E / K all experts are touched. split: ranks of
-    a node walk the layers together, each moving a share of weights and gradients over its link, and the rest between
-    GPUs. stages: they walk the layers together, as many rounds at a time as there are ranks, and block b belongs to
-    rank b % ranks: it runs the block for all of these rounds, and alone may keep its weights, gradients and states on
-    its GPU. With neither they take rounds in turn and relay gradients through the host.
+    each. That helps rounds of few tokens alone: of more than a few times E / K all experts are touched. transport: how
+    several ranks of a node share weights and gradients. relay: they take rounds in turn and relay gradients through the
+    host. split: they walk the layers together, each moving a share of weights and gradients over its link, and the rest
+    between GPUs. stages: they walk the layers together, as many rounds at a time as there are ranks, and block b
+    belongs to rank b % ranks: it runs the block for all of these rounds, and alone may keep its weights, gradients and
+    states on its GPU.
     """
 
     model: str
@@ -282,8 +152,7 @@ class Plan:
     grads_over_weights: bool = False
     in_parts: bool = False
     touched_only: bool = False
-    split: bool = False
-    stages: bool = False
+    transport: TransportName = "relay"
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:
@@ -296,22 +165,32 @@ class Plan:
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if any(home.speculative for home in self.groups) and not self.may_speculate:
-            raise ValueError("updates are speculative on one rank, and on ranks of one node that split or have stages")
+            raise ValueError("updates are speculative on one rank, and on ranks of one node that walk layers together")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
-        if self.split and (self.request.ranks == 1 or self.touched_only):
-            raise ValueError("a split plan is of several ranks of a node, and fetches all experts")
-        if self.stages and (self.request.ranks == 1 or self.request.nodes > 1):
-            raise ValueError("a plan in stages is of several ranks of one node")
-        if self.stages and (self.split or self.in_parts or self.deals_states):
-            raise ValueError("a plan in stages is not split, streams experts whole and divides no states")
-        if self.stages and any("gpu" in (h.weights, h.grads, h.states) for h in (self.groups[0], self.groups[-1])):
-            raise ValueError("all ranks of a plan in stages update the embedding and the head, which lie on the host")
+        self._check_transport()
         longest = -(-self.request.max_seq_len // self.chunk_tokens)
         if longest > self.chunks_per_round:
             raise ValueError(
                 f"a sequence of {self.request.max_seq_len} tokens needs {longest} chunks of {self.chunk_tokens} tokens"
                 f" in one round, but a round has {self.chunks_per_round}"
+            )
+
+    def _check_transport(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport={self.transport!r}; choose {', '.join(TRANSPORTS)}")
+        rules = TRANSPORTS[self.transport]
+        if rules.together and (self.request.ranks == 1 or self.touched_only):
+            raise ValueError(f"transport={self.transport} is of several ranks of a node, which fetch all experts")
+        if not self.owns_blocks:
+            return
+        if self.request.nodes > 1:
+            raise ValueError(f"transport={self.transport} is of several ranks of one node")
+        if self.in_parts or self.deals_states:
+            raise ValueError(f"with transport={self.transport} experts are streamed whole, and no states are divided")
+        if any("gpu" in (home.weights, home.grads, home.states) for home in (self.groups[0], self.groups[-1])):
+            raise ValueError(
+                f"with transport={self.transport} all ranks update the embedding and the head, which lie on the host"
             )
 
     @property
@@ -320,14 +199,14 @@ class Plan:
         return self.chunk_tokens * self.chunks_per_round
 
     @property
-    def transport(self) -> Literal["relay", "split", "stages"]:
-        """How several ranks share weights and gradients."""
-        return "stages" if self.stages else "split" if self.split else "relay"
+    def owns_blocks(self) -> bool:
+        """True when each of several ranks runs blocks of its own."""
+        return TRANSPORTS[self.transport].owns_blocks
 
     @property
     def num_chunks(self) -> int:
         """Chunks that a rank runs together: of a round, or in stages of as many rounds as there are ranks."""
-        return self.chunks_per_round * (self.request.ranks if self.stages else 1)
+        return self.chunks_per_round * (self.request.ranks if self.owns_blocks else 1)
 
     @property
     def num_rounds(self) -> int:
@@ -353,12 +232,12 @@ class Plan:
     @property
     def is_bounded(self) -> bool:
         """Whether the speed of light is of plans like this: each rank moves all weights, and states, over its link."""
-        return not (self.split or self.stages or self.deals_states or self.touched_only)
+        return not (TRANSPORTS[self.transport].together or self.deals_states or self.touched_only)
 
     @property
     def may_speculate(self) -> bool:
         """Whether the CPU may update before it knows that nothing is clipped: each rank finds all of some gradients."""
-        finds_all = not self.shares_node or ((self.split or self.stages) and self.request.nodes == 1)
+        finds_all = not self.shares_node or (TRANSPORTS[self.transport].together and self.request.nodes == 1)
         return self.request.clipping and finds_all
 
     @property
@@ -410,6 +289,9 @@ class Plan:
     def from_json(text: str) -> Plan:
         """A plan from `to_json`. Raises ValueError for unknown or missing fields."""
         raw = json.loads(text)
+        flags = {name: raw.pop(name, False) for name in ("split", "stages")}  # plans had these before `transport`
+        for name in (name for name, holds in flags.items() if holds):
+            raw["transport"] = name
         request = _build(Request, {**raw["request"], "numerics": _build(Numerics, raw["request"]["numerics"])})
         layers = tuple(
             _build(LayerPlan, {**x, "keep_gpu": tuple(x["keep_gpu"]), "keep_host": tuple(x["keep_host"])})

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from flexengine.models.spec import LayerSpec
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Signal, Stream
+from flexengine.schedule.fixed_slots import norm_square_bytes
 from flexengine.schedule.lowering.activations import ActivationLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart
-from flexengine.schedule.lowering.gradients import GradientLowering
+from flexengine.schedule.lowering.gradients import GradientLowering, ScaleSlots
+from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.round import RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
-from flexengine.schedule.lowering.update import lower_norm
+from flexengine.schedule.lowering.update import UpdateLowering
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.ranks.stage_layout import StageLayout
 from flexengine.schedule.ranks.stages import HandedOver
 
 
-def lower_wave(
-    layout: StageLayout, shape: RoundShape, first: bool, last_before: int = 0, speculates: bool = False
-) -> Program:
-    """Forward, loss and backward of a wave of rounds on the layout's rank.
+class StageContext(RoundContext):
+    """A wave of rounds of a rank that trains in stages."""
 
-    shape: of all rounds, with the number of chunks of each. first: no gradients are stored yet in this step.
-    last_before: the rank that ran the last round of the wave before in this step. speculates: as of `lower_round`.
-    """
-    return _StageLowering(layout, shape, first, last_before, speculates).train()
+    layout: StageLayout
+
+    def updated_before(self, group: int) -> tuple[Signal, ...]:
+        edge = self.layout.is_edge(group)
+        return (self.layout.cells.updated_before(head=group > 0),) if edge else ()
 
 
 class StageActivations(ActivationLowering):
     """Hands chunks over where the layer before or after belongs to another rank."""
 
-    def __init__(self, context: RoundContext, layout: StageLayout, round_of: list[int]) -> None:
+    def __init__(self, context: StageContext, round_of: list[int]) -> None:
         super().__init__(context)
-        self._stages, self._stage, self._round_of = layout, layout.stage, round_of
+        self._stages, self._stage, self._round_of = context.layout, context.layout.stage, round_of
         self._sent: dict[int, Access] = {}  # by chunk, the output that leaves for another rank
 
     def _input_slot(self, index: int, c: int) -> int:
@@ -134,11 +136,9 @@ class StageActivations(ActivationLowering):
 class StageGradients(GradientLowering):
     """Adds blocks' gradients up over the rounds of a wave on the GPU, and relays the head's from rank to rank."""
 
-    def __init__(
-        self, context: RoundContext, layout: StageLayout, first: bool, last_before: int, speculates: bool
-    ) -> None:
-        super().__init__(context, first, {}, speculates)
-        self._stages, self._last_before = layout, last_before
+    def __init__(self, context: StageContext, kind: RoundKind) -> None:
+        super().__init__(context, kind, {})
+        self._stages, self._last_before = context.layout, kind.wave.last_before if kind.wave else 0
         self._kept: dict[int, int | None] = {}  # by group, the staging slot of the wave's rounds
 
     def finish_round(self, group: int, accumulator: int, number: int, count: int) -> None:
@@ -166,9 +166,9 @@ class StageGradients(GradientLowering):
             self._builder.copy(name, Stream.RELAY_OUT, stored.content, stored.regions_home(staging))
             self._builder.between_ranks(-1, signals=(self._stages.cells.relayed(stored.number),))
 
-    def lower_norm(self) -> None:
+    def _have_squares(self) -> None:
         last = self._stages.stage.rank == len(self._context.shape.counts) - 1  # it ran the wave's last round
-        lower_norm(self._builder, self._layout, last=last)
+        exchange_squares(self._builder, self._stages, last)
 
     def _fetch_relayed(self, stored: StoredPiece, staging: int) -> None:
         for home, _ in stored.homes:
@@ -180,17 +180,29 @@ class StageGradients(GradientLowering):
         self._builder.between_ranks(-1, awaits=(awaits,))
 
 
-class _StageLowering(RoundLowering):
-    """Walks the layers for a wave of rounds, and runs those that belong to the rank."""
+class StageRound(RoundLowering):
+    """Walks the layers for a wave of rounds, and runs those that belong to the rank.
 
-    def __init__(self, layout: StageLayout, shape: RoundShape, first: bool, last_before: int, speculates: bool) -> None:
-        super().__init__(layout, shape, first, speculates=speculates)
-        self._stage, self.context.stages = layout.stage, layout
+    The shape is of all rounds, with the number of chunks of each.
+    """
+
+    layout: StageLayout
+    context: StageContext
+    gradients: StageGradients
+
+    def __init__(self, layout: StageLayout, shape: RoundShape, kind: RoundKind) -> None:
+        super().__init__(layout, shape, kind)
+        self._stage = layout.stage
         round_of = [number for number, count in enumerate(shape.counts) for _ in range(count)]
         chunks = range(len(shape.chunks))
         self._rounds = [[c for c in chunks if round_of[c] == number] for number in range(len(shape.counts))]
-        self.handed = self.activations = StageActivations(self.context, layout, round_of)
-        self.added = self.gradients = StageGradients(self.context, layout, first, last_before, speculates)
+        self.handed = self.activations = StageActivations(self.context, round_of)
+
+    def make_context(self) -> StageContext:
+        return StageContext(self.layout, self.shape, self.builder)
+
+    def make_gradients(self, scales: dict[int, ScaleSlots]) -> StageGradients:
+        return StageGradients(self.context, self.kind)
 
     def _rounds_of(self, layer: int) -> list[list[int]]:
         """The chunks of each round that the rank runs a layer for."""
@@ -224,9 +236,9 @@ class _StageLowering(RoundLowering):
             self._backward_chunks(index, layer, at, weights, accumulators, begun, chunks)
             for group, slot in accumulators.items():
                 if layer.kind == "head":
-                    self.added.relay(group, slot)
+                    self.gradients.relay(group, slot)
                 else:
-                    self.added.finish_round(group, slot, number, len(rounds))
+                    self.gradients.finish_round(group, slot, number, len(rounds))
 
     def _backward_chunk(
         self, index: int, c: int, at: StagePart, weights: dict[int, int], accumulators: dict[int, int], first: bool,
@@ -235,3 +247,55 @@ class _StageLowering(RoundLowering):
         self.handed.receive_grad(index, c)
         super()._backward_chunk(index, c, at, weights, accumulators, first, begun)
         self.handed.send_grad(index, c)
+
+
+class StageUpdate(UpdateLowering):
+    """An update of a rank's own blocks, and of its share of embedding and head."""
+
+    layout: StageLayout
+
+    def sums_of_squares(self) -> Access:
+        """Exchange them through the node's memory, unless the last round did."""
+        if self.kind.norm_known:
+            return super().sums_of_squares()
+        exchange_squares(self.builder, self.layout, self.kind.last)
+        return Access(self.layout.slot("norm_squares"), "norm squares")
+
+    def keeps_clip(self, updates: bool) -> bool:
+        """As of one rank; signals of ranks need a command before all updates."""
+        return False
+
+    def signal_updates(self) -> None:
+        """Tell of the updates that all ranks make together: their shares of embedding and head."""
+        for group in (0, self.layout.head_group):
+            end = self.ends.get(group, self.before_updates)
+            self.builder.between_ranks(end, signals=(self.layout.cells.updated(group > 0),))
+
+
+def exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) -> None:
+    """Leave the sums of squares of this rank's gradients in the node's memory, and fetch those of all ranks.
+
+    last: it ran the step's last round, so that it has the sum of the head's gradient. What the others have fetched in
+    the step before, they have told by ending their updates.
+    """
+    here, whole, content = layout.slot("norm_squares"), layout.place("norm_squares", memory="node"), "norm squares"
+    found: dict[int, CopyRegion] = {}
+    start = 0
+    for group, stored in enumerate(layout.groups):
+        num_bytes = norm_square_bytes([stored])
+        place = layout.slot_of(whole.key._replace(within=("group", group)))
+        found[group] = CopyRegion(here, start, place, 0, num_bytes)
+        builder.holds(place, content)
+        start += num_bytes
+    own = [g for g in found if (last if g == layout.head_group else layout.stage.owns(g))]
+    if builder.last_writer(here) < 0:
+        builder.holds(here, content)
+    reads, writes = [Access(here, content)], [Access(found[group].target, content) for group in own]
+    regions = tuple(found[group] for group in own)
+    builder.add("copy", CommandName("offload", "norm"), Stream.D2H, reads, writes, copies=regions)
+    awaits = layout.cells.updated_before(head=True)
+    builder.between_ranks(-1, awaits=(awaits,), signals=(layout.cells.norm(),))
+    back = tuple(region.reversed for region in found.values())
+    places = [Access(region.source, content) for region in back]
+    builder.add("copy", CommandName("fetch", "norm"), Stream.H2D, places, [Access(here, content)], copies=back)
+    builder.between_ranks(-1, awaits=(layout.cells.all_norms(),))

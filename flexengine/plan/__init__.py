@@ -1,0 +1,18 @@
+"""Every decision as a frozen value, what is asked, and how the planner says no; imports nothing else of the package."""
+
+from flexengine.plan.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan, Prediction, rounds_of_step
+from flexengine.plan.request import Numerics, PlanError, PlanReason, Request
+
+__all__ = [
+    "MOST_ROUNDED",
+    "GroupPlan",
+    "Home",
+    "LayerPlan",
+    "Numerics",
+    "Plan",
+    "PlanError",
+    "PlanReason",
+    "Prediction",
+    "Request",
+    "rounds_of_step",
+]

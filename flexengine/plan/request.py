@@ -1,0 +1,157 @@
+"""What is asked of the planner, and how it says no."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+
+class PlanReason(StrEnum):
+    """Why no plan exists."""
+
+    INSUFFICIENT_DEVICE_MEMORY = "INSUFFICIENT_DEVICE_MEMORY"
+    INSUFFICIENT_HOST_MEMORY = "INSUFFICIENT_HOST_MEMORY"
+    INVALID_REQUEST = "INVALID_REQUEST"
+
+
+class PlanError(ValueError):
+    """No plan fits what was asked. `required_bytes` and `budget_bytes` describe the memory that falls short."""
+
+    def __init__(self, reason: PlanReason, message: str, required_bytes: int = 0, budget_bytes: int = 0) -> None:
+        super().__init__(f"PlanError({reason.value}): {message}")
+        self.reason, self.required_bytes, self.budget_bytes = reason, required_bytes, budget_bytes
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Types that decide results; a plan is made for them and never changes them.
+
+    compute: dtype of weights and activations in compute; master: `split` (bf16 + 16-bit remainder = exact fp32), `full`
+    (the weight itself is the master) or `stochastic` (bf16 with stochastic rounding); grad and state: storage dtypes;
+    matmul: what the linear layers of blocks multiply, `compute` or `fp8`; optimizer: the name of what updates, which
+    decides the rules of all parameters; base: what frozen linear layers of blocks are stored in, `compute` or a format
+    of fewer bytes; keep: what backward reads gate and up of gated FFNs in, `compute` or `fp8`.
+    """
+
+    compute: str = "bfloat16"
+    master: Literal["split", "full", "stochastic"] = "split"
+    grad: str = "bfloat16"
+    state: str = "float32"
+    matmul: Literal["compute", "fp8"] = "compute"
+    optimizer: str = "adamw"
+    base: Literal["compute", "fp8", "nf4", "int8", "mxfp4"] = "compute"
+    keep: Literal["compute", "fp8"] = "compute"
+
+    @property
+    def cpu_update(self) -> str:
+        """Name what decides the rate of an update by the CPU: the dtype of the states, and whether masters are rounded.
+
+        `HardwareProfile.cpu_adamw_parameters_per_s` has rates by these names.
+        """
+        return f"{self.state} stochastic" if self.master == "stochastic" else self.state
+
+
+TransportName = Literal["relay", "split", "stages"]
+
+
+class TransportRules(NamedTuple):
+    """What plans of a transport may do. together: ranks walk the layers together, so that each finds all of some
+    gradients in a round. owns_blocks: each runs blocks of its own, for as many rounds as there are ranks."""
+
+    together: bool
+    owns_blocks: bool
+
+
+TRANSPORTS: dict[TransportName, TransportRules] = {
+    "relay": TransportRules(together=False, owns_blocks=False),
+    "split": TransportRules(together=True, owns_blocks=False),
+    "stages": TransportRules(together=True, owns_blocks=True),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked of the planner: the work and the budgets, in bytes for the whole process.
+
+    clipping: gradients are clipped by their global norm, so that no update begins before the last gradient is known.
+    ranks: GPUs of one node that run the rounds of a step in turn, on one host copy of weights, gradients and states;
+    max_gpu_bytes is each one's, max_host_bytes the node's. round_multiple: batches are packed into a multiple of so
+    many rounds; None = ranks of all nodes. It sets the order of sums, as chunk and round sizes do, and the number of
+    ranks does not. nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
+    transport: how ranks of a node share weights and gradients (see `Plan`), or as the planner finds fastest. graphs:
+    whether blocks' commands are replayed as CUDA graphs; auto is where the planner finds that faster, and its plan's
+    request then says always. reproducible: where sizes are not given, they follow from model and batch alone
+    (`planner/reproducible.py`).
+    """
+
+    max_seq_len: int
+    max_global_batch_tokens: int
+    max_gpu_bytes: int
+    max_host_bytes: int
+    chunk_tokens: int | None = None
+    round_tokens: int | None = None
+    recompute: Literal["auto", "none", "full"] = "auto"
+    numerics: Numerics = field(default_factory=Numerics)
+    clipping: bool = True
+    ranks: int = 1
+    round_multiple: int | None = None
+    nodes: int = 1
+    transport: Literal["auto", "relay", "split", "stages"] = "auto"
+    graphs: Literal["auto", "never", "always"] = "auto"
+    reproducible: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.max_seq_len > self.max_global_batch_tokens:
+            raise ValueError(
+                f"max_seq_len={self.max_seq_len} tokens is longer than max_global_batch_tokens="
+                f"{self.max_global_batch_tokens}; no such sequence would fit in a step"
+            )
+        for name in ("chunk_tokens", "round_tokens", "round_multiple"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {self.ranks}")
+        if self.nodes < 1:
+            raise ValueError(f"nodes must be at least 1, got {self.nodes}")
+        if self.recompute not in ("auto", "none", "full"):
+            raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
+        if self.graphs not in ("auto", "never", "always"):
+            raise ValueError(f"graphs={self.graphs!r}; choose auto, never or always")
+
+    def replays(self, chunk_tokens: int) -> bool:
+        """Whether blocks' commands on chunks of so many tokens are replayed: slices of a sequence are not."""
+        return self.graphs == "always" and self.max_seq_len <= chunk_tokens
+
+    @property
+    def of_rank(self) -> Request:
+        """What one of all ranks is asked: with its tokens of a step, and its share of the node's host memory."""
+        tokens = max(self.max_seq_len, -(-self.max_global_batch_tokens // (self.ranks * self.nodes)))
+        return replace(self, max_global_batch_tokens=tokens, max_host_bytes=max(1, self.max_host_bytes // self.ranks))
+
+    @property
+    def shares_node(self) -> bool:
+        """True when several ranks train, so that weights, gradients and optimizer states lie in memory of the node."""
+        return self.ranks * self.nodes > 1
+
+    def check_pinned_sizes(self) -> None:
+        """Raise PlanError when chunk_tokens and round_tokens do not go together, or no sequence fits a round."""
+        chunk, tokens = self.chunk_tokens, self.round_tokens
+        if tokens is None:
+            return
+        if chunk is not None and tokens % chunk:
+            raise PlanError(
+                PlanReason.INVALID_REQUEST,
+                f"round_tokens={tokens} is not a multiple of chunk_tokens={chunk}\n"
+                f"  works with: --round-tokens {-(-tokens // chunk) * chunk}, or --chunk-tokens {tokens}",
+            )
+        if tokens < self.max_seq_len:
+            raise PlanError(
+                PlanReason.INVALID_REQUEST,
+                f"round_tokens={tokens} is less than max_seq_len={self.max_seq_len}, and a sequence passes the layers"
+                f" in one round\n  works with: --round-tokens {self.max_seq_len}, or --max-seq-len {tokens}",
+            )

@@ -1,0 +1,115 @@
+"""Updates by the CPU, where planes lie: in an update's own program, inside a round, and speculatively."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from flexengine.ops.base import Work
+from flexengine.schedule.commands import Access, CommandName, SlotOffset, Stream, UpdateTile
+from flexengine.schedule.group_storage import Segment
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.program_builder import ProgramBuilder
+from flexengine.schedule.second_planes import second_kinds
+from flexengine.schedule.shares import ALONE, Share
+
+
+class OwnRange(NamedTuple):
+    """Elements [first, first + numel) of a group whose gradients a rank has stored, from an element of a slot on."""
+
+    first: int
+    numel: int
+    slot: int
+    slot_first: int
+
+
+def cpu_groups(layout: Layout) -> list[int]:
+    """Groups that the CPU updates."""
+    return [g for g, home in enumerate(layout.homes) if home.update == "cpu"]
+
+
+def late_groups(layout: Layout) -> dict[int, float]:
+    """Groups that the CPU updates once the norm is known, whole, also where a speculation holds."""
+    return {g: 1.0 for g in cpu_groups(layout) if not layout.plan.groups[g].speculative}
+
+
+def lower_cpu_update(
+    builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0,
+    grads: Sequence[Access] | None = None, share: Share = ALONE, urgent: bool = False,
+) -> None:  # fmt: skip
+    """Update a group's planes by the CPU where they are, each segment in one call.
+
+    scale: where the host finds the factor on the gradient. left: the share of the work that remains, for its price.
+    grads: what an earlier command left of the gradient, where that is not the whole plane. share: what this one of
+    several ranks updates. urgent: as of `UpdateTile`.
+    """
+    name, planes = layout.model.groups[group].name, layout.groups[group].plane_bytes
+    contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in planes}
+    held = {k: Access(layout.plane_slot(k, group), f"{contents[k]} {name}") for k in planes if planes[k]}
+    grads = [held["grad"]] if grads is None else grads
+    for access in (*grads, *(access for kind, access in held.items() if kind != "grad")):
+        if builder.last_writer(access.slot) < 0:
+            builder.holds(*access)
+    writes = [Access(slot, f"updated {content}") for kind, (slot, content) in held.items() if kind != "grad"]
+    for segment in layout.groups[group].segments:
+        start, count = share.of(segment)
+        if not count:
+            continue
+        tile = {p.kind: SlotOffset(held[p.kind].slot, p.start + p.num_bytes(start)) for p in segment.planes}
+        args = UpdateTile(group, segment.name, start, count, tile, urgent=urgent)
+        work, label = Work(memory_bytes=_touched_bytes(segment, count) * left), f"{name} {segment.name}"
+        reads = [*(access for kind, access in held.items() if kind != "grad"), *grads, scale]
+        builder.add("update", CommandName("update", owner=label), Stream.CPU, reads, writes, work, args=args)
+        held.update({kind: Access(slot, f"updated {text}") for kind, (slot, text) in held.items() if kind != "grad"})
+
+
+def lower_speculative_update(
+    builder: ProgramBuilder, layout: Layout, group: int, grads: Sequence[Access], own: Sequence[OwnRange] | None = None
+) -> int:
+    """Update a group by the CPU into its second planes, with the factor that holds where nothing is clipped.
+
+    grads: what earlier commands of the program left of the gradient. own: the elements of the group whose gradients
+    this one of several ranks has stored, which it updates; None = all. Returns the index of the last command, -1 where
+    there is none.
+    """
+    name, kinds = layout.model.groups[group].name, second_kinds(layout.groups[group])
+    first = {kind: layout.plane_slot(kind, group) for kind in kinds}
+    second = {kind: layout.second_slot(kind, group) for kind in kinds}
+    contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in kinds}
+    held = {kind: Access(slot, f"{contents[kind]} {name}") for kind, slot in first.items()}
+    for access in held.values():
+        if builder.last_writer(access.slot) < 0:
+            builder.holds(*access)
+    grad, last = layout.plane_slot("grad", group), -1
+    for segment in layout.groups[group].segments:
+        for start, count, stored in _within(segment, own):
+            planes = {p.kind: SlotOffset(first.get(p.kind, grad), p.start + p.num_bytes(start)) for p in segment.planes}
+            if stored is not None:
+                planes["grad"] = stored
+            targets = {kind: SlotOffset(second[kind], place.offset) for kind, place in planes.items() if kind != "grad"}
+            args = UpdateTile(group, segment.name, start, count, planes, targets)
+            work, label = Work(memory_bytes=_touched_bytes(segment, count)), f"{name} {segment.name}"
+            writes = [Access(slot, f"speculated {kind} of {name}") for kind, slot in second.items()]
+            reads = [*held.values(), *grads]
+            builder.add("update", CommandName("speculate", owner=label), Stream.CPU, reads, writes, work, args=args)
+            last = len(builder.commands) - 1
+    return last
+
+
+def _within(segment: Segment, own: Sequence[OwnRange] | None) -> Iterator[tuple[int, int, SlotOffset | None]]:
+    """(start, elements) of a segment that are among those of its group, and where their gradients lie by themselves."""
+    if own is None:
+        yield 0, segment.numel, None
+        return
+    [plane] = [plane for plane in segment.planes if plane.kind == "grad"]
+    first, last = segment.first_element, segment.first_element + segment.numel
+    for each in own:
+        start, end = max(first, each.first), min(last, each.first + each.numel)
+        if start < end:
+            offset = plane.num_bytes(each.slot_first + start - each.first)
+            yield start - first, end - start, SlotOffset(each.slot, offset)
+
+
+def _touched_bytes(segment: Segment, count: int) -> int:
+    """Bytes of memory that an update of so many elements touches: it writes all planes but the gradient."""
+    return sum(p.num_bytes(count) * (1 if p.kind == "grad" else 2) for p in segment.planes)

@@ -1,0 +1,194 @@
+"""Slots that ranks need beside those of one rank, by how they share weights and gradients.
+
+`Alone` has none. The layout asks the places of a plan wherever transports differ, and never which one it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import GroupPlan, Plan
+from flexengine.schedule.fixed_slots import norm_square_bytes, run_square_bytes
+from flexengine.schedule.group_storage import GroupStorage
+from flexengine.schedule.group_uses import group_uses
+from flexengine.schedule.layer_program import align
+from flexengine.schedule.parts import Part
+from flexengine.schedule.pieces import Piece, pieces_of, whole_piece
+from flexengine.schedule.ranks.waves import Section, owned_pieces
+from flexengine.schedule.region import Region
+from flexengine.schedule.slots import PlaneKind
+
+
+class Sizes(Protocol):
+    """What places ask of `PlannedSizes`, which has them."""
+
+    model: ModelSpec
+    plan: Plan
+    homes: tuple[GroupPlan, ...]
+    groups: tuple[GroupStorage, ...]
+    acc_bytes: int
+    pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+
+    @property
+    def hidden_bytes(self) -> int: ...
+    def piece_bytes(self, group: int) -> int: ...
+    def spilled_piece_bytes(self, group: int) -> int: ...
+    def received_bytes(self, group: int) -> int: ...
+    def sections(self, group: int, part: int) -> list[Section]: ...
+
+
+class Alone:
+    """The places of one rank.
+
+    accumulators: slots of each class that gradients are added up in. relays_pieces: ranks wait for each other's pieces
+    of stored gradients. uses_peers: GPUs copy to each other's memory.
+    """
+
+    accumulators = 1
+    relays_pieces = True
+    uses_peers = False
+
+    def check_home(self, home: GroupPlan, what: str) -> None:
+        """Raise ValueError where a plan keeps on a GPU what other ranks need of a trained group as well."""
+
+    def has_place(self, kind: PlaneKind, on_host: bool) -> bool:
+        """Whether a plane has a place on the host, beside one on a GPU or instead."""
+        return on_host
+
+    def cut_gradient(self, sizes: Sizes, group: int, part: Part) -> tuple[Piece, ...]:
+        """The pieces in which the gradient of a part moves."""
+        return (whole_piece(part),)
+
+    def add_scalars(self, sizes: Sizes, region: Region) -> None:
+        """Append slots for numbers on the GPU."""
+
+    def add_on_host(self, sizes: Sizes, own: Region, node: Region) -> None:
+        """Append slots behind the planes: in a rank's own memory, and in what all ranks of the node map."""
+
+    def add_gradient_ring(self, sizes: Sizes, region: Region, name: str, groups: Sequence[int], num_bytes: int) -> None:
+        """Append slots that stored gradients of groups of a class pass through. num_bytes: of slots for whole parts.
+
+        Where gradients move in pieces, as many slots for pieces as so many bytes have room for: fewer would have
+        compute wait for pieces of a layer that has ended its backward.
+        """
+        piece = max((sizes.piece_bytes(i) for i in groups), default=0)
+        num_pieces = sum(len(pieces) for i in groups for pieces in sizes.pieces[i])
+        for k in range(min(num_pieces, max(1, num_bytes // align(piece))) if piece else 0):
+            region.add("grad", piece, "gradient slots", name, k)
+
+    def spilled_slot_bytes(self, sizes: Sizes, groups: Sequence[int]) -> int:
+        """Bytes of a GPU slot for what a tied group's first layer has left on the host; 0 = nothing waits there."""
+        return 0
+
+    def lends_accumulator(self, sizes: Sizes, streamed: Sequence[int]) -> bool:
+        """Whether weights of a class that are streamed lie over its accumulator, as no training uses them."""
+        return False
+
+    def head_inputs(self, plan: Plan) -> int:
+        """Slots for inputs of the head that wait while other rounds pass the last block."""
+        return 0
+
+
+class RelayPlaces(Alone):
+    """Of ranks that take rounds in turn: stored gradients pass through the node's memory in pieces."""
+
+    def check_home(self, home: GroupPlan, what: str) -> None:
+        if home.trained and "gpu" in (home.weights, home.grads, home.states):
+            raise ValueError(
+                f"{what} is trained by several ranks, which share its weights, gradients and states on the host; the"
+                " plan keeps some on one GPU"
+            )
+
+    def cut_gradient(self, sizes: Sizes, group: int, part: Part) -> tuple[Piece, ...]:
+        stored = sizes.groups[group]
+        return pieces_of(part, stored.element_bytes("grad")) if stored.plane_bytes["grad"] else (whole_piece(part),)
+
+    def add_on_host(self, sizes: Sizes, own: Region, node: Region) -> None:
+        node.add("norm_squares", norm_square_bytes(sizes.groups), "scalars")
+        model, width = sizes.model, sizes.acc_bytes
+        for spec, stored, use, parts in zip(model.groups, sizes.groups, group_uses(model), sizes.pieces, strict=True):
+            if use.gradients > 1:
+                [pieces] = parts
+                own.add("spilled", stored.part_numel * width, "spilled gradients", spec.name)
+                own.add_pieces((p.start, p.start * width, p.numel * width) for p in pieces)
+
+    def spilled_slot_bytes(self, sizes: Sizes, groups: Sequence[int]) -> int:
+        uses = group_uses(sizes.model)
+        return max((sizes.spilled_piece_bytes(i) for i in groups if uses[i].gradients > 1), default=0)
+
+
+class SplitPlaces(RelayPlaces):
+    """Of ranks that walk the layers together: what arrives of accumulators, and the table of sums of squares."""
+
+    accumulators = 2  # one is sent while the next layer adds to the other
+    relays_pieces = False
+    uses_peers = True
+
+    def cut_gradient(self, sizes: Sizes, group: int, part: Part) -> tuple[Piece, ...]:
+        stored = sizes.groups[group].plane_bytes["grad"]
+        return owned_pieces(part, sizes.plan.request.ranks, sizes.acc_bytes) if stored else (whole_piece(part),)
+
+    def add_scalars(self, sizes: Sizes, region: Region) -> None:
+        region.add("run_squares", run_square_bytes(sizes.groups), "scalars")
+
+    def add_on_host(self, sizes: Sizes, own: Region, node: Region) -> None:
+        for group, (spec, use) in enumerate(zip(sizes.model.groups, group_uses(sizes.model), strict=True)):
+            if use.gradients > 1:
+                width, count = sizes.received_bytes(group), len(sizes.sections(group, 0))
+                own.add("spilled", width * count, "spilled gradients", spec.name)
+                own.add_pieces(((n, n * width, width) for n in range(count)), "section")
+
+    def add_gradient_ring(self, sizes: Sizes, region: Region, name: str, groups: Sequence[int], num_bytes: int) -> None:
+        """Append slots for what arrives of accumulators, and for pieces of stored gradients that it is added to: one is
+        added up while the next arrives."""
+        parts = sum(len(sizes.groups[i].parts) for i in groups)
+        sections = (len(sizes.sections(i, part)) for i in groups for part in range(len(sizes.pieces[i])))
+        slots = range(min(2, max(sections, default=0) * parts))
+        for k in slots:
+            region.add("received", max(sizes.received_bytes(i) for i in groups), "gradient slots", name, k)
+        for k in slots:
+            region.add("grad", max(sizes.piece_bytes(i) for i in groups), "gradient slots", name, k)
+
+    def spilled_slot_bytes(self, sizes: Sizes, groups: Sequence[int]) -> int:
+        uses = group_uses(sizes.model)
+        tied = any(uses[i].gradients > 1 for i in groups)
+        return max(sizes.received_bytes(i) for i in groups) if tied else 0
+
+
+class StagePlaces(RelayPlaces):
+    """Of ranks that run blocks of their own: all planes have a place in the node's memory, and chunks are left there
+    for the rank of the next layer."""
+
+    def check_home(self, home: GroupPlan, what: str) -> None:
+        """Its rank alone needs what a plan keeps of a block on its GPU."""
+
+    def has_place(self, kind: PlaneKind, on_host: bool) -> bool:
+        return True
+
+    def add_on_host(self, sizes: Sizes, own: Region, node: Region) -> None:
+        super().add_on_host(sizes, own, node)
+        start, squares = 0, next(slot for slot in reversed(node.slots) if slot.key.role == "norm_squares")
+        for group, stored in enumerate(sizes.groups):
+            num_bytes = norm_square_bytes([stored])
+            node.slots.append(squares.subslot(("group", group), start, num_bytes, "run"))
+            start += num_bytes
+        for layer in range(2, len(sizes.model.layers)):  # block 0 is with the embedding
+            for c in range(sizes.plan.num_chunks):
+                node.add("handed", sizes.hidden_bytes, "handed over", layer, c)
+
+    def lends_accumulator(self, sizes: Sizes, streamed: Sequence[int]) -> bool:
+        """A rank streams blocks of others to evaluate, while nothing is added up."""
+        return not any(sizes.homes[i].trained for i in streamed)
+
+    def head_inputs(self, plan: Plan) -> int:
+        return plan.chunks_per_round
+
+
+PLACES: dict[str, type[Alone]] = {"relay": RelayPlaces, "split": SplitPlaces, "stages": StagePlaces}
+
+
+def places_of(plan: Plan) -> Alone:
+    """The places of a plan."""
+    return PLACES[plan.transport]() if plan.shares_node else Alone()

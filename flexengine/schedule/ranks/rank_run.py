@@ -1,0 +1,26 @@
+"""A run of a program on a rank, among those of all ranks that are checked or simulated together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexengine.schedule.commands import Program
+
+
+class RankRun(NamedTuple):
+    """One run of a program on a rank.
+
+    step: from 0. number: of the turn in the step; of its last one in an update, and in what nodes exchange before it.
+    rounds: of the node's in the step, those that ranks run together in that turn; of an update all of them. drops:
+    what it updates speculatively is thrown away, and may read what others update again. exchanges: it is what nodes
+    exchange, `joins`: when all ranks of the node have ended their rounds, where no semaphore tells of these.
+    """
+
+    program: Program
+    step: int
+    number: int
+    updates: bool
+    rounds: range = range(0)
+    drops: bool = False
+    exchanges: bool = False
+    joins: bool = False
