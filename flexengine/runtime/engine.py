@@ -48,7 +48,8 @@ from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
 from flexengine.runtime.weights.adapters import Begin, start_adapters
-from flexengine.runtime.weights.weight_store import WeightStore, empty_buffers, fill_weights
+from flexengine.runtime.weights.loading import fill_weights
+from flexengine.runtime.weights.weight_store import WeightStore, empty_buffers
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.transports import layout_of
 from flexengine.schedule.relocation import relocation

@@ -116,10 +116,10 @@ class _Compiler:
         self.bounds = {name for op in self.in_parts for name in op.part_inputs}
 
     def build(self) -> LayerProgram:
-        saved_gpu, gpu_bytes = self._lay_out("save_gpu", self.keep_gpu)
-        saved_host, host_bytes = self._lay_out("save_host", self.keep_host)
-        self.saved = {p.spec.name: p for p in (*saved_gpu, *saved_host)}
         sizes = (self.tokens, self.compute_bytes)
+        saved_gpu, gpu_bytes = _lay_out(self.ops, "save_gpu", self.keep_gpu, *sizes)
+        saved_host, host_bytes = _lay_out(self.ops, "save_host", self.keep_host, *sizes)
+        self.saved = {p.spec.name: p for p in (*saved_gpu, *saved_host)}
         forward, backward, window = (
             self._place(draft()) for draft in (self._forward_steps, self._backward_steps, self._window_steps)
         )
@@ -142,16 +142,6 @@ class _Compiler:
             plain_window_workspace_bytes=max(op.plain_window_workspace_bytes(*sizes) for op in self.ops),
             is_block=self.has_input and self.output is not None,
         )
-
-    def _lay_out(self, area: Area, keep: tuple[str, ...]) -> tuple[tuple[Place, ...], int]:
-        """Places of the kept outputs and of what is kept beside them, one after the other, in op order."""
-        places, offset = [], 0
-        for op in self.ops:
-            if op.name in keep:
-                for spec in op.kept_outputs:
-                    places.append(Place(area, offset, spec))
-                    offset += align(spec.num_bytes(self.tokens, self.compute_bytes))
-        return tuple(places), offset
 
     def _home(self, name: str) -> Place | None:
         """The fixed place of a tensor outside scratch, if it has one."""
@@ -346,6 +336,17 @@ class _Compiler:
             Stage(tuple(steps[start:end]), parts) for start, (end, parts) in zip(starts, self.ends, strict=False)
         )
         return _Placed(stages, *sizes)
+
+
+def _lay_out(
+    ops: tuple[Op, ...], area: Area, keep: tuple[str, ...], tokens: int, compute_bytes: int
+) -> tuple[tuple[Place, ...], int]:
+    """Places of the kept outputs and of what is kept beside them, one after the other, in op order; and their bytes."""
+    places, offset = list[Place](), 0
+    for spec in (spec for op in ops if op.name in keep for spec in op.kept_outputs):
+        places.append(Place(area, offset, spec))
+        offset += align(spec.num_bytes(tokens, compute_bytes))
+    return tuple(places), offset
 
 
 def _place_temporaries(

@@ -20,7 +20,7 @@ from flexengine.parallel.control import Control
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import Signals
 from flexengine.plan import GroupPlan, Numerics, Plan
-from flexengine.runtime.execution.executor import Executor
+from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.ranks.context import RankGroup
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
@@ -164,7 +164,7 @@ def run_as_simulated(
     """Train two steps, each program in its simulated order; returns what ran."""
     torch.set_num_threads(1)
     ran, turn = Ran([], []), iter(orders[rank])
-    started, signalled = Executor._execute, Signals.signal
+    started, signalled = InOrder.execute, Signals.signal
 
     def start(self: Any, command: Any, *arguments: Any) -> None:
         ran.commands.append((command.index, command.label))
@@ -174,7 +174,7 @@ def run_as_simulated(
         ran.raised.append((cell, value, time.monotonic()))
         signalled(self, cell, value)
 
-    Executor._execute, Signals.signal = start, signal
+    InOrder.execute, Signals.signal = start, signal
     ranks = Ranks.of_environment()
     group = RankGroup(ranks, Control.open(ranks))
     engine = build_engine(source, plan, group=group, order=lambda program: next(turn))

@@ -53,7 +53,7 @@ from flexengine.parallel.signals import RankLost
 from flexengine.parallel.watch import Watch
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan
 from flexengine.runtime.engine import Engine
-from flexengine.runtime.execution.executor import Executor
+from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.ranks.context import RankGroup
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.update import UpdateRunner
@@ -82,7 +82,7 @@ def pause_before_commands(seed: int) -> None:
 
         return called
 
-    Executor._execute = paused(Executor._execute, 0.05, 0.004)
+    InOrder.execute = paused(InOrder.execute, 0.05, 0.004)
     UpdateRunner.update = paused(UpdateRunner.update, 0.3, 0.02)
 
 

@@ -23,7 +23,7 @@ from engine_helpers import (
 from flexengine.checkpoint.reader import ReadRequest
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics
-from flexengine.runtime.weights import staging, weight_store
+from flexengine.runtime.weights import loading, staging
 
 SPLIT = Numerics("bfloat16", "split", "bfloat16", "float32")
 STOCHASTIC = Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16")
@@ -68,7 +68,7 @@ def test_loading_through_the_staging_buffer(stored, numerics, half_bytes, tmp_pa
     saved_model(tmp_path, CONFIG, stored)
     direct = engine_of(open_model(tmp_path), numerics)
     monkeypatch.setattr(staging, "HALF_BYTES", half_bytes)
-    monkeypatch.setattr(weight_store, "on_host", lambda request: "mlp" not in request.name)
+    monkeypatch.setattr(loading, "on_host", lambda request: "mlp" not in request.name)
     staged = engine_of(open_model(tmp_path), numerics)
     for name, run in staged.weights.runs.items():
         for kind in ("weights", "remainder"):
@@ -119,6 +119,7 @@ from flexengine.hardware.memory_usage import peak_resident_bytes, resident_bytes
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics
 from flexengine.runtime.arena import Arenas
+from flexengine.runtime.weights.loading import CheckpointLoader
 from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.layout import Layout
 
@@ -132,7 +133,7 @@ arenas = Arenas(device, layout.gpu_bytes, layout.host_bytes)
 before, peak = resident_bytes(), peak_resident_bytes()
 assert device.type == "cuda" or before >= peak - (16 << 20), "nothing before took more than the arenas do"
 with CheckpointReader.open(sys.argv[1]) as reader:
-    WeightStore(layout, arenas).load(reader)
+    CheckpointLoader(WeightStore(layout, arenas), reader).load()
 print(peak_resident_bytes() - (before if device.type == "cpu" else max(before, peak)), layout.host_bytes)
 """
 

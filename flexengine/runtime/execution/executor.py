@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from flexengine.native.adamw import update_threads
 from flexengine.native.transfer import open_transfers
 from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.cpu_work import CpuWork
+from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.execution.issue import OPEN, Call, Gate, Issue, WordsOf
 from flexengine.runtime.execution.teller import Teller
 from flexengine.schedule.commands import DIRECTIONS, Command, Program, Stream, streams_of
@@ -84,7 +84,7 @@ class Executor:
     def __init__(self, device: torch.device, arenas: Arenas, order: CommandOrder | None = None) -> None:
         self.device, self.arenas, self.order = device, arenas, order
         self.on_cuda = device.type == "cuda"
-        self._copies: dict[Program, dict[int, list[tuple[Tensor, Tensor]]]] = {}
+        self._in_order = InOrder(arenas)
         self._issues: dict[tuple[Program, bool], Issue] = {}  # by program, and whether it is timed
         self._last_issue: dict[Program, Issue] = {}
         self._timings: Callable[[], Timings] | None = None
@@ -195,7 +195,7 @@ class Executor:
 
     def forget(self, program: Program) -> None:
         """Drop what is bound to a program that will not run again. Order: its last run must have finished."""
-        self._copies.pop(program, None)
+        self._in_order.forget(program)
         self._last_issue.pop(program, None)
         self._cpu_waits = {key: waits for key, waits in self._cpu_waits.items() if program not in key}
         if program is self._timed_program:
@@ -297,7 +297,7 @@ class Executor:
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
     def _run_in_order(self, program: Program, handler: Handler, timed: bool, gate: Gate, hooks: CommandHooks) -> None:
-        copies, later = self._bind_copies(program), list[Command]()
+        copies, later = self._in_order.bind(program), list[Command]()
         indices = range(len(program.commands)) if self.order is None else self.order(program)
         clock = [(0.0, 0.0)] * len(program.commands)
         begin = time.perf_counter()
@@ -308,7 +308,7 @@ class Executor:
             gate.hold(command)
             hooks.before(command)
             start = time.perf_counter()
-            self._execute(command, handler, copies)
+            self._in_order.execute(command, handler, copies)
             hooks.after(command)
             clock[command.index] = (start - begin, time.perf_counter() - begin)
         spans: dict[int, tuple[float, float]] = {}
@@ -321,25 +321,3 @@ class Executor:
             self._timings = lambda: [
                 (spans[i][0] - begin, spans[i][1] - begin) if i in spans else span for i, span in enumerate(clock)
             ]
-
-    def _bind_copies(self, program: Program) -> dict[int, list[tuple[Tensor, Tensor]]]:
-        """Byte views (target, source) of every copy command, made once per program."""
-        if program not in self._copies:
-            self._copies[program] = {
-                c.index: [(self._bytes(program, r.target, r.target_offset, r.num_bytes),
-                           self._bytes(program, r.source, r.source_offset, r.num_bytes)) for r in c.copies]
-                for c in program.commands
-                if c.copies
-            }  # fmt: skip
-        return self._copies[program]
-
-    def _bytes(self, program: Program, slot: int, offset: int, num_bytes: int) -> Tensor:
-        place = program.slots[slot]
-        return self.arenas.bytes_view(place.memory, place.offset + offset, num_bytes)
-
-    def _execute(self, command: Command, handler: Handler, copies: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
-        if command.copies:
-            for target, source in copies[command.index]:
-                target.copy_(source)
-        else:
-            handler(command)

@@ -103,3 +103,8 @@ def _send(fill: list[ReadRequest], staged: list[ReadRequest]) -> None:
         wanted.target.copy_(here.target, non_blocking=True)
         if wanted.remainder is not None and here.remainder is not None:
             wanted.remainder.copy_(here.remainder, non_blocking=True)
+
+
+def on_host(request: ReadRequest) -> bool:
+    """Whether a request can be read straight into its place, without staging."""
+    return request.target.device.type == "cpu" and (request.remainder is None or request.remainder.device.type == "cpu")

@@ -22,8 +22,8 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.runtime.arena import DTYPES
 from flexengine.runtime.ranks.dealt_states import DealtTensor
-from flexengine.runtime.weights.staging import load_staged
-from flexengine.runtime.weights.weight_store import SourceRun, WeightStore, on_host
+from flexengine.runtime.weights.staging import load_staged, on_host
+from flexengine.runtime.weights.weight_store import SourceRun, WeightStore
 from flexengine.schedule.group_storage import Plane
 
 

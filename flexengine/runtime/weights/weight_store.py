@@ -10,21 +10,19 @@ import hashlib
 import math
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexengine.checkpoint.quantised import DECODERS, Decoder
-from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
-from flexengine.models.checkpoints import check_complete, check_fits, open_checkpoint
+from flexengine.checkpoint.quantised import DECODERS
+from flexengine.checkpoint.reader import CheckpointReader
+from flexengine.models.checkpoints import check_fits, open_checkpoint
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
-from flexengine.runtime.weights.staging import load_staged
-from flexengine.runtime.weights.stored_matrices import Span, StoredMatrices, read_pieces, regrouped
+from flexengine.runtime.weights.stored_matrices import Span, StoredMatrices, read_pieces
 from flexengine.schedule.group_storage import Segment, is_split
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.shares import ALONE, Share
@@ -113,19 +111,6 @@ def empty_buffers(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     return {name: torch.zeros(source.shape, dtype=dtype, device=device) for name, source in sources.items()}
 
 
-def load_buffers(reader: CheckpointReader, buffers: dict[str, Tensor]) -> None:
-    """Read the model's buffers, by name and on any device, from a checkpoint that was found complete."""
-    for name, buffer in buffers.items():
-        values = torch.empty(buffer.shape, dtype=buffer.dtype)
-        reader.read_into(name, values)
-        buffer.copy_(values)
-
-
-def on_host(request: ReadRequest) -> bool:
-    """Whether a request can be read straight into its place, without staging."""
-    return request.target.device.type == "cpu" and (request.remainder is None or request.remainder.device.type == "cpu")
-
-
 class WeightStore:
     """Reads and writes the stored planes of all parameter groups, on whichever side they live.
 
@@ -173,59 +158,7 @@ class WeightStore:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def load(self, reader: CheckpointReader) -> None:
-        """Read every parameter from a checkpoint and set the optimizer states to zero.
-
-        What lives in host memory is read straight into the arena, all of it in parallel and converted on the way; what
-        lives on the GPU passes through a buffer of tens of MiB. The format splits a bf16 weight from its float32.
-        Quantised weights are decoded on the CPU, some rows at a time; what is to be in fewer bytes is stored so, one
-        tensor after the other. Files that a manifest lists are compared with it meanwhile. Raises: CheckpointError
-        where they differ.
-        """
-        check_complete(self.layout.model, reader)
-        self.clear_states()
-        requests = [
-            self._request(name, run, reader.tensors[name].dtype)
-            for name, run in self.own().items()
-            if run.source.decode is None and run.whole and not run.param.added
-        ]
-        elsewhere = [request for request in requests if not on_host(request)]
-        with reader.verifying() if self.share.rank == 0 else nullcontext():
-            reader.read_many([request for request in requests if on_host(request)])
-            if elsewhere:
-                load_staged(reader, elsewhere, self.arenas.device)
-            for run in self.own().values():
-                if not run.whole:
-                    if not self._keep(reader, run):
-                        self._store(run, self.values(reader, run.source.name))
-                elif run.source.decode is not None:
-                    self._decode(reader, run, DECODERS[run.source.decode])
-                if run.source.rows_in_file is not None:
-                    self._add_rows(reader, run)
-
-    def _add_rows(self, reader: CheckpointReader, run: SourceRun) -> None:
-        """Give the rows that the checkpoint lacks the mean of those that it has."""
-        width, held = math.prod(run.source.shape[1:]), math.prod(run.source.shape_in_file)
-        step, (weight, remainder) = max(1, PIECE_ELEMENTS // width), self._master(run)
-        total = torch.zeros(width, dtype=torch.float64)
-        sizes = (min(step * width, held - start) for start in range(0, held, step * width))
-        for rows in regrouped(self.values(reader, run.source.name), sizes):
-            total += rows.view(-1, width).sum(0, dtype=torch.float64)
-        mean = (total / run.source.shape_in_file[0]).to(wide_dtype(self.layout))
-        for start in range(held, run.count, step * width):
-            count = min(step * width, run.count - start) // width
-            self._write_master(weight, remainder, start, mean.repeat(count), run.split)
-
-    def _keep(self, reader: CheckpointReader, run: SourceRun) -> bool:
-        """Take over codes and scales that the checkpoint holds in the format that they are to be in; False if it has
-        none."""
-        decoder = None if run.source.decode is None else DECODERS[run.source.decode]
-        if decoder is None or decoder.same_as != run.param.storage:
-            return False
-        name, shape = run.source.name, run.source.shape
-        return self.stored.keep(run.spans, lambda matrix: decoder.fields(reader, name, shape, matrix))
-
-    def _store(self, run: SourceRun, values: Iterable[Tensor]) -> None:
+    def store_spans(self, run: SourceRun, values: Iterable[Tensor]) -> None:
         """Store a source that lies in spans. Raises: ValueError naming a tensor with NaN or infinity."""
         try:
             self.stored.write(run.spans, values, run.split)
@@ -246,33 +179,11 @@ class WeightStore:
         for row in range(0, shape[0], step):
             yield decoder.decode(reader, name, shape, row, min(step, shape[0] - row)).flatten()
 
-    def _decode(self, reader: CheckpointReader, run: SourceRun, decoder: Decoder) -> None:
-        """Decode a quantised source some rows at a time, and write each slab in pieces of PIECE_ELEMENTS."""
-        (name, shape), (weight, remainder) = (run.source.name, run.source.shape_in_file), self._master(run)
-        step, width = decoder.slab_rows(shape), math.prod(shape[1:])
-        for row in range(0, shape[0], step):
-            slab = decoder.decode(reader, name, shape, row, min(step, shape[0] - row)).flatten()
-            for start in range(0, slab.numel(), PIECE_ELEMENTS):
-                self._write_master(
-                    weight, remainder, row * width + start, slab[start : start + PIECE_ELEMENTS], run.split
-                )
-
-    def _master(self, run: SourceRun) -> tuple[Tensor, Tensor | None]:
+    def master(self, run: SourceRun) -> tuple[Tensor, Tensor | None]:
         """The planes that a source's values are kept in."""
         weight = self.plane("weights", run)
         assert weight is not None
         return weight, self.plane("remainder", run)
-
-    def _request(self, name: str, run: SourceRun, dtype: torch.dtype) -> ReadRequest:
-        """What to read into the planes of a tensor.
-
-        A frozen one is rounded as if it were trained, with a remainder that takes no memory and is lost.
-        """
-        weight, remainder = self._master(run)
-        count = math.prod(run.source.shape_in_file)
-        if run.frozen and run.split and dtype != torch.bfloat16:
-            remainder = torch.empty(run.count, dtype=torch.int16, device="meta")
-        return ReadRequest(name, weight[:count], None if remainder is None else remainder[:count])
 
     def initialize(self, seed: int) -> None:
         """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.
@@ -291,11 +202,11 @@ class WeightStore:
         for name in names:
             run, pieces = self.runs[name], self.drawn(name, seed)
             if not run.whole:
-                self._store(run, pieces)
+                self.store_spans(run, pieces)
                 continue
-            weight, remainder = self._master(run)
+            weight, remainder = self.master(run)
             for start, piece in zip(range(0, run.count, PIECE_ELEMENTS), pieces, strict=True):
-                self._write_master(weight, remainder, start, piece, run.split)
+                self.write_master(weight, remainder, start, piece, run.split)
 
     def drawn(self, name: str, seed: int) -> Iterator[Tensor]:
         """The random initial values of a tensor, flat, PIECE_ELEMENTS at a time."""
@@ -318,19 +229,20 @@ class WeightStore:
         """Give a parameter the values of a tensor of its shape on the CPU."""
         run = self.runs[name]
         if not run.whole:
-            self._store(run, [values.reshape(-1)])
+            self.store_spans(run, [values.reshape(-1)])
             return
-        weight, remainder = self._master(run)
+        weight, remainder = self.master(run)
         flat = values.reshape(-1).to(self.arenas.device)
         for start in range(0, run.count, PIECE_ELEMENTS):
-            self._write_master(weight, remainder, start, flat[start : start + PIECE_ELEMENTS], run.split)
+            self.write_master(weight, remainder, start, flat[start : start + PIECE_ELEMENTS], run.split)
 
     def as_stored(self, name: str, values: Tensor) -> Tensor:
         """What `read` gives for a trained parameter that was written with these values."""
-        weight, remainder = self._master(self.runs[name])
+        weight, remainder = self.master(self.runs[name])
         return values if remainder is not None else values.to(weight.dtype).to(values.dtype)
 
-    def _write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor, split: bool) -> None:
+    def write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor, split: bool) -> None:
+        """Write a piece of a source's values from element `start` on; split: into both halves of a float32."""
         target = weight[start : start + piece.numel()]
         if not split:
             target.copy_(piece)
@@ -356,7 +268,7 @@ class WeightStore:
         """A digest of the first and last elements of every tensor, by which copies of other models are told apart."""
         digest = hashlib.blake2b(digest_size=16)
         for run in (run for run in self.runs.values() if run.whole):
-            weight = self._master(run)[0]
+            weight = self.master(run)[0]
             for sample in (weight[:SAMPLED_ELEMENTS], weight[-SAMPLED_ELEMENTS:]):
                 digest.update(sample.cpu().view(torch.uint8).numpy().data)
         return digest.digest()
@@ -384,7 +296,7 @@ class WeightStore:
             for values in self.stored.values(run.spans):
                 yield values.cpu().to(dtype or self._exact_dtype(run))
             return
-        weight, remainder = self._master(run)
+        weight, remainder = self.master(run)
         for start in range(first, run.count, PIECE_ELEMENTS):
             piece = slice(start, min(start + PIECE_ELEMENTS, run.count))
             value = weight[piece].cpu()  # weight and remainder may live on different sides
@@ -396,7 +308,7 @@ class WeightStore:
         if not run.whole:
             compute = DTYPES[self.layout.plan.request.numerics.compute]
             return torch.float32 if compute == torch.bfloat16 else compute
-        weight, remainder = self._master(run)
+        weight, remainder = self.master(run)
         return torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype
 
     def read_gradient(self, name: str, scale: float) -> Tensor:
@@ -409,14 +321,3 @@ class WeightStore:
     def read_gradients(self, scale: float) -> dict[str, Tensor]:
         """Every stored gradient times `scale`, by Hugging Face name; frozen parameters have none."""
         return {name: self.read_gradient(name, scale) for name, run in self.runs.items() if not run.frozen}
-
-
-def fill_weights(weights: WeightStore, buffers: dict[str, Tensor], folder: Path | None, seed: int) -> None:
-    """Load weights and buffers from a checkpoint folder; without one, draw random initial weights."""
-    if folder is None:
-        weights.initialize(seed)
-    else:
-        with open_checkpoint(weights.layout.model, folder) as reader:
-            weights.load(reader)
-            weights.initialize_added(seed)
-            load_buffers(reader, buffers)
