@@ -64,7 +64,7 @@ extern "C" FLEX_API int flex_signal_wait(const uint32_t* words, int64_t stride, 
     const Clock::time_point end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                                      std::chrono::duration<double>(seconds < 0 ? 0 : seconds));
     for (int64_t tries = 0;; ++tries) {
-        // Aborts are read last: who aborts sets its word first, and then raises all cells.
+        // Aborts are read last: who aborts sets its word first, and then raises all semaphores.
         const bool reached = all_reached(words, stride, count, value);
         *result_out = any_set(aborts, abort_stride, num_aborts) ? 1 : reached ? 0 : 2;
         if (*result_out != 2 || Clock::now() >= end) return flex::kOk;

@@ -21,7 +21,7 @@ void expect(bool condition, const char* what) {
     ++failures;
 }
 
-// Column 0: the cell; column 3: the abort word.
+// Column 0: the semaphore; column 3: the abort word.
 int wait(const uint32_t* table, int rows, uint32_t value, double seconds) {
     int result = -1;
     const int status = flex_signal_wait(table, kColumns, rows, value, table + 3, kColumns, rows, seconds, &result);

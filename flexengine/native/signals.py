@@ -101,7 +101,7 @@ class _PlainWords:
         end_s, tries = time.monotonic() + seconds, 0
         while True:
             reached = (self._words[rows.start : rows.stop, column] >= value).all()
-            if self._words[:, abort_column].any():  # read last: who aborts sets it first, then raises all cells
+            if self._words[:, abort_column].any():  # read last: who aborts sets it first, then raises all semaphores
                 return "aborted"
             if reached:
                 return "reached"

@@ -16,7 +16,7 @@ from flexengine.parallel.watch import Watch
 
 SECTION_BYTES = 1 << 18
 """What a rank passes to another at once: memory for all pairs of ranks is in use, and each section is awaited twice."""
-_WRITTEN, _READ = 0, 1  # cells: so many sections were written, and read, by this rank
+_WRITTEN, _READ = 0, 1  # semaphores: so many sections were written, and read, by this rank
 
 
 class HostCopies:

@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
 
 class Sharing(Protocol):
-    """What the ranks of a node share for copies: two cells for each, and memory of their GPUs."""
+    """What the ranks of a node share for copies: two semaphores for each, and memory of their GPUs."""
 
     @property
     def signals(self) -> Signals: ...
@@ -97,7 +97,7 @@ class PeerCopies:
         self._regions = [self._scratch]
         self._row, self._size = self._signals.row, self._signals.num_rows
         self._calls = 0
-        self._words = [[self._word(cell, row) for row in range(self._size)] for cell in (READY, DONE)]
+        self._words = [[self._word(semaphore, row) for row in range(self._size)] for semaphore in (READY, DONE)]
         self._known: dict[tuple[object, ...], tuple[PreparedOperations, tuple[tuple[int, int], ...]]] = {}
 
     def share(self, memory: Tensor) -> None:
@@ -183,8 +183,8 @@ class PeerCopies:
         """The operations of a call, and which of them are of which word."""
         operations, words = list[Operation](), list[tuple[int, int]]()
 
-        def of_word(operation: Operation, cell: int, row: int) -> None:
-            words.append((len(operations), self._words[cell][row]))
+        def of_word(operation: Operation, semaphore: int, row: int) -> None:
+            words.append((len(operations), self._words[semaphore][row]))
             operations.append(operation)
 
         def copy(part: Part) -> None:
@@ -203,9 +203,9 @@ class PeerCopies:
             of_word(Await(stream), DONE, row)
         return operations, tuple(words)
 
-    def _word(self, cell: int, row: int) -> int:
-        """The device's address of a cell."""
-        [address] = self._signals.addresses(cell, row)
+    def _word(self, semaphore: int, row: int) -> int:
+        """The device's address of a semaphore."""
+        [address] = self._signals.addresses(semaphore, row)
         found = self._transfers.word_address(address)
         assert found is not None, "open_peer_copies has asked for it"
         return found

@@ -28,7 +28,7 @@ from flexengine.parallel.signals import RankLost, Signals
 BEAT_S = 0.2
 STOPPED_BEATS = 15  # 3 s; counted while this process runs, so that a job stopped and continued as a whole goes on
 GRACE_S = 2.5  # from the news to the end of a process that goes on regardless
-_CLOSED = 0  # cell: this rank makes no more calls
+_CLOSED = 0  # semaphore: this rank makes no more calls
 _NUM_CELLS = 1
 _NOBODY = -1  # of the ranks: `launch` tells who has ended or is stopped
 
@@ -193,7 +193,7 @@ class Watch:
             self._lose(message, self._first_alive())
 
     def _see_close(self, row: int) -> None:
-        if not self._own.aborted:  # which raises that cell, too
+        if not self._own.aborted:  # which raises that semaphore, too
             for signals in tuple(self._followed):
                 signals.gone[row] = f"rank {self.ranks.of_node[row]} has ended while this rank still waits for it"
 
@@ -237,7 +237,7 @@ class Watch:
             self._news.tell(message)
 
     def _repeat(self, message: str) -> None:
-        """Raise all cells: a stream of a GPU may have lowered one since."""
+        """Raise all semaphores: a stream of a GPU may have lowered one since."""
         with self._following:
             for signals in self._followed:
                 signals.abort(message)

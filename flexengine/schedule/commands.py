@@ -93,14 +93,14 @@ class CopyRegion(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """A cell of the node's table that a command of one of several ranks awaits, or raises when it has ended.
+    """A semaphore of the node's table that a command of one of several ranks awaits, or raises when it has ended.
 
     of: whose row: this rank's own, that of the rank of the round before, that of the rank of the step's last round,
     those of all ranks, or that of the rank with this number. The value is the running number of the round, or of the
-    update that the step ends with, less `lag`; cells only rise. In stages all rounds of a wave have one number.
+    update that the step ends with, less `lag`; semaphores only rise. In stages all rounds of a wave have one number.
     """
 
-    cell: int
+    semaphore: int
     of: Literal["own", "previous", "last", "all"] | int
     clock: Literal["round", "update"]
     lag: int = 0
@@ -238,7 +238,8 @@ class FetchExperts(NamedTuple):
 class Command:
     """One unit of issue. `waits` are indices of commands on other streams that must have finished before it starts.
 
-    awaits, signals: cells of other ranks that must have been raised before it starts, and own ones that its end raises.
+    awaits, signals: semaphores of other ranks that must have been raised before it starts, and own ones that its end
+    raises.
     """
 
     index: int

@@ -91,7 +91,7 @@ class ProgramBuilder:
         return self.add("copy", name, stream, reads, writes, copies=merged)
 
     def between_ranks(self, index: int, awaits: tuple[Signal, ...] = (), signals: tuple[Signal, ...] = ()) -> None:
-        """Have an appended command await cells of other ranks, and raise own ones, beside those it already does."""
+        """Have an appended command await semaphores of other ranks and raise own ones, beside those it does."""
         command = self.commands[index]
         awaits, signals = (*command.awaits, *awaits), (*command.signals, *signals)
         self.commands[index] = replace(command, awaits=awaits, signals=signals)

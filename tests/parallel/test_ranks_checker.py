@@ -103,20 +103,20 @@ def changed(runs: list[list[RankRun]], change: Change) -> list[list[RankRun]]:
     return [[run._replace(program=found[run.program]) for run in rank] for rank in runs]
 
 
-def without_signals(cell: int) -> Change:
-    return lambda c: replace(c, signals=tuple(s for s in c.signals if s.cell != cell))
+def without_signals(semaphore: int) -> Change:
+    return lambda c: replace(c, signals=tuple(s for s in c.signals if s.semaphore != semaphore))
 
 
-def without_awaits(cell: int) -> Change:
-    return lambda c: replace(c, awaits=tuple(s for s in c.awaits if s.cell != cell))
+def without_awaits(semaphore: int) -> Change:
+    return lambda c: replace(c, awaits=tuple(s for s in c.awaits if s.semaphore != semaphore))
 
 
 def awaiting(which: int, **other: object) -> Change:
-    return lambda c: replace(c, awaits=tuple(s._replace(**other) if s.cell == which else s for s in c.awaits))
+    return lambda c: replace(c, awaits=tuple(s._replace(**other) if s.semaphore == which else s for s in c.awaits))
 
 
 def signalling(which: int, **other: object) -> Change:
-    return lambda c: replace(c, signals=tuple(s._replace(**other) if s.cell == which else s for s in c.signals))
+    return lambda c: replace(c, signals=tuple(s._replace(**other) if s.semaphore == which else s for s in c.signals))
 
 
 def is_rejected(layout: Layout, runs: list[list[RankRun]]) -> bool:
@@ -128,17 +128,22 @@ def is_rejected(layout: Layout, runs: list[list[RankRun]]) -> bool:
 
 
 def test_cells_that_change_are_noticed():
-    """Each cell's signal dropped, raised late or in another cell; each wait dropped, or for another row or value."""
+    """Each signal dropped, raised late or in another semaphore; each wait dropped, or for another row or value."""
     for update in ("cpu", "gpu"):
         layout, runs = small_runs(update)
-        used = {s.cell: s.of for rank in runs for run in rank for c in run.program.commands for s in c.awaits}
+        used = {s.semaphore: s.of for rank in runs for run in rank for c in run.program.commands for s in c.awaits}
         assert len(used) == 7  # of three groups the gradient and the update, and the norm
-        for cell, of in used.items():
-            changes = [without_signals(cell), without_awaits(cell), signalling(cell, lag=1), awaiting(cell, cell=99)]
-            changes += [awaiting(cell, of="previous" if of != "previous" else "own")]
-            changes += [awaiting(cell, lag=-1), awaiting(cell, lag=2), signalling(cell, cell=99)]
+        for semaphore, of in used.items():
+            changes = [
+                without_signals(semaphore),
+                without_awaits(semaphore),
+                signalling(semaphore, lag=1),
+                awaiting(semaphore, semaphore=99),
+            ]
+            changes += [awaiting(semaphore, of="previous" if of != "previous" else "own")]
+            changes += [awaiting(semaphore, lag=-1), awaiting(semaphore, lag=2), signalling(semaphore, semaphore=99)]
             for number, change in enumerate(changes):
-                what = f"change {number} of cell {cell} ({of}) with updates by the {update}"
+                what = f"change {number} of semaphore {semaphore} ({of}) with updates by the {update}"
                 assert is_rejected(layout, changed(runs, change)), what
 
 
@@ -147,14 +152,25 @@ def test_cells_of_pieces_that_change_are_noticed(monkeypatch):
     cut_finely(monkeypatch)
     layout, runs = small_runs("cpu", tied=True)
     check_runs(layout, runs, 4)
-    cells = [s.cell for c in runs[0][0].program.commands for s in c.signals if s.clock == "round"]
-    assert len(cells) == len(set(cells)) > 6
-    for cell in (cells[1], cells[len(cells) // 2], cells[-1]):
-        other = cells[0]  # of an earlier piece
-        changes = [without_signals(cell), without_awaits(cell), signalling(cell, lag=1), awaiting(cell, of="own")]
-        changes += [awaiting(cell, lag=2), awaiting(cell, cell=other), signalling(cell, cell=other)]
+    semaphores = [s.semaphore for c in runs[0][0].program.commands for s in c.signals if s.clock == "round"]
+    assert len(semaphores) == len(set(semaphores)) > 6
+    for semaphore in (semaphores[1], semaphores[len(semaphores) // 2], semaphores[-1]):
+        other = semaphores[0]  # of an earlier piece
+        changes = [
+            without_signals(semaphore),
+            without_awaits(semaphore),
+            signalling(semaphore, lag=1),
+            awaiting(semaphore, of="own"),
+        ]
+        changes += [
+            awaiting(semaphore, lag=2),
+            awaiting(semaphore, semaphore=other),
+            signalling(semaphore, semaphore=other),
+        ]
         for number, change in enumerate(changes):
-            assert is_rejected(layout, changed(runs, change)), f"change {number} of cell {cell} of {len(cells)}"
+            assert is_rejected(layout, changed(runs, change)), (
+                f"change {number} of semaphore {semaphore} of {len(semaphores)}"
+            )
 
 
 def test_waits_in_a_circle_are_noticed():
@@ -164,10 +180,12 @@ def test_waits_in_a_circle_are_noticed():
     def change(command: Command) -> Command:
         """Weights are fetched for a round when it has relayed their gradient."""
         signals = [s for s in command.awaits if s.clock == "update" and command.name == first.name]
-        cells = [replace(command, awaits=(s._replace(cell=grad, of="own", clock="round", lag=0),)) for s in signals]
-        return cells[0] if cells else command
+        semaphores = [
+            replace(command, awaits=(s._replace(semaphore=grad, of="own", clock="round", lag=0),)) for s in signals
+        ]
+        return semaphores[0] if semaphores else command
 
-    grad = next(s.cell for c in runs[0][0].program.commands for s in c.signals)
+    grad = next(s.semaphore for c in runs[0][0].program.commands for s in c.signals)
     with pytest.raises(ProgramError, match="circle"):
         check_runs(layout, changed(runs, change), 4)
 

@@ -126,7 +126,7 @@ ON_CPU = GroupPlan(update="cpu")
 
 
 class Ran(NamedTuple):
-    """What a rank did: (step, run in it, command) in order, and the cells it raised as (cell, value, when)."""
+    """What a rank did: (step, run in it, command) in order, and what it raised as (semaphore, value, when)."""
 
     commands: list[tuple[int, str]]
     raised: list[tuple[int, int, float]]
@@ -170,9 +170,9 @@ def run_as_simulated(
         ran.commands.append((command.index, command.label))
         started(self, command, *arguments)
 
-    def signal(self: Any, cell: int, value: int) -> None:
-        ran.raised.append((cell, value, time.monotonic()))
-        signalled(self, cell, value)
+    def signal(self: Any, semaphore: int, value: int) -> None:
+        ran.raised.append((semaphore, value, time.monotonic()))
+        signalled(self, semaphore, value)
 
     InOrder.execute, Signals.signal = start, signal
     ranks = Ranks.of_environment()
@@ -185,13 +185,13 @@ def run_as_simulated(
 
 
 def simulated_raises(ranks: list[list[TimedRankRun]]) -> Iterator[tuple[float, int, int]]:
-    """(when, cell, rank) of all that is raised by each rank, but for updates, which have no order among ranks."""
+    """(when, semaphore, rank) of all that is raised by each rank, but for updates, which have no order among ranks."""
     for rank, runs in enumerate(ranks):
         for timed in runs:
             for command in timed.run.program.commands:
                 for signal in command.signals:
                     if signal.clock == "round":
-                        yield timed.start_s + timed.timing.end_s[command.index], signal.cell, rank
+                        yield timed.start_s + timed.timing.end_s[command.index], signal.semaphore, rank
 
 
 CASES = {
@@ -218,9 +218,9 @@ def test_ranks_run_in_the_simulated_order(name):
         on_device = [(c.index, c.label) for c in commands if c.stream is not Stream.CPU]
         assert ran.commands == on_device, f"rank {rank}"
     expected, actual = defaultdict(list), defaultdict(list)
-    for _, cell, rank in sorted(simulated_raises(timed)):
-        expected[cell].append(rank)
-    raised = sorted((when, cell, rank) for rank, ran in enumerate(found) for cell, _, when in ran.raised)
-    for _, cell, rank in raised:
-        actual[cell].append(rank)
-    assert {cell: actual[cell] for cell in expected} == expected
+    for _, semaphore, rank in sorted(simulated_raises(timed)):
+        expected[semaphore].append(rank)
+    raised = sorted((when, semaphore, rank) for rank, ran in enumerate(found) for semaphore, _, when in ran.raised)
+    for _, semaphore, rank in raised:
+        actual[semaphore].append(rank)
+    assert {semaphore: actual[semaphore] for semaphore in expected} == expected

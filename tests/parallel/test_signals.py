@@ -17,13 +17,13 @@ from flexengine.parallel.signals import RAISED, RankLost, Signals
 PATHS = pytest.mark.parametrize("native", ["1", "0"], ids=["native", "python"])
 
 
-def opened(num_cells: int, native: str, data_bytes: int = 0) -> tuple[Ranks, Control, Signals, torch.Tensor]:
+def opened(num_semaphores: int, native: str, data_bytes: int = 0) -> tuple[Ranks, Control, Signals, torch.Tensor]:
     os.environ["FLEXENGINE_NATIVE"] = native
     ranks = Ranks.of_environment()
     control = Control.open(ranks, 60.0)
-    table_bytes = Signals.num_bytes(ranks.local_size, num_cells)
+    table_bytes = Signals.num_bytes(ranks.local_size, num_semaphores)
     memory = NodeMemory.open(ranks, control, table_bytes + data_bytes)
-    signals = Signals.over(memory.tensor, ranks.local_size, num_cells, ranks.local_rank)
+    signals = Signals.over(memory.tensor, ranks.local_size, num_semaphores, ranks.local_rank)
     return ranks, control, signals, memory.tensor[table_bytes:]
 
 
@@ -58,8 +58,8 @@ def aborted(rank: int, native: str) -> str:
     with pytest.raises(RankLost):
         signals.check()
     signals.signal(4, 9)
-    control.barrier()  # waits end before all cells are raised
-    assert {signals.value(cell, row) for cell in range(5) for row in range(3)} == {RAISED}
+    control.barrier()  # waits end before all semaphores are raised
+    assert {signals.value(semaphore, row) for semaphore in range(5) for row in range(3)} == {RAISED}
     control.barrier()
     return str(caught.value)
 
@@ -73,15 +73,15 @@ def test_an_abort_ends_waits_on_all_ranks(native):
 
 
 class AbortedOnceRead:
-    """A table [1, 2] of a cell and the word of an abort, which comes right after that word was read first."""
+    """A table [1, 2] of a semaphore and the word of an abort, which comes right after that word was read first."""
 
     def __init__(self) -> None:
-        self.cell, self.abort = 0, 0
+        self.semaphore, self.abort = 0, 0
 
     def __getitem__(self, place: tuple[slice, int]) -> np.ndarray:
-        found = np.array([(self.cell, self.abort)[place[1]]])
+        found = np.array([(self.semaphore, self.abort)[place[1]]])
         if place[1] == 1:
-            self.cell, self.abort = RAISED, 1
+            self.semaphore, self.abort = RAISED, 1
         return found
 
 
@@ -101,8 +101,8 @@ def alone(request, monkeypatch) -> Signals:
 def test_a_wait_has_a_deadline(alone):
     alone.signal(3, 4)
     alone.wait(3, 1, 4)
-    assert (alone.value(3), alone.value(3, 0), alone.num_cells) == (4, 0, 16)
-    with pytest.raises(TimeoutError, match="cell 3 did not reach 4 within"):
+    assert (alone.value(3), alone.value(3, 0), alone.num_semaphores) == (4, 0, 16)
+    with pytest.raises(TimeoutError, match="semaphore 3 did not reach 4 within"):
         alone.wait(3, None, 4, timeout_s=0.1)
 
 
@@ -125,9 +125,9 @@ def test_cells_that_are_lowered_stay_raised_after_an_abort(alone):
 
 
 def test_nonsense_is_refused(alone):
-    for cell, value in ((16, 1), (-1, 1), (0, 0), (0, RAISED)):
+    for semaphore, value in ((16, 1), (-1, 1), (0, 0), (0, RAISED)):
         with pytest.raises(ValueError, match="cannot have the value"):
-            alone.signal(cell, value)
+            alone.signal(semaphore, value)
     with pytest.raises(ValueError, match="row 2"):
         Signals(alone.table, 2)
     with pytest.raises(ValueError, match="uint32"):

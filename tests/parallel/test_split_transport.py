@@ -33,8 +33,8 @@ from flexengine.schedule.lowering.kinds import Wave
 from flexengine.schedule.parts import Part, Run
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.programs import lower_round
-from flexengine.schedule.ranks import cells as relay
 from flexengine.schedule.ranks import checker as ranks_checker
+from flexengine.schedule.ranks import semaphores as relay
 from flexengine.schedule.ranks import waves
 from flexengine.schedule.ranks.checker import check_runs
 from flexengine.schedule.ranks.rank_run import RankRun
@@ -171,7 +171,7 @@ def not_awaiting(command: Command) -> Command:
 
 
 def awaiting_own(command: Command) -> Command:
-    return replace(command, awaits=tuple(Signal(s.cell, "own", s.clock, s.lag) for s in command.awaits))
+    return replace(command, awaits=tuple(Signal(s.semaphore, "own", s.clock, s.lag) for s in command.awaits))
 
 
 CHANGES: dict[str, tuple[Change, tuple[int, ...]]] = {
@@ -336,8 +336,8 @@ def test_what_orders_ranks_that_speculate_is_needed():
 
     for layout in (all_bold, some_late):
         assert not is_rejected(layout, changed(layout, lambda command: command))
-    cells = relay.Cells(all_bold)
-    awaited, signal = cells.updated_before(1)[1], cells.speculated(1)
+    semaphores = relay.Semaphores(all_bold)
+    awaited, signal = semaphores.updated_before(1)[1], semaphores.speculated(1)
     for gone in (awaited, signal):
         without = changed(
             all_bold,

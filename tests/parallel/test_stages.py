@@ -36,7 +36,7 @@ from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import runs_of_ranks
 from flexengine.schedule.ranks.simulator import simulate_ranks
 from flexengine.schedule.ranks.stage_layout import StageLayout
-from flexengine.schedule.ranks.stages import HandedOver, StageCells
+from flexengine.schedule.ranks.stages import HandedOver, StageSemaphores
 from flexengine.schedule.ranks.transports import layouts_of
 from tests.parallel.test_ranks_checker import (
     Change,
@@ -103,34 +103,48 @@ def small_runs() -> tuple[StageLayout, list[list[RankRun]]]:
     return layout, runs_of_ranks(layout, full_round(layout), 4)
 
 
-def cells(layout: StageLayout) -> dict[str, int]:
-    """One cell of each kind: those of a chunk of the second round that no later one of the round implies."""
-    found: StageCells = layout.cells
+def semaphores(layout: StageLayout) -> dict[str, int]:
+    """One semaphore of each kind: those of a chunk of the second round that no later one of the round implies."""
+    found: StageSemaphores = layout.semaphores
     chunk, last = layout.plan.chunks_per_round, 2 * layout.plan.chunks_per_round - 1
     return {
-        "forward": found.handed(HandedOver(3, chunk, back=False, taken=False)).cell,
-        "backward": found.handed(HandedOver(3, chunk, back=True, taken=False)).cell,
-        "to the head": found.handed(HandedOver(5, chunk, back=False, taken=False)).cell,
-        "from the head": found.handed(HandedOver(5, last, back=True, taken=False)).cell,
-        "relay": found.relayed(0).cell,
-        "embedding": found.updated(head=False).cell,
-        "head": found.updated(head=True).cell,
-        "norm": found.norm().cell,
+        "forward": found.handed(HandedOver(3, chunk, back=False, taken=False)).semaphore,
+        "backward": found.handed(HandedOver(3, chunk, back=True, taken=False)).semaphore,
+        "to the head": found.handed(HandedOver(5, chunk, back=False, taken=False)).semaphore,
+        "from the head": found.handed(HandedOver(5, last, back=True, taken=False)).semaphore,
+        "relay": found.relayed(0).semaphore,
+        "embedding": found.updated(head=False).semaphore,
+        "head": found.updated(head=True).semaphore,
+        "norm": found.norm().semaphore,
     }
 
 
 def test_cells_that_change_are_noticed():
-    """Each cell's signal dropped, raised late or in another cell; each wait dropped, or for another row or value."""
+    """Each signal dropped, raised late or in another semaphore; each wait dropped, or for another row or value."""
     layout, runs = small_runs()
     check_runs(layout, runs, 4)
-    for name, cell in cells(layout).items():
-        rows = {s.of for rank in runs for run in rank for c in run.program.commands for s in c.awaits if s.cell == cell}
+    for name, semaphore in semaphores(layout).items():
+        rows = {
+            s.of
+            for rank in runs
+            for run in rank
+            for c in run.program.commands
+            for s in c.awaits
+            if s.semaphore == semaphore
+        }
         others = {0, 1, 2} - rows if rows != {"all"} else {"own"}
-        changes = [without_signals(cell), without_awaits(cell), signalling(cell, lag=1), signalling(cell, cell=9999)]
-        changes += [awaiting(cell, cell=9999), awaiting(cell, lag=-1), awaiting(cell, lag=2)]
-        changes += [awaiting(cell, of=other) for other in others]
+        changes = [
+            without_signals(semaphore),
+            without_awaits(semaphore),
+            signalling(semaphore, lag=1),
+            signalling(semaphore, semaphore=9999),
+        ]
+        changes += [awaiting(semaphore, semaphore=9999), awaiting(semaphore, lag=-1), awaiting(semaphore, lag=2)]
+        changes += [awaiting(semaphore, of=other) for other in others]
         for number, change in enumerate(changes):
-            assert is_rejected(layout, changed(runs, change)), f"change {number} of cell {cell} ({name}): {rows}"
+            assert is_rejected(layout, changed(runs, change)), (
+                f"change {number} of semaphore {semaphore} ({name}): {rows}"
+            )
 
 
 def handed(change: Change, *, back: bool, taken: bool) -> Change:
@@ -205,10 +219,12 @@ def test_what_is_handed_over_or_added_up_otherwise_is_noticed():
 def test_ranks_that_take_before_they_leave_wait_in_a_circle():
     """The forward pass of a rank would await the gradient that follows from it."""
     layout, runs = small_runs()
-    forward, backward = (layout.cells.handed(HandedOver(3, 1, back=back, taken=False)).cell for back in (False, True))
+    forward, backward = (
+        layout.semaphores.handed(HandedOver(3, 1, back=back, taken=False)).semaphore for back in (False, True)
+    )
 
     def swapped(signal: Signal) -> Signal:
-        return signal._replace(cell=backward, of=(1 + signal.of) % 3) if signal.cell == forward else signal
+        return signal._replace(semaphore=backward, of=(1 + signal.of) % 3) if signal.semaphore == forward else signal
 
     with pytest.raises(AssertionError, match="circle"):
         check_runs(layout, changed(runs, lambda c: replace(c, awaits=tuple(map(swapped, c.awaits)))), 4)

@@ -123,7 +123,7 @@ def await_that(condition) -> None:
 
 
 def not_looking() -> tuple[Watch, Signals]:
-    """A watch of rank 0 whose thread has not looked yet, and the cells of rank 1."""
+    """A watch of rank 0 whose thread has not looked yet, and the semaphores of rank 1."""
     table = torch.zeros(2, Signals.columns(1), dtype=torch.uint32)
     watch = Watch.__new__(Watch)
     watch.ranks, watch.loss, watch._own = Ranks(0, 2, 0, 2, 0, 1), None, Signals(table, 0)

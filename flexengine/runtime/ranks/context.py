@@ -1,4 +1,4 @@
-"""What a rank knows of the others: whose turn a round is, cells that order ranks, calls that all of them make.
+"""What a rank knows of the others: whose turn a round is, semaphores that order ranks, calls that all of them make.
 
 `RankContext` is that of one rank alone, which asks nobody; `SeveralRanks` train on one host copy per node.
 """
@@ -30,7 +30,7 @@ from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.commands import Command, Signal
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.cells import Cells
+from flexengine.schedule.ranks.semaphores import Semaphores
 from flexengine.schedule.ranks.transports import Seat, Turn, transport_of
 from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import borders_of_slots
@@ -176,16 +176,16 @@ class SeveralRanks(RankContext):
         self.seat = Seat(self.ranks.local_rank, self.ranks.local_size, self.ranks.node, self.ranks.nodes)
         self.share = Share(self.ranks.local_rank, self.ranks.local_size)
         self.rank, self.writes_files = self.ranks.rank, self.ranks.rank == 0
-        self._cells = self._transport.cells(layout)
+        self._semaphores = self._transport.semaphores(layout)
         self.rounds = self.updates = self.last = 0
-        size, num_cells = self.ranks.local_size, self._cells.count
-        num_bytes = layout.node_bytes + Signals.num_bytes(size, num_cells)
+        size, num_semaphores = self.ranks.local_size, self._semaphores.count
+        num_bytes = layout.node_bytes + Signals.num_bytes(size, num_semaphores)
         borders, on_gpu = borders_of_slots(layout.slots, "node"), device.type == "cuda"
         self._memory = NodeMemory.open(self.ranks, self.control, num_bytes, on_gpu, borders=borders)
         self.cuts = self._memory.cuts
         self._arena = self._memory.tensor[: layout.node_bytes]
         table = self._memory.tensor[layout.node_bytes :]
-        self._signals = Signals.over(table, size, num_cells, self.ranks.local_rank)
+        self._signals = Signals.over(table, size, num_semaphores, self.ranks.local_rank)
         self._check_others, self.control.check_lost = self.control.check_lost, self._check
         self.link = NodeLink(self.control) if self.ranks.nodes > 1 else None
         self._device, self._write_back = device, nothing_newer
@@ -233,9 +233,9 @@ class SeveralRanks(RankContext):
 
     def await_gradient(self, group: int) -> None:
         """Wait until the node's last round so far has stored the gradient of a group. Raises: RankLost."""
-        assert isinstance(self._cells, Cells), "ranks of several nodes do not train in stages"
-        for cell in self._cells.of_gradient(group) if self.rounds else ():
-            self._signals.wait(cell, self.last, self.rounds)
+        assert isinstance(self._semaphores, Semaphores), "ranks of several nodes do not train in stages"
+        for semaphore in self._semaphores.of_gradient(group) if self.rounds else ():
+            self._signals.wait(semaphore, self.last, self.rounds)
 
     def count_update(self) -> None:
         self.updates += 1
@@ -293,10 +293,10 @@ class SeveralRanks(RankContext):
     # -- another plan ------------------------------------------------------------------------------------------------
 
     def check_takes(self, layout: Layout) -> None:
-        """Raise ValueError where the ranks have too few cells for another layout."""
-        needed, has = transport_of(layout.plan).cells(layout).count, self._signals.num_cells
+        """Raise ValueError where the ranks have too few semaphores for another layout."""
+        needed, has = transport_of(layout.plan).semaphores(layout).count, self._signals.num_semaphores
         if needed > has:
-            raise ValueError(f"the new plan needs {needed} cells of each rank, which has {has}")
+            raise ValueError(f"the new plan needs {needed} semaphores of each rank, which has {has}")
         if not set(self.cuts) <= set(borders_of_slots(layout.slots, "node")):
             raise ValueError(
                 "the new plan has planes across borders of page-locked memory, over which CUDA copies none"
@@ -304,13 +304,13 @@ class SeveralRanks(RankContext):
 
     def start_again(self, layout: Layout) -> None:
         self._transport = transport_of(layout.plan)
-        self._cells = self._transport.cells(layout)
+        self._semaphores = self._transport.semaphores(layout)
         self.rounds = self.updates = self.last = 0
         self._connect_gpus(layout)
         self._signals.lower_own()
         self.barrier()
 
-    # -- cells -------------------------------------------------------------------------------------------------------
+    # -- semaphores --------------------------------------------------------------------------------------------------
 
     def hooks(self) -> CommandHooks:
         """For the run of a program that is issued now. The CPU's commands may call them when later ones are."""
@@ -326,16 +326,16 @@ class SeveralRanks(RankContext):
 
         def before(command: Command) -> None:
             for signal in command.awaits:
-                if value(signal) > 0:  # cells begin at 0
-                    signals.wait(signal.cell, row(signal), value(signal))
+                if value(signal) > 0:  # semaphores begin at 0
+                    signals.wait(signal.semaphore, row(signal), value(signal))
 
         def after(command: Command) -> None:
             for signal in command.signals:
-                signals.signal(signal.cell, value(signal))
+                signals.signal(signal.semaphore, value(signal))
 
         def words(signal: Signal) -> list[WordValue]:
-            reached = max(0, value(signal))  # cells begin at 0
-            return [WordValue(address, reached) for address in signals.addresses(signal.cell, row(signal))]
+            reached = max(0, value(signal))  # semaphores begin at 0
+            return [WordValue(address, reached) for address in signals.addresses(signal.semaphore, row(signal))]
 
         signals.check()  # streams do not notice that a rank has given up
         return CommandHooks(before, after, words)

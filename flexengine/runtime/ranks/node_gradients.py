@@ -1,8 +1,8 @@
 """Adds the gradients of several nodes before an update: each node has relayed its own rounds' gradients by itself.
 
 This is a call between a step's last round and its update, not a command of either program: only the caller's `step`
-tells which round was the last. The wait for each gradient is by the cells that rounds raise, so that gradients which
-backward finishes early could be sent while it goes on.
+tells which round was the last. The wait for each gradient is by the semaphores that rounds raise, so that gradients
+which backward finishes early could be sent while it goes on.
 """
 
 from __future__ import annotations

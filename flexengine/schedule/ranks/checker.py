@@ -2,9 +2,9 @@
 
 It looks at two steps of all ranks, who take rounds in turn, and at what touches the node's memory:
 
-- waits: the rank that a command asks raises every cell that it awaits far enough, and nobody waits in a circle;
+- waits: the rank that a command asks raises every semaphore that it awaits far enough, and nobody waits in a circle;
 - order: of two commands that touch a common byte, one of them writing, one surely ends before the other starts, by the
-  order of streams, by waits within a rank and by cells;
+  order of streams, by waits within a rank and by semaphores;
 - contents: a gradient is fetched as the round before left it, and updated as the last round left it; weights are read
   as the step before updated them; nothing is added twice or left out;
 - shares: together the ranks update every element of every trained group once;

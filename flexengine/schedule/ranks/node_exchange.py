@@ -14,7 +14,7 @@ from typing import NamedTuple
 from flexengine.schedule.commands import Access, Command, CommandName, Program, Signal, Stream
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.cells import Cells
+from flexengine.schedule.ranks.semaphores import Semaphores
 from flexengine.schedule.shares import Share
 
 PIECE_ELEMENTS = 1 << 21
@@ -75,11 +75,11 @@ def exchange_bytes(layout: Layout) -> int:
 
 def lower_exchange(layout: Layout, share: Share) -> Program:
     """The pieces that a rank exchanges in a step of which every node has run a round."""
-    cells, width, found = Cells(layout), DTYPE_BYTES[layout.plan.request.numerics.grad], list[Command]()
+    semaphores, width, found = Semaphores(layout), DTYPE_BYTES[layout.plan.request.numerics.grad], list[Command]()
     givers = tuple(givers_of(layout.plan.request.nodes, layout.plan.request.nodes))
     for piece in share.every(list(node_pieces(layout))):
         name, slot = layout.model.groups[piece.group].name, layout.plane_slot("grad", piece.group)
-        awaits = tuple(Signal(cell, "last", "round") for cell in cells.of_gradient(piece.group))
+        awaits = tuple(Signal(semaphore, "last", "round") for semaphore in semaphores.of_gradient(piece.group))
         found.append(
             Command(
                 index=len(found),

@@ -1,7 +1,7 @@
 """The commands of all ranks together: what each rank runs, and which commands must have ended when another starts.
 
-By the order of streams, by waits within a rank and by cells. `checker` proves that this order is enough; `simulator`
-tells when each command starts.
+By the order of streams, by waits within a rank and by semaphores. `checker` proves that this order is enough;
+`simulator` tells when each command starts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Events:
         self.runs: list[RunEvents] = []
         self._lanes: dict[tuple[int, str, int], int] = {}
         self._ends: list[list[int]] = []  # by lane, its events
-        self._raised: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # (cell, rank) -> (value, event)
+        self._raised: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(
+            list
+        )  # (semaphore, rank) -> (value, event)
         self._exchanged: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> its last exchange
         self._begins: dict[tuple[int, int], int] = {}  # (step, rank) -> the first event after its exchange has begun
         # step -> the first exchange of each rank, and the last events of all ranks' rounds: those wait for all of these
@@ -139,7 +141,7 @@ class Events:
                 worked = [first + c.index for c in run.program.commands if c.stream is Stream.CPU]
 
     def _add_exchange(self, rank: int, run: RankRun) -> None:
-        """Add what the host does when it has issued the last round: it waits for cells, and for no stream.
+        """Add what the host does when it has issued the last round: it waits for semaphores, and for no stream.
 
         Of a split plan it waits until all ranks of the node have ended that.
         """
@@ -166,10 +168,10 @@ class Events:
         self.before.append(before + ends[-1:])
         ends.append(index)
         for signal in command.signals:
-            raised, value = self._raised[signal.cell, rank], self._value(run, signal.clock) - signal.lag
+            raised, value = self._raised[signal.semaphore, rank], self._value(run, signal.clock) - signal.lag
             again = bool(raised) and raised[-1][0] == value and self._drops(raised[-1][1], run)
             if signal.of != "own" or (raised and raised[-1][0] >= value and not again):
-                raise ProgramError(f"{self.all[index].label} raises cell {signal.cell} to {value} again")
+                raise ProgramError(f"{self.all[index].label} raises semaphore {signal.semaphore} to {value} again")
             raised.append((value, index))
         return index
 
@@ -188,15 +190,15 @@ class Events:
         rows = {"own": [event.rank], "previous": [(event.rank - 1) % self._size], "last": [last]}
         for signal in event.command.awaits:
             if event.command.stream is Stream.CPU and not event.run.exchanges:
-                raise ProgramError(f"{event.label} awaits a cell, which commands of the CPU cannot")
+                raise ProgramError(f"{event.label} awaits a semaphore, which commands of the CPU cannot")
             value = self._value(event.run, signal.clock) - signal.lag
             named = [signal.of] if isinstance(signal.of, int) else rows.get(signal.of, range(self._size))
             for row in named if value > 0 else ():
-                raising = (index for reached, index in self._raised[signal.cell, row] if reached >= value)
+                raising = (index for reached, index in self._raised[signal.semaphore, row] if reached >= value)
                 index = next(raising, None)
                 if index is None:
                     raise ProgramError(
-                        f"{event.label} awaits {value} in cell {signal.cell} of rank {row}, which never comes"
+                        f"{event.label} awaits {value} in semaphore {signal.semaphore} of rank {row}, which never comes"
                     )
                 yield index
 

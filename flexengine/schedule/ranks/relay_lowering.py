@@ -14,18 +14,18 @@ from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
 from flexengine.schedule.lowering.update import UpdateLowering
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.ranks.cells import Cells
+from flexengine.schedule.ranks.semaphores import Semaphores
 
 
 class SharedContext(RoundContext):
-    """A round of a rank that shares weights in the node's memory. cells: by which ranks wait for each other."""
+    """A round of a rank that shares weights in the node's memory. semaphores: by which ranks wait for each other."""
 
     def __init__(self, layout: Layout, shape: RoundShape, builder: ProgramBuilder) -> None:
         super().__init__(layout, shape, builder)
-        self.cells = Cells(layout)
+        self.semaphores = Semaphores(layout)
 
     def updated_before(self, group: int) -> tuple[Signal, ...]:
-        return () if self.model.groups[group].frozen else self.cells.updated_before(group)
+        return () if self.model.groups[group].frozen else self.semaphores.updated_before(group)
 
 
 class RelayGradients(GradientLowering):
@@ -39,7 +39,7 @@ class RelayGradients(GradientLowering):
 
     def __init__(self, context: SharedContext, kind: RoundKind, scales: dict[int, ScaleSlots]) -> None:
         super().__init__(context, kind, scales)
-        self._cells = context.cells
+        self._semaphores = context.semaphores
         self._uses = group_uses(context.model)
         self._spilled: set[int] = set()  # groups of which the host holds an accumulator
 
@@ -60,13 +60,13 @@ class RelayGradients(GradientLowering):
 
     def _fetch_home(self, stored: StoredPiece, back: list[CopyRegion]) -> None:
         self._builder.copy(CommandName("fetch", "grad", stored.name), Stream.RELAY_IN, stored.content, back)
-        awaits = self._cells.relayed_before(stored.group, stored.part, stored.number)
+        awaits = self._semaphores.relayed_before(stored.group, stored.part, stored.number)
         self._builder.between_ranks(-1, awaits=(awaits,))
 
     def _send_home(self, stored: StoredPiece, staging: int) -> None:
         name = CommandName("offload", "grad", stored.name)
         self._builder.copy(name, Stream.RELAY_OUT, stored.content, stored.regions_home(staging))
-        signal = self._cells.relayed(stored.group, stored.part, stored.number)
+        signal = self._semaphores.relayed(stored.group, stored.part, stored.number)
         self._builder.between_ranks(-1, signals=(signal,))
 
     def _spill(self, group: int, part: int, accumulator: int) -> None:
@@ -129,12 +129,12 @@ class SharedUpdate(UpdateLowering):
 
         Each rank signals all groups: the norm that it has read may then be written again, too.
         """
-        cells, before = Cells(self.layout), self.before_updates
+        semaphores, before = Semaphores(self.layout), self.before_updates
         told = self.kind.way == "committed" and self.kind.left is None  # the last round has told of speculative groups
         for group, spec in enumerate(self.layout.model.groups):
             if not spec.frozen:
-                late = (cells.speculated(group),) if cells.is_speculative(group) and not told else ()
-                self.builder.between_ranks(self.ends.get(group, before), signals=(cells.updated(group), *late))
+                late = (semaphores.speculated(group),) if semaphores.is_speculative(group) and not told else ()
+                self.builder.between_ranks(self.ends.get(group, before), signals=(semaphores.updated(group), *late))
 
 
 class RelayUpdate(SharedUpdate):
@@ -145,15 +145,15 @@ class RelayUpdate(SharedUpdate):
         them up before."""
         if self.layout.plan.request.nodes > 1:
             return super().sums_of_squares()
-        layout, builder, cells, content = self.layout, self.builder, Cells(self.layout), "norm squares"
+        layout, builder, semaphores, content = self.layout, self.builder, Semaphores(self.layout), "norm squares"
         here, there = layout.slot("norm_squares"), layout.slot("norm_squares", memory="node")
         region = CopyRegion(here, 0, there, 0, layout.slots[there].num_bytes)
         if self.kind.last:
             builder.holds(here, content)
             builder.copy(CommandName("offload", "norm"), Stream.D2H, content, [region])
-            builder.between_ranks(-1, signals=(cells.norm(),))
+            builder.between_ranks(-1, signals=(semaphores.norm(),))
         else:
             builder.holds(there, content)
             builder.copy(CommandName("fetch", "norm"), Stream.H2D, content, [region.reversed])
-            builder.between_ranks(-1, awaits=(cells.norm_of_last(),))
+            builder.between_ranks(-1, awaits=(semaphores.norm_of_last(),))
         return Access(here, content)

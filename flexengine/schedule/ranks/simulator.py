@@ -1,9 +1,9 @@
 """Prices a step of several ranks of one node: when every command of every rank would start and end.
 
-Streams, cells and the host's issue order commands as `ranks.order` says; each rank's link is as `simulator` has it. All
+Streams, semaphores and the host's issue order commands as `order` says; each rank's link is as that of one rank. All
 copies share the rate of the node's host memory, and the CPU works the slower the more of it they take. Whatever streams
-a program has, its copies share the link by the direction in which they go. GPUs are taken to wait for cells themselves:
-a host that polls would also issue later commands late.
+a program has, its copies share the link by the direction in which they go. GPUs are taken to wait for semaphores
+themselves: a host that polls would also issue later commands late.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flexengine.schedule.simulator import Rates, Timing, cpu_share
 from flexengine.schedule.step_parts import full_step, unfinished_updates, until_gpu_ends
 
 SIGNAL_S = 50e-6
-"""From the end of a command that raises a cell to the start of one on another rank that awaits it: assumed."""
+"""From the end of a command that raises a semaphore to the start of one on another rank that awaits it: assumed."""
 MOST_DRAWN = 2
 """Rounds like the first that are simulated on each rank beside it, and one of each other shape; more take what the last
 of them does."""

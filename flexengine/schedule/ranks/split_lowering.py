@@ -82,7 +82,7 @@ class SplitGradients(GradientLowering):
 
     def __init__(self, context: SharedContext, kind: RoundKind, wave: Wave) -> None:
         super().__init__(context, kind, {})
-        self._cells, self._wave = context.cells, wave
+        self._semaphores, self._wave = context.semaphores, wave
         self._slots: dict[tuple[Role, str], SlotRing] = {}
         self._uses = group_uses(self._layout.model)
         self._spilled: set[int] = set()  # groups of which the host holds what arrived of one layer's accumulators
@@ -126,7 +126,7 @@ class SplitGradients(GradientLowering):
     def lower_norm(self) -> None:
         super().lower_norm()
         if self._untold:
-            signals = tuple(self._cells.speculated(group) for group in self._untold)
+            signals = tuple(self._semaphores.speculated(group) for group in self._untold)
             self._builder.between_ranks(-1, signals=signals)
 
     def _have_squares(self) -> None:
@@ -140,7 +140,7 @@ class SplitGradients(GradientLowering):
         if last < 0:
             self._untold.append(group)
         else:
-            self._builder.between_ranks(last, signals=(self._cells.speculated(group),))
+            self._builder.between_ranks(last, signals=(self._semaphores.speculated(group),))
 
     def _exchange(self, name: str, section: Section, accumulator: Access, slot: int) -> Access:
         wave, element_bytes = self._wave, self._layout.acc_bytes

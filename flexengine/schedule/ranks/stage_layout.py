@@ -12,7 +12,7 @@ from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.parts import Part
 from flexengine.schedule.pieces import Piece, pieces_of, whole_piece
-from flexengine.schedule.ranks.stages import Stage, StageCells, why_no_stages
+from flexengine.schedule.ranks.stages import Stage, StageSemaphores, why_no_stages
 from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import PlaneKind
 
@@ -29,7 +29,7 @@ class StageLayout(Layout):
             raise ValueError(f"{model.name} cannot be trained in stages: {reason}")
         self.stage = Stage(rank, plan.request.ranks, len(model.layers))
         super().__init__(model, plan)
-        self.cells = StageCells(len(model.layers), plan.num_chunks, len(self.pieces[self.head_group][0]))
+        self.semaphores = StageSemaphores(len(model.layers), plan.num_chunks, len(self.pieces[self.head_group][0]))
 
     @property
     def head_group(self) -> int:

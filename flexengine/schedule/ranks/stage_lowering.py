@@ -25,7 +25,7 @@ class StageContext(RoundContext):
 
     def updated_before(self, group: int) -> tuple[Signal, ...]:
         edge = self.layout.is_edge(group)
-        return (self.layout.cells.updated_before(head=group > 0),) if edge else ()
+        return (self.layout.semaphores.updated_before(head=group > 0),) if edge else ()
 
 
 class StageActivations(ActivationLowering):
@@ -121,7 +121,7 @@ class StageActivations(ActivationLowering):
         name = self._name("offload", "grad" if what.back else "input", *what[:2])
         target = [Access(region.target, access.content)]
         self._builder.add("copy", name, Stream.RELAY_OUT, [access], target, copies=(region,), args=what)
-        self._builder.between_ranks(-1, signals=(self._stages.cells.handed(what),))
+        self._builder.between_ranks(-1, signals=(self._stages.semaphores.handed(what),))
 
     def _take(self, what: HandedOver, access: Access, giver: int) -> None:
         """Fetch a chunk from its place when another rank has left it there."""
@@ -130,7 +130,7 @@ class StageActivations(ActivationLowering):
         # told as a write of the place, too: another rank has changed what it holds
         writes = [access, Access(region.source, access.content)]
         self._builder.add("copy", name, Stream.RELAY_IN, [], writes, copies=(region,), args=what)
-        self._builder.between_ranks(-1, awaits=(self._stages.cells.taken(what, giver),))
+        self._builder.between_ranks(-1, awaits=(self._stages.semaphores.taken(what, giver),))
 
 
 class StageGradients(GradientLowering):
@@ -164,7 +164,7 @@ class StageGradients(GradientLowering):
             self._round(stored, Access(accumulator, self._accumulated(group, 0)), has_previous, staging)
             name = CommandName("offload", "grad", stored.name)
             self._builder.copy(name, Stream.RELAY_OUT, stored.content, stored.regions_home(staging))
-            self._builder.between_ranks(-1, signals=(self._stages.cells.relayed(stored.number),))
+            self._builder.between_ranks(-1, signals=(self._stages.semaphores.relayed(stored.number),))
 
     def _have_squares(self) -> None:
         last = self._stages.stage.rank == len(self._context.shape.counts) - 1  # it ran the wave's last round
@@ -176,7 +176,7 @@ class StageGradients(GradientLowering):
         back = [region.reversed for region in stored.regions_home(staging)]
         self._builder.copy(CommandName("fetch", "grad", stored.name), Stream.RELAY_IN, stored.content, back)
         rank = self._stages.stage.rank
-        awaits = self._stages.cells.relayed_before(stored.number, rank, self._last_before)
+        awaits = self._stages.semaphores.relayed_before(stored.number, rank, self._last_before)
         self._builder.between_ranks(-1, awaits=(awaits,))
 
 
@@ -269,7 +269,7 @@ class StageUpdate(UpdateLowering):
         """Tell of the updates that all ranks make together: their shares of embedding and head."""
         for group in (0, self.layout.head_group):
             end = self.ends.get(group, self.before_updates)
-            self.builder.between_ranks(end, signals=(self.layout.cells.updated(group > 0),))
+            self.builder.between_ranks(end, signals=(self.layout.semaphores.updated(group > 0),))
 
 
 def exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) -> None:
@@ -293,9 +293,9 @@ def exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) -
     reads, writes = [Access(here, content)], [Access(found[group].target, content) for group in own]
     regions = tuple(found[group] for group in own)
     builder.add("copy", CommandName("offload", "norm"), Stream.D2H, reads, writes, copies=regions)
-    awaits = layout.cells.updated_before(head=True)
-    builder.between_ranks(-1, awaits=(awaits,), signals=(layout.cells.norm(),))
+    awaits = layout.semaphores.updated_before(head=True)
+    builder.between_ranks(-1, awaits=(awaits,), signals=(layout.semaphores.norm(),))
     back = tuple(region.reversed for region in found.values())
     places = [Access(region.source, content) for region in back]
     builder.add("copy", CommandName("fetch", "norm"), Stream.H2D, places, [Access(here, content)], copies=back)
-    builder.between_ranks(-1, awaits=(layout.cells.all_norms(),))
+    builder.between_ranks(-1, awaits=(layout.semaphores.all_norms(),))

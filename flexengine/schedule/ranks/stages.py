@@ -55,15 +55,15 @@ class HandedOver(NamedTuple):
     taken: bool
 
 
-class StageCells:
-    """Numbers of the cells that ranks raise: for chunks handed over, the norm, updates of edges, relays of the head."""
+class StageSemaphores:
+    """Numbers of those that ranks raise: for chunks handed over, the norm, updates of edges, relays of the head."""
 
     def __init__(self, num_layers: int, num_chunks: int, head_pieces: int) -> None:
         self._layers, self._chunks, self._pieces = num_layers, num_chunks, head_pieces
 
     @property
     def count(self) -> int:
-        """How many cells there are."""
+        """How many semaphores there are."""
         return self._first_piece + self._pieces
 
     @property

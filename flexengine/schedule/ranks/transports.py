@@ -17,15 +17,15 @@ from flexengine.schedule.lowering.kinds import RoundKind, UpdateKind, Wave
 from flexengine.schedule.lowering.round import EvaluationLowering, RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.update import UpdateLowering
-from flexengine.schedule.ranks.cells import Cells
 from flexengine.schedule.ranks.order import Event
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.relay_lowering import RelayRound, RelayUpdate, SharedEvaluation
+from flexengine.schedule.ranks.semaphores import Semaphores
 from flexengine.schedule.ranks.split_checker import check_folds
 from flexengine.schedule.ranks.split_lowering import SplitRound, SplitUpdate
 from flexengine.schedule.ranks.stage_layout import StageLayout
 from flexengine.schedule.ranks.stage_lowering import StageRound, StageUpdate
-from flexengine.schedule.ranks.stages import StageCells
+from flexengine.schedule.ranks.stages import StageSemaphores
 from flexengine.schedule.ranks.stages_checker import check_stages, held_in_stages
 
 
@@ -73,9 +73,9 @@ class Alone:
         """Those of the first ranks, of one of which a layout is given."""
         return [layout] * count
 
-    def cells(self, layout: Layout) -> Cells | StageCells:
+    def semaphores(self, layout: Layout) -> Semaphores | StageSemaphores:
         """By which ranks wait for each other."""
-        return Cells(layout)
+        return Semaphores(layout)
 
     def shape(self, rounds: Sequence[RoundShape]) -> RoundShape:
         """What a program is lowered for that runs these rounds."""
@@ -185,9 +185,9 @@ class Stages(_Together):
     def layouts(self, layout: Layout, count: int) -> list[Layout]:
         return [StageLayout(layout.given, layout.plan, rank) for rank in range(count)]
 
-    def cells(self, layout: Layout) -> Cells | StageCells:
+    def semaphores(self, layout: Layout) -> Semaphores | StageSemaphores:
         assert isinstance(layout, StageLayout), "a rank that trains in stages has a layout of its own"
-        return layout.cells
+        return layout.semaphores
 
     def shape(self, rounds: Sequence[RoundShape]) -> RoundShape:
         return RoundShape.of_wave(rounds)

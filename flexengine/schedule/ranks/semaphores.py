@@ -1,4 +1,4 @@
-"""Several ranks on one host copy: the cells by which commands of ranks wait for each other.
+"""Several ranks on one host copy: the semaphores by which commands of ranks wait for each other.
 
 Under relays rank `number % size` runs a round of a step. A stored gradient is relayed
 through the node's memory: the rank of a round fetches what the round before left there, and leaves the sum. So it is
@@ -13,8 +13,8 @@ from flexengine.schedule.commands import Signal
 from flexengine.schedule.layout import Layout
 
 
-class Cells:
-    """Numbers of the cells that ranks raise: pieces of gradients relayed, groups updated, the norm's squares stored."""
+class Semaphores:
+    """Numbers of those that ranks raise: pieces of gradients relayed, groups updated, the norm's squares stored."""
 
     def __init__(self, layout: Layout) -> None:
         relays = layout.places.relays_pieces
@@ -26,7 +26,7 @@ class Cells:
 
     @property
     def count(self) -> int:
-        """How many cells there are."""
+        """How many semaphores there are."""
         return self._norm + 1 + self._num_speculated
 
     @property
@@ -37,7 +37,7 @@ class Cells:
         return self._first_pieces[group] + sum(map(len, self._pieces[group][:part])) + piece
 
     def of_gradient(self, group: int) -> range:
-        """The cells that a round raises when it has stored pieces of a group's gradient."""
+        """The semaphores that a round raises when it has stored pieces of a group's gradient."""
         return range(self._first_pieces[group], self._first_pieces[group + 1])
 
     def relayed(self, group: int, part: int, piece: int) -> Signal:
@@ -54,8 +54,11 @@ class Cells:
 
     def updated_before(self, group: int) -> tuple[Signal, ...]:
         """All ranks have updated a group in the step before."""
-        cells = [self._first_pieces[-1] + group, *([self._of_speculation(group)] if self._speculative[group] else [])]
-        return tuple(Signal(cell, "all", "update", lag=1) for cell in cells)
+        semaphores = [
+            self._first_pieces[-1] + group,
+            *([self._of_speculation(group)] if self._speculative[group] else []),
+        ]
+        return tuple(Signal(semaphore, "all", "update", lag=1) for semaphore in semaphores)
 
     def speculated(self, group: int) -> Signal:
         """This rank has updated its part of a speculative group, before or after the norm was known.
@@ -65,7 +68,7 @@ class Cells:
         return Signal(self._of_speculation(group), "own", "update")
 
     def is_speculative(self, group: int) -> bool:
-        """Whether a group has a cell of `speculated`."""
+        """Whether a group has a semaphore of `speculated`."""
         return self._speculative[group]
 
     def _of_speculation(self, group: int) -> int:
