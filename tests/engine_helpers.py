@@ -154,7 +154,7 @@ def shuffled_order(seed: int, respect_waits: bool = True) -> Callable[[Program],
 
     Each program draws how eager each stream is, so that copies run as far ahead, or lag as far behind, as waits allow.
     Without `respect_waits` only stream order is kept, which is wrong on purpose. On the CPU streams run in one thread:
-    where ranks wait for each other both ways, as in stages, what awaits or raises cells keeps its order.
+    where ranks wait for each other both ways, as in stages, what awaits or raises semaphores keeps its order.
     """
 
     def order(program: Program) -> Iterable[int]:

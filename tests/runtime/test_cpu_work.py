@@ -22,9 +22,9 @@ from engine_helpers import (
 
 from flexengine.plan import GroupPlan
 from flexengine.runtime.arena import Arenas
+from flexengine.runtime.execution.bound_program import NO_FENCE
 from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.execution.executor import Executor
-from flexengine.runtime.execution.issue import OPEN
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.programs import lower_update
@@ -68,7 +68,7 @@ def test_without_waiting_they_would_not(monkeypatch):
     """The test above can fail."""
     expected = trained(engine_of("gpu"))
     slow_updates(monkeypatch)
-    monkeypatch.setattr(Executor, "_gate", lambda self, program: OPEN)
+    monkeypatch.setattr(Executor, "_fence", lambda self, program: NO_FENCE)
     assert trained(engine_of("cpu"))[0] != expected[0]
 
 

@@ -22,8 +22,8 @@ from engine_helpers import (
 )
 
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
+from flexengine.runtime.execution.bound_program import NO_FENCE
 from flexengine.runtime.execution.executor import Executor
-from flexengine.runtime.execution.issue import OPEN
 from flexengine.schedule.commands import Stream
 
 PATIENCE_S = 60.0
@@ -95,7 +95,7 @@ def test_without_waiting_they_would_not(monkeypatch):
     """The test above can fail."""
     expected = trained(new_engine("none"), BATCHES["rounds"])
     before_cpu_updates(monkeypatch, lambda: threading.Event().wait(0.01))
-    monkeypatch.setattr(Executor, "_gate", lambda self, program: OPEN)
+    monkeypatch.setattr(Executor, "_fence", lambda self, program: NO_FENCE)
     assert trained(new_engine("all"), BATCHES["rounds"])[0] != expected[0]
 
 

@@ -19,10 +19,10 @@ from flexengine.native.adamw import update_threads
 from flexengine.native.transfer import open_transfers
 from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
+from flexengine.runtime.execution.bound_program import NO_FENCE, BoundProgram, Call, HostFence, WordsOf
 from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.execution.in_order import InOrder
-from flexengine.runtime.execution.issue import OPEN, Call, Gate, Issue, WordsOf
-from flexengine.runtime.execution.teller import Teller
+from flexengine.runtime.execution.notifier import CompletionNotifier
 from flexengine.schedule.commands import DIRECTIONS, Command, Program, Stream, streams_of
 from flexengine.schedule.following import cpu_waits
 
@@ -85,8 +85,8 @@ class Executor:
         self.device, self.arenas, self.order = device, arenas, order
         self.on_cuda = device.type == "cuda"
         self._in_order = InOrder(arenas)
-        self._issues: dict[tuple[Program, bool], Issue] = {}  # by program, and whether it is timed
-        self._last_issue: dict[Program, Issue] = {}
+        self._bound: dict[tuple[Program, bool], BoundProgram] = {}  # by program, and whether it is timed
+        self._last_bound: dict[Program, BoundProgram] = {}
         self._timings: Callable[[], Timings] | None = None
         self._began_s: Callable[[], float] | None = None
         self._timed_program: Program | None = None
@@ -102,7 +102,7 @@ class Executor:
             [self._zero] = self._transfers.create_events(1, timing=True)
         self._zero_s: float | None = None
         self._cpu_work: CpuWork | None = None
-        self._teller: Teller | None = None
+        self._notifier: CompletionNotifier | None = None
         self._by_streams: bool | None = None  # whether streams signal to other ranks; not known yet
         self._cpu_threads = update_threads()
         self._cpu_waits: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
@@ -120,11 +120,11 @@ class Executor:
         if timed:
             self._timings = self._began_s = None  # a run that is interrupted leaves no times
             self._timed_program = program
-        gate = self._gate(program)
+        fence = self._fence(program)
         if self.on_cuda:
-            self._run_streams(program, handler, timed, gate, hooks)
+            self._run_streams(program, handler, timed, fence, hooks)
         else:
-            self._run_in_order(program, handler, timed, gate, hooks or NO_HOOKS)
+            self._run_in_order(program, handler, timed, fence, hooks or NO_HOOKS)
         if timed:
             self.finish_cpu_work()
 
@@ -154,16 +154,16 @@ class Executor:
         work.start()
         return work
 
-    def _gate(self, program: Program) -> Gate:
+    def _fence(self, program: Program) -> HostFence:
         """What the host waits at before commands of a program: the CPU may still work for the program before."""
         work = self._cpu_work
         if work is None:
-            return OPEN
+            return NO_FENCE
         key = (work.program, program)
         if key not in self._cpu_waits:
             self._cpu_waits[key] = cpu_waits(*key)
         waits = self._cpu_waits[key]
-        return Gate(lambda command: work.wait(waits[command.index]), waits)
+        return HostFence(lambda command: work.wait(waits[command.index]), waits)
 
     def timings(self) -> Timings:
         """(start, end) of every command of the last timed run, by index, in seconds since it began.
@@ -196,20 +196,20 @@ class Executor:
     def forget(self, program: Program) -> None:
         """Drop what is bound to a program that will not run again. Order: its last run must have finished."""
         self._in_order.forget(program)
-        self._last_issue.pop(program, None)
+        self._last_bound.pop(program, None)
         self._cpu_waits = {key: waits for key, waits in self._cpu_waits.items() if program not in key}
         if program is self._timed_program:
             self._timings = self._began_s = self._timed_program = None
         for timed in (False, True):
-            issue = self._issues.pop((program, timed), None)
-            if issue is not None:
-                issue.close()
+            bound = self._bound.pop((program, timed), None)
+            if bound is not None:
+                bound.close()
 
     def wait_for(self, program: Program, index: int) -> None:
         """Block the host until a command of the program's last run has finished. On the CPU it has."""
-        issue = self._last_issue.get(program)
-        if issue is not None:
-            issue.wait_for(index)
+        bound = self._last_bound.get(program)
+        if bound is not None:
+            bound.wait_for(index)
 
     def synchronize(self) -> None:
         """Wait until everything issued has finished."""
@@ -221,9 +221,9 @@ class Executor:
 
     def _finish_telling(self) -> None:
         """Block until other ranks know what has ended of the last program. Raises what went wrong."""
-        if self._teller is not None:
-            self._teller.join()
-            self._teller = None
+        if self._notifier is not None:
+            self._notifier.join()
+            self._notifier = None
 
     def synchronize_device(self) -> None:
         """Wait until everything issued to the device has finished; work of the CPU goes on."""
@@ -233,13 +233,13 @@ class Executor:
     # -- on CUDA -----------------------------------------------------------------------------------------------------
 
     def _run_streams(
-        self, program: Program, handler: Handler, timed: bool, gate: Gate, hooks: CommandHooks | None
+        self, program: Program, handler: Handler, timed: bool, fence: HostFence, hooks: CommandHooks | None
     ) -> None:
         self._finish_telling()
         words = None if hooks is None else self._words_of(program, hooks)
-        issue = self._last_issue[program] = self._issue(program, timed, words)
+        bound = self._last_bound[program] = self._bind(program, timed, words)
         if words is not None:
-            issue.set_words(words)
+            bound.set_words(words)
 
         def call(command: Command) -> None:
             aside = command.stream is not Stream.COMPUTE and command.stream in self.streams
@@ -250,23 +250,23 @@ class Executor:
         work = None
         by_cpu = handler if hooks is None else _then(handler, hooks.after)
         if hooks is not None and words is None:
-            gate = Gate(_then(gate.hold, hooks.before))
-        if issue.cpu_commands:
-            work = issue.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before)
+            fence = HostFence(_then(fence.hold, hooks.before))
+        if bound.cpu_commands:
+            work = bound.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before)
         try:
             if hooks is not None and words is None:
-                self._teller = issue.teller(hooks.after)
-                self._teller.start()
+                self._notifier = bound.notifier(hooks.after)
+                self._notifier.start()
             if work is not None:
                 self._start(work)
             with self.on_compute_stream():
                 if self.range_of is None:
-                    issue.run(call, gate)
+                    bound.run(call, fence)
                 else:
-                    issue.run_in_ranges(call, self.range_of, gate)
+                    bound.run_in_ranges(call, self.range_of, fence)
         except BaseException:
-            if self._teller is not None:
-                self._teller.abandon()
+            if self._notifier is not None:
+                self._notifier.abandon()
             if work is not None:
                 work.abandon()
                 self._cpu_work = before
@@ -274,14 +274,14 @@ class Executor:
         if work is not None and before is not None:
             before.join()
         if timed:
-            self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
+            self._timings, self._began_s = bound.timings, lambda: bound.began_s(self._zero)
 
-    def _issue(self, program: Program, timed: bool, words: WordsOf | None) -> Issue:
+    def _bind(self, program: Program, timed: bool, words: WordsOf | None) -> BoundProgram:
         key = (program, timed)
-        if key not in self._issues:
+        if key not in self._bound:
             streams = {stream: self.streams[stream] for stream in streams_of(program) if stream is not Stream.CPU}
-            self._issues[key] = Issue(program, self.arenas, streams, self._transfers, timed, words)
-        return self._issues[key]
+            self._bound[key] = BoundProgram(program, self.arenas, streams, self._transfers, timed, words)
+        return self._bound[key]
 
     def _words_of(self, program: Program, hooks: CommandHooks) -> WordsOf | None:
         """The words of signals, where streams can await and write them; asked once, as all lie in one memory."""
@@ -296,7 +296,9 @@ class Executor:
 
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
-    def _run_in_order(self, program: Program, handler: Handler, timed: bool, gate: Gate, hooks: CommandHooks) -> None:
+    def _run_in_order(
+        self, program: Program, handler: Handler, timed: bool, fence: HostFence, hooks: CommandHooks
+    ) -> None:
         copies, later = self._in_order.bind(program), list[Command]()
         indices = range(len(program.commands)) if self.order is None else self.order(program)
         clock = [(0.0, 0.0)] * len(program.commands)
@@ -305,7 +307,7 @@ class Executor:
             if command.stream is Stream.CPU:
                 later.append(command)
                 continue
-            gate.hold(command)
+            fence.hold(command)
             hooks.before(command)
             start = time.perf_counter()
             self._in_order.execute(command, handler, copies)

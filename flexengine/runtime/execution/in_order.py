@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexengine.runtime.arena import Arenas
-from flexengine.runtime.execution.issue import Call
+from flexengine.runtime.execution.bound_program import Call
 from flexengine.schedule.commands import Command, Program
 
 Copies = dict[int, list[tuple[Tensor, Tensor]]]

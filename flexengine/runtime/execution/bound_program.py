@@ -27,7 +27,7 @@ from flexengine.native.transfer_operations import (
 )
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.cpu_work import CpuWork
-from flexengine.runtime.execution.teller import Teller
+from flexengine.runtime.execution.notifier import CompletionNotifier
 from flexengine.schedule.commands import Command, Program, Signal, Stream
 from flexengine.schedule.following import cpu_commands
 from flexengine.schedule.slots import Memory
@@ -38,7 +38,7 @@ WordsOf = Callable[[Signal], list[WordValue]]
 """The words of host memory, by address, that a signal stands for, and the values that they reach or get."""
 
 
-class Leg(NamedTuple):
+class IssuedSegment(NamedTuple):
     """Prepared operations [first, last), and the command that is called after them; None ends the program."""
 
     first: int
@@ -55,7 +55,7 @@ class IssuedCommand(NamedTuple):
     command: Command
 
 
-class Gate(NamedTuple):
+class HostFence(NamedTuple):
     """Holds the host back: `wait` returns when a command may be issued.
 
     indices: of the commands that it is for; None: all.
@@ -65,16 +65,16 @@ class Gate(NamedTuple):
     indices: Collection[int] | None = None
 
     def hold(self, command: Command) -> None:
-        """Return when a command may be issued: at once where the gate is not for it."""
+        """Return when a command may be issued: at once where the fence is not for it."""
         if self.indices is None or command.index in self.indices:
             self.wait(command)
 
 
-OPEN = Gate(lambda command: None, ())
-"""A gate for no command."""
+NO_FENCE = HostFence(lambda command: None, ())
+"""A fence for no command."""
 
 
-class Issue:
+class BoundProgram:
     """One program over the arenas, ready to be issued again and again; `close` when it has run for the last time.
 
     timed: also record an event before and after every command on its stream. words: signals of commands on the GPU are
@@ -91,7 +91,7 @@ class Issue:
         self._addresses: dict[int, int] = {}  # of words on the device, by those on the host
         by_host = (c for c in program.commands if c.signals and c.stream is not Stream.CPU)
         self._signalling = [] if words is not None else list(by_host)
-        self._teller: Teller | None = None
+        self._notifier: CompletionNotifier | None = None
         self._cpu_work: CpuWork | None = None
         self._arenas = _whole_arenas(program, arenas)
         told = {command.index for command in self._signalling}
@@ -100,7 +100,7 @@ class Issue:
         self._begin, *self._clock = transfers.create_events(1 + 2 * len(program.commands), True) if timed else [0]
         self._issued: list[IssuedCommand] = []
         self._prepared = transfers.prepare(self._operations(words))
-        self._legs = self._make_legs()
+        self._segments = self._make_segments()
 
     def _create_signals(self, awaited: Collection[int]) -> dict[int, int]:
         """Create an event for every command that something waits for.
@@ -114,21 +114,21 @@ class Issue:
             signals |= zip(indices, self._transfers.create_events(len(indices), blocking=blocking), strict=True)
         return signals
 
-    def run(self, call: Call, gate: Gate = OPEN) -> None:
+    def run(self, call: Call, fence: HostFence = NO_FENCE) -> None:
         """Issue everything but the CPU's commands; `call` launches a command that is no copy, on its stream.
 
-        gate: passed before the commands that it is for; where it is for all, they go over one by one.
+        fence: passed before the commands that it is for; where it is for all, they go over one by one.
         """
-        if gate.indices is None:
-            return self.run_in_ranges(call, lambda label: nullcontext(), gate)
-        stops = [issued for issued in reversed(self._issued) if issued.command.index in gate.indices]
-        for begin, last, command in self._legs:
+        if fence.indices is None:
+            return self.run_in_ranges(call, lambda label: nullcontext(), fence)
+        stops = [issued for issued in reversed(self._issued) if issued.command.index in fence.indices]
+        for begin, last, command in self._segments:
             first, end = begin, len(self.program.commands) if command is None else command.index
             while stops and stops[-1].command.index <= end:
                 stop = stops.pop()
                 self._transfers.submit(self._prepared, first, stop.first)
                 self._tell(stop.command.index - 1)
-                gate.wait(stop.command)
+                fence.wait(stop.command)
                 first = stop.first
             self._transfers.submit(self._prepared, first, last)
             if command is not None:
@@ -136,13 +136,15 @@ class Issue:
                 call(command)
         self._tell(len(self.program.commands))
 
-    def run_in_ranges(self, call: Call, range_of: Callable[[str], AbstractContextManager], gate: Gate = OPEN) -> None:
+    def run_in_ranges(
+        self, call: Call, range_of: Callable[[str], AbstractContextManager], fence: HostFence = NO_FENCE
+    ) -> None:
         """As `run`, each command inside the range of its label; more calls into the transfer engine, the same order."""
         submit, prepared = self._transfers.submit, self._prepared
         submit(prepared, 0, self._issued[0].first if self._issued else 0)
         for first, call_at, last, command in self._issued:
             with range_of(command.label):
-                gate.hold(command)
+                fence.hold(command)
                 submit(prepared, first, call_at)
                 if not command.copies:
                     call(command)
@@ -177,13 +179,13 @@ class Issue:
         self._cpu_work = CpuWork(self.program, self.cpu_commands, call, num_threads, self._ready, before)
         return self._cpu_work
 
-    def teller(self, tell: Call) -> Teller:
+    def notifier(self, tell: Call) -> CompletionNotifier:
         """What calls `tell` for each command that other ranks wait for, when it has ended on the GPU.
 
-        Order: as of `cpu_work`; and only `run` with a gate tells it how far the host is.
+        Order: as of `cpu_work`; and only `run` with a fence tells it how far the host is.
         """
-        self._teller = Teller(self._signalling, self.wait_for, tell)
-        return self._teller
+        self._notifier = CompletionNotifier(self._signalling, self.wait_for, tell)
+        return self._notifier
 
     def _ready(self, command: Command) -> None:
         for wait in command.waits:
@@ -191,8 +193,8 @@ class Issue:
 
     def _tell(self, index: int) -> None:
         """Tell the threads that wait for it that all commands up to this one have been issued."""
-        if self._teller is not None:
-            self._teller.issued(index)
+        if self._notifier is not None:
+            self._notifier.issued(index)
         if self._cpu_work is not None:
             self._cpu_work.issued(index)
 
@@ -306,12 +308,12 @@ class Issue:
         for name, stream in self._streams.items():
             yield from (Wait(stream, event) for other, event in self._joins.items() if other != name)
 
-    def _make_legs(self) -> list[Leg]:
+    def _make_segments(self) -> list[IssuedSegment]:
         calls = [issued for issued in self._issued if not issued.command.copies]
         starts = [0, *(issued.call_at for issued in calls)]
         ends = [*starts[1:], self._prepared.num_operations]
         commands = [*(issued.command for issued in calls), None]
-        return [Leg(*leg) for leg in zip(starts, ends, commands, strict=True)]
+        return [IssuedSegment(*segment) for segment in zip(starts, ends, commands, strict=True)]
 
 
 def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:

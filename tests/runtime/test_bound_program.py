@@ -17,10 +17,10 @@ from fake_driver import FakeDriver, PlainStream, fake_driver
 from flexengine.native.transfer_operations import Record, WordValue
 from flexengine.parallel.signals import RAISED, Signals
 from flexengine.runtime.arena import Arenas
+from flexengine.runtime.execution.bound_program import BoundProgram, HostFence
 from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.execution.executor import STREAM_SIGNALS_VARIABLE, CommandHooks, Executor
-from flexengine.runtime.execution.issue import Gate, Issue
-from flexengine.runtime.execution.teller import Teller
+from flexengine.runtime.execution.notifier import CompletionNotifier
 from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.following import cpu_waits
 from flexengine.schedule.program_builder import ProgramBuilder
@@ -56,14 +56,14 @@ def random_program(seed: int, num_commands: int = 40) -> Program:
 
 
 class Bench:
-    """Arenas, fake streams and an issue of one program."""
+    """Arenas, fake streams and one program bound to them."""
 
     def __init__(self, driver: FakeDriver, program: Program, timed: bool = False) -> None:
         self.driver, self.program = driver, program
         self.arenas = Arenas(CPU, ARENA_BYTES, ARENA_BYTES)
         self.streams = {stream: driver.stream() for stream in GPU_STREAMS}
         self.transfers = driver.open(piece_bytes=7)
-        self.issue = Issue(program, self.arenas, self.streams, self.transfers, timed)
+        self.bound = BoundProgram(program, self.arenas, self.streams, self.transfers, timed)
 
     def memory(self) -> torch.Tensor:
         return torch.cat([self.arenas.bytes_view(m, 0, ARENA_BYTES) for m in ("gpu", "host")])
@@ -80,7 +80,7 @@ class Bench:
             self.driver.lag(stream, name is lagging)
         self.driver.pause(True)
         for _ in range(num_runs):
-            self.issue.run(self._launch)
+            self.bound.run(self._launch)
         self.driver.pause(False)
         self.driver.settle()
 
@@ -102,7 +102,7 @@ class Bench:
         return self.arenas.bytes_view(place.memory, place.offset + offset, 1).data_ptr()
 
     def close(self) -> None:
-        self.issue.close()
+        self.bound.close()
         self.transfers.close()
         self.arenas.close()
 
@@ -121,7 +121,7 @@ def one_by_one(program: Program, memory: torch.Tensor) -> torch.Tensor:
 
 
 def results(driver: FakeDriver, program: Program, fills: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(memory, expected) of runs of one issue, none and every stream lagging in turn, from different contents."""
+    """(memory, expected) of runs of one program, none and every stream lagging in turn, from different contents."""
     bench, found = Bench(driver, program), []
     for fill in fills:
         for lagging in (None, *GPU_STREAMS):
@@ -170,7 +170,7 @@ def test_what_follows_on_the_compute_stream_comes_after_all_of_the_run(lagging: 
     probe = torch.zeros(2, dtype=torch.uint8)
     bench.driver.lag(bench.streams[lagging], True)
     bench.driver.pause(True)
-    bench.issue.run(bench._launch)
+    bench.bound.run(bench._launch)
     driver.memcpy_async(probe.data_ptr(), probe.data_ptr() + 1, 1, bench.streams[Stream.COMPUTE])
     bench.driver.pause(False)
     bench.driver.settle()
@@ -184,9 +184,9 @@ def test_calls_are_as_many_as_compute_commands():
     bench = Bench(fake_driver(), program)
     submitted = []
     submit = bench.transfers.submit
-    bench.transfers.submit = lambda *leg: (submitted.append(leg), submit(*leg))[0]
+    bench.transfers.submit = lambda *segment: (submitted.append(segment), submit(*segment))[0]
     called = []
-    bench.issue.run(lambda command: called.append(command.index))
+    bench.bound.run(lambda command: called.append(command.index))
     assert called == [c.index for c in program.commands if c.stream is Stream.COMPUTE]
     assert len(submitted) == len(called) + 1
     bench.close()
@@ -217,13 +217,13 @@ def test_in_ranges_every_command_is_issued_inside_its_own(timed: bool):
 
     said.append("")
     bench.transfers.submit = noted
-    bench.issue.run_in_ranges(call, range_of)
+    bench.bound.run_in_ranges(call, range_of)
     driver.settle()
     assert torch.equal(bench.memory(), expected)
     assert [label for label in said if label] == [c.label for c in program.commands]
     assert called == [(c.label, c.label) for c in program.commands if c.stream is Stream.COMPUTE]
     assert [first for first, _, _ in submitted] == [0, *(last for _, last, _ in submitted[:-1])]
-    assert submitted[-1][1] == bench.issue._prepared.num_operations
+    assert submitted[-1][1] == bench.bound._prepared.num_operations
     assert [label for _, _, label in submitted] == ["", *(c.label for c in program.commands for _ in range(2)), ""]
     bench.close()
 
@@ -232,8 +232,8 @@ def wait_beside(bench: Bench, index: int) -> None:
     """`wait_for` a command of a program that is issued while the command's stream stands still."""
     stream = bench.streams[bench.program.commands[index].stream]
     bench.driver.hold(stream)
-    bench.issue.run(bench._launch)
-    waiting = threading.Thread(target=bench.issue.wait_for, args=(index,))
+    bench.bound.run(bench._launch)
+    waiting = threading.Thread(target=bench.bound.wait_for, args=(index,))
     waiting.start()
     assert bench.driver.await_calls("cuEventSynchronize", 1)
     assert waiting.is_alive()
@@ -289,7 +289,7 @@ def test_times_of_every_command(lagging: Stream | None):
         expected = one_by_one(program, bench.memory())
         bench.run(lagging)
         assert torch.equal(bench.memory(), expected)
-        timings = bench.issue.timings()
+        timings = bench.bound.timings()
         assert len(timings) == len(program.commands)
         ends = dict.fromkeys(GPU_STREAMS, 0.0)
         for command in program.commands:
@@ -324,18 +324,18 @@ def test_the_cpu_works_when_what_it_waits_for_is_issued_and_has_ended(timed: boo
         seen.append((command.label, bench.address(4, 0) in copies))
         assert torch.equal(bench.memory()[ARENA_BYTES : ARENA_BYTES + SLOT_BYTES], expected)
 
-    work = bench.issue.cpu_work(call, num_threads=1, before=None)
+    work = bench.bound.cpu_work(call, num_threads=1, before=None)
     work.start()
     assert not seen
-    bench.issue.run(call)
+    bench.bound.run(call)
     work.join()
     driver.settle()
     assert seen == [("first", True), ("second", True)]
     assert driver.calls("cuEventSynchronize, sleeping") == 1  # the thread leaves its core to the update's threads
-    bench.issue.wait_for(program.commands[-1].index)  # the host's own wait does not
+    bench.bound.wait_for(program.commands[-1].index)  # the host's own wait does not
     assert driver.calls("cuEventSynchronize, sleeping") == 1 < driver.calls("cuEventSynchronize")
     if timed:
-        send, first, second, _ = bench.issue.timings()
+        send, first, second, _ = bench.bound.timings()
         assert send[1] == first[0] < first[1] == second[0] < second[1]
     bench.close()
 
@@ -369,9 +369,9 @@ def test_the_cpu_of_a_run_goes_on_under_the_next_and_sees_its_own_data():
             if before is not None:
                 before.wait(waits[command.index])
 
-        current = bench.issue.cpu_work(work, num_threads=1, before=before)
+        current = bench.bound.cpu_work(work, num_threads=1, before=before)
         current.start()
-        bench.issue.run(launch, Gate(wait, waits))
+        bench.bound.run(launch, HostFence(wait, waits))
         before = current
     assert before is not None
     before.join()
@@ -392,12 +392,12 @@ def test_a_gate_stands_before_its_commands_alone(seed: int):
 
     indices = set(random.Random(seed).sample(range(len(program.commands)), 10)) | {0, len(program.commands) - 1}
     counts = []
-    for gate in (Gate(note), Gate(note, indices)):
+    for fence in (HostFence(note), HostFence(note, indices)):
         issued.clear()
         driver.reset()
         bench.fill(seed)
         expected = one_by_one(program, bench.memory())
-        bench.issue.run(bench._launch, gate)
+        bench.bound.run(bench._launch, fence)
         driver.settle()
         assert torch.equal(bench.memory(), expected)
         counts.append(dict(issued))
@@ -423,9 +423,9 @@ def test_runs_begin_after_the_clock():
     beginnings, ends = [], [0.0]
     for _ in range(2):
         bench.run(None)
-        beginnings.append(bench.issue.began_s(zero))
+        beginnings.append(bench.bound.began_s(zero))
         assert beginnings[-1] > ends[-1]
-        ends.append(beginnings[-1] + max(end for _, end in bench.issue.timings()))
+        ends.append(beginnings[-1] + max(end for _, end in bench.bound.timings()))
     bench.close()
 
 
@@ -433,12 +433,12 @@ def test_events_are_given_back():
     driver = fake_driver()
     bench = Bench(driver, random_program(4), timed=True)
     assert driver.calls("cuEventCreate") > 2 * len(bench.program.commands)
-    bench.issue.close()
+    bench.bound.close()
     assert driver.calls("cuEventCreate") == driver.calls("cuEventDestroy_v2")
 
 
 def test_what_ended_is_told_while_the_host_issues():
-    """Each run tells its commands with signals in order: those before a gate that waits for them, too."""
+    """Each run tells its commands with signals in order: those before a fence that waits for them, too."""
     driver, program = fake_driver(), random_program(3)
     told_of = [c for c in program.commands if c.stream is Stream.D2H][1::3]
     indices = {c.index for c in told_of}
@@ -454,26 +454,26 @@ def test_what_ended_is_told_while_the_host_issues():
             told.append(command.index)
             come.set()
 
-        def gate(command: Command, come: threading.Event = come) -> None:
+        def fence(command: Command, come: threading.Event = come) -> None:
             if command.index > told_of[0].index:
                 assert come.wait(60)
 
-        teller = bench.issue.teller(tell)
-        teller.start()
-        bench.issue.run(bench._launch, Gate(gate))
-        teller.join()
+        notifier = bench.bound.notifier(tell)
+        notifier.start()
+        bench.bound.run(bench._launch, HostFence(fence))
+        notifier.join()
         assert told == [c.index for c in told_of]
     driver.settle()
     bench.close()
 
 
-def test_an_abandoned_teller_tells_no_more():
+def test_an_abandoned_notifier_tells_no_more():
     told: list[Command] = []
     command = Command(0, "copy", CommandName("copy"), Stream.D2H, (), (), (), signals=(Signal(0, "own", "round"),))
-    teller = Teller([command], lambda index: None, told.append)
-    teller.start()
-    teller.abandon()
-    teller.join()
+    notifier = CompletionNotifier([command], lambda index: None, told.append)
+    notifier.start()
+    notifier.abandon()
+    notifier.join()
     assert told == []
 
 
@@ -483,11 +483,11 @@ def test_a_device_that_fails_is_told_of():
     def fail(index: int) -> None:
         raise OSError("device lost")
 
-    teller = Teller([command], fail, print)
-    teller.start()
-    teller.issued(0)
+    notifier = CompletionNotifier([command], fail, print)
+    notifier.start()
+    notifier.issued(0)
     with pytest.raises(RuntimeError, match="device lost"):
-        teller.join()
+        notifier.join()
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
@@ -511,7 +511,7 @@ def relaying_program(rank: int) -> Program:
 
 
 class Rank:
-    """An issue of one of two ranks, whose streams await and raise cells. clock: the number of its round."""
+    """A bound program of one of two ranks, whose streams await and raise semaphores. clock: the number of its round."""
 
     def __init__(self, driver: FakeDriver, rank: int, node: torch.Tensor, signals: Signals) -> None:
         self.clock, self._rows, self._signals = 0, {"own": rank, "previous": 1 - rank, "all": None}, signals
@@ -520,16 +520,16 @@ class Rank:
             pytest.skip("the native library is older than its sources")
         self.arenas.add_node(node)
         self.streams = {stream: driver.stream() for stream in RANK_STREAMS}
-        self.issue = Issue(relaying_program(rank), self.arenas, self.streams, self.transfers, words=self.words)
+        self.bound = BoundProgram(relaying_program(rank), self.arenas, self.streams, self.transfers, words=self.words)
 
     def words(self, signal: Signal) -> list[WordValue]:
-        addresses = self._signals.addresses(signal.cell, self._rows[signal.of])
+        addresses = self._signals.addresses(signal.semaphore, self._rows[signal.of])
         return [WordValue(address, max(0, self.clock - signal.lag)) for address in addresses]
 
     def run(self, clock: int) -> None:
         self.clock = clock
-        self.issue.set_words(self.words)
-        self.issue.run(lambda command: None)
+        self.bound.set_words(self.words)
+        self.bound.run(lambda command: None)
 
 
 def two_ranks(driver: FakeDriver) -> tuple[torch.Tensor, Signals, list[Rank]]:
@@ -564,8 +564,8 @@ def test_a_lost_rank_lets_streams_go_on():
     assert signals.value(0, 1) == 0  # it waits
     signals.abort("lost")
     driver.await_calls("cuEventRecord", 1)
-    ranks[1].issue.wait_for(1)
-    signals.raise_all()  # as the watch repeats it: the stream has lowered its cell
+    ranks[1].bound.wait_for(1)
+    signals.raise_all()  # as the watch repeats it: the stream has lowered its semaphore
     assert signals.value(0, 1) == RAISED
 
 

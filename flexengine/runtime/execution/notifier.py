@@ -9,7 +9,7 @@ from flexengine.runtime.execution.progress import IssueProgress
 from flexengine.schedule.commands import Command
 
 
-class Teller:
+class CompletionNotifier:
     """Calls `tell` for commands, in order, when each has ended.
 
     ended: blocks until a command that has been issued has ended on the GPU. Order: join before the same events are
@@ -22,7 +22,7 @@ class Teller:
         self._commands, self._ended, self._tell = list(commands), ended, tell
         self._progress, self._abandoned, self._failure = IssueProgress(), False, None
         # no daemon: at the end of the process Python waits for it, before the arenas go
-        self._thread = threading.Thread(target=self._run, name="flexengine-teller")
+        self._thread = threading.Thread(target=self._run, name="flexengine-notifier")
 
     def start(self) -> None:
         """Start the thread."""
