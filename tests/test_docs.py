@@ -1,5 +1,6 @@
 """Pages of documentation: their lines fit a screen, and every file, module and section that they name exists."""
 
+import fnmatch
 import re
 from pathlib import Path
 
@@ -26,6 +27,9 @@ OF_SERVERS = {
     *("--base", "--lora"),
 }
 """Flags of the programs that docs/export.md gives commands for: vLLM, SGLang and llama.cpp."""
+RESULTS = ROOT / "bench/results"
+MOST_BYTES_OF_RESULTS = 600_000
+OF_A_MACHINE = re.compile(r"`(?:bench/results/)?(cpu_[\w-]+\.json|h[12]00(?:x2)?_[\w.*-]+?)`")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -99,8 +103,21 @@ def test_commands_that_are_named_exist(page):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), f"{name_of(page)} names python -m {module}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_results_that_are_named_exist(page):
-    """Files of figures stand without their folder in tables."""
-    for name in re.findall(r"`(h200_[\w.-]+\.json)`", page.read_text()):
-        assert (ROOT / "bench" / "results" / name).exists(), f"{name_of(page)} names {name}"
+def test_results_are_named_and_those_that_are_named_exist():
+    """A figure needs its file, and a file somebody who tells of it: a page, or a comment beside a constant."""
+    texts = {page: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
+    texts |= {path: path.read_text() for path in (ROOT / "flexengine").rglob("*.py")}
+    files = {path.stem for path in RESULTS.glob("*.json")}
+    named, missing = set[str](), list[str]()
+    for path, text in texts.items():
+        for name in OF_A_MACHINE.findall(text) + re.findall(r"bench/results/([\w.*-]+)\.json", text):
+            found = set(fnmatch.filter(files, name.removesuffix(".json")))
+            named |= found
+            missing += [] if found else [f"{name_of(path)}: {name}"]
+        named |= files & set(re.findall(r"`([a-z_]+)\.json`", text))
+    assert missing == []
+    assert sorted(files - named) == [], "no page names these"
+
+
+def test_results_stay_small():
+    assert sum(path.stat().st_size for path in RESULTS.glob("*.json")) <= MOST_BYTES_OF_RESULTS
