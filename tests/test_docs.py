@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ MOST_BYTES_OF_RESULTS = 600_000
 OF_A_MACHINE = re.compile(r"`(?:bench/results/)?(cpu_[\w-]+\.json|h[12]00(?:x2)?_[\w.*-]+?)`")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@cache
+def flags_in_code() -> set[str]:
+    """Every string of the package and of benchmarks that is a flag."""
+    sources = "".join(path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py"))
+    return set(re.findall(r'"(--[a-z][a-z0-9-]*)"', sources))
 
 
 def name_of(page: Path) -> str:
@@ -75,10 +83,9 @@ def test_flags_that_are_named_exist(page):
     """Every --flag is an option of `train`, by its own or another tool's name, or stands in a command or benchmark.
 
     --rank shows how to add one."""
-    sources = "".join(path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py"))
     known = {option.flag for option in options_of(TrainConfig).values()} | {flag_of(name) for name in FILES}
     known |= {flag_of(name) for name in (*SAME, *BY_VALUE, *OTHERWISE)}
-    known |= {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), "--rank", *OF_TORCHRUN, *OF_SLURM}
+    known |= {*flags_in_code(), "--rank", *OF_TORCHRUN, *OF_SLURM}
     known |= OF_SERVERS if page.name == "export.md" else set()
     text = page.read_text().replace("unknown flag --max-gpu-mem;", "")
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known
