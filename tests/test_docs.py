@@ -31,6 +31,7 @@ OF_SERVERS = {
 RESULTS = ROOT / "bench/results"
 MOST_BYTES_OF_RESULTS = 600_000
 OF_A_MACHINE = re.compile(r"`(?:bench/results/)?(cpu_[\w-]+\.json|h[12]00(?:x2)?_[\w.*-]+?)`")
+TABLE_OF_FILES = re.compile(r"^\| file in `([\w/]+)` \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -108,6 +109,16 @@ def test_nothing_tells_to_install_the_other_flexengine():
 def test_commands_that_are_named_exist(page):
     for module in re.findall(r"python -m ((?:bench|tests)\.[\w.]+)", page.read_text()):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), f"{name_of(page)} names python -m {module}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_of_files_have_what_the_folder_has(page):
+    """Of a table whose head says `file in FOLDER`, every file and folder there has a row, and no row stands alone."""
+    for folder, rows in TABLE_OF_FILES.findall(page.read_text()):
+        named = {name for row in rows.splitlines() for name in re.findall(r"`([\w.]+/?)`", row.split("|")[1])}
+        there = [path for path in (ROOT / folder).iterdir() if not path.name.startswith("__")]
+        found = {f"{path.name}/" if path.is_dir() else path.name for path in there}
+        assert named == found, f"{name_of(page)}: {folder}"
 
 
 def test_results_are_named_and_those_that_are_named_exist():
