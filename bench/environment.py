@@ -92,4 +92,19 @@ def write_json(path: str | None, results: dict) -> None:
     """Write `results` with the environment to a file, if one is named."""
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"environment": describe_environment(), **results}, indent=1) + "\n")
+        Path(path).write_text(in_rows({"environment": describe_environment(), **results}))
+
+
+def in_rows(results: dict) -> str:
+    """Results as JSON with a line for every row: for every entry of a list, or of a dict that holds lists or dicts."""
+    blocks = []
+    for name, value in results.items():
+        entries: list[str] = []
+        if isinstance(value, list):
+            entries = [json.dumps(each) for each in value]
+        elif isinstance(value, dict) and any(isinstance(each, list | dict) for each in value.values()):
+            entries = [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()]
+        ends = "[]" if isinstance(value, list) else "{}"
+        rows = ",\n  ".join(entries)
+        blocks.append(f"{json.dumps(name)}: " + (f"{ends[0]}\n  {rows}\n {ends[1]}" if entries else json.dumps(value)))
+    return "{\n " + ",\n ".join(blocks) + "\n}\n"

@@ -218,10 +218,6 @@ def code_beside(folder: Path) -> list[str]:
     return in_config({"model_type": "x", "auto_map": {"AutoConfig": "configuration_x.XConfig"}})(folder)
 
 
-def one_line(count: int, piece: str) -> bytes:
-    return (piece * count).encode()
-
-
 DEEP = 100_000
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 TENSOR = "model.embed_tokens.weight"

@@ -12,6 +12,12 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+if sys.dont_write_bytecode:
+    # Every process would compile torch and transformers anew, four seconds of it, and tests start hundreds. What is
+    # compiled lies with pytest's own cache, out of the folders that Python was told to leave alone.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(__file__).resolve().parents[1] / ".pytest_cache/code")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests are small: a second thread only waits, for very long when the machine is busy. Set before numpy and torch start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -19,6 +19,7 @@ SETTINGS = {
 }
 STATES = [("lion", "float32"), ("lion", "bfloat16"), ("sgd", "float32"), ("sgd", "bfloat16"), ("adamw", "int8")]
 """Optimizers and the dtypes of their states, but for AdamW's floats, which have tests of their own."""
+FLOATS = [("adamw", "float32"), ("adamw", "bfloat16"), *(entry for entry in STATES if entry[1] != "int8")]
 MASTERS = ["fp32", "split", "bf16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8, "float64": torch.float64}
 

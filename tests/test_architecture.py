@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,10 +108,17 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """What a file says; parsed once for all tests."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
     """(line, dotted module) of every absolute import; imports under TYPE_CHECKING are for readers and not counted as
     top level."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     nodes = tree.body if top_level_only else ast.walk(tree)
     found = []
     for node in nodes:
@@ -215,10 +223,10 @@ OBJECT_CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "
                 "send_object_list", "recv_object_list", "_recv_bytes_object")  # fmt: skip
 
 
-def runs_what_it_reads(source: str) -> list[str]:
+def runs_what_it_reads(tree: ast.Module) -> list[str]:
     """What a module has that turns bytes from outside into code: imports and calls."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
             found += [name for name in names if name.split(".")[0] in RUNS_WHAT_IT_READS]
@@ -237,7 +245,7 @@ def runs_what_it_reads(source: str) -> list[str]:
 
 
 def test_nothing_that_is_read_is_run():
-    found = {name_of(path): runs_what_it_reads(path.read_text()) for path in FILES}
+    found = {name_of(path): runs_what_it_reads(tree_of(path)) for path in FILES}
     assert {name: words for name, words in found.items() if words} == {}
 
 
@@ -248,7 +256,7 @@ def test_nothing_that_is_read_is_run():
      "np.load(f, allow_pickle=True)"],
 )  # fmt: skip
 def test_what_runs_what_it_reads_is_found(source):
-    assert runs_what_it_reads(source)
+    assert runs_what_it_reads(ast.parse(source))
 
 
 def test_kernels_use_torch_and_triton_only():
@@ -264,7 +272,7 @@ def test_triton_kernels_are_imported_when_first_used():
 
 def code_words(path: Path) -> set[str]:
     """Identifiers and string constants of a file, docstrings left out, in lower case."""
-    tree, words = ast.parse(path.read_text()), set()
+    tree, words = tree_of(path), set()
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     docstrings = {
         id(node.body[0].value)
@@ -335,7 +343,7 @@ def sizes_of(path: Path) -> Iterator[tuple[str, str, int, int]]:
     """Kind, name, lines and parameters of a module and of all classes and functions in it."""
     text, own = path.read_text(), name_of(path)
     yield "module", own, len(text.splitlines()), 0
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             is_class = isinstance(node, ast.ClassDef)
             parameters = 0 if is_class else sum(map(len, (node.args.posonlyargs, node.args.args, node.args.kwonlyargs)))

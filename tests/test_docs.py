@@ -1,6 +1,8 @@
 """Pages of documentation: their lines fit a screen, and every file, module and section that they name exists."""
 
+import fnmatch
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,8 +28,19 @@ OF_SERVERS = {
     *("--base", "--lora"),
 }
 """Flags of the programs that docs/export.md gives commands for: vLLM, SGLang and llama.cpp."""
+RESULTS = ROOT / "bench/results"
+MOST_BYTES_OF_RESULTS = 600_000
+OF_A_MACHINE = re.compile(r"`(?:bench/results/)?(cpu_[\w-]+\.json|h[12]00(?:x2)?_[\w.*-]+?)`")
+TABLE_OF_FILES = re.compile(r"^\| file in `([\w/]+)` \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@cache
+def flags_in_code() -> set[str]:
+    """Every string of the package and of benchmarks that is a flag."""
+    sources = "".join(path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py"))
+    return set(re.findall(r'"(--[a-z][a-z0-9-]*)"', sources))
 
 
 def name_of(page: Path) -> str:
@@ -71,10 +84,9 @@ def test_flags_that_are_named_exist(page):
     """Every --flag is an option of `train`, by its own or another tool's name, or stands in a command or benchmark.
 
     --rank shows how to add one."""
-    sources = "".join(path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py"))
     known = {option.flag for option in options_of(TrainConfig).values()} | {flag_of(name) for name in FILES}
     known |= {flag_of(name) for name in (*SAME, *BY_VALUE, *OTHERWISE)}
-    known |= {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), "--rank", *OF_TORCHRUN, *OF_SLURM}
+    known |= {*flags_in_code(), "--rank", *OF_TORCHRUN, *OF_SLURM}
     known |= OF_SERVERS if page.name == "export.md" else set()
     text = page.read_text().replace("unknown flag --max-gpu-mem;", "")
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known
@@ -100,7 +112,30 @@ def test_commands_that_are_named_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_results_that_are_named_exist(page):
-    """Files of figures stand without their folder in tables."""
-    for name in re.findall(r"`(h200_[\w.-]+\.json)`", page.read_text()):
-        assert (ROOT / "bench" / "results" / name).exists(), f"{name_of(page)} names {name}"
+def test_tables_of_files_have_what_the_folder_has(page):
+    """Of a table whose head says `file in FOLDER`, every file and folder there has a row, and no row stands alone."""
+    for folder, rows in TABLE_OF_FILES.findall(page.read_text()):
+        named = {name for row in rows.splitlines() for name in re.findall(r"`([\w.]+/?)`", row.split("|")[1])}
+        there = [path for path in (ROOT / folder).iterdir() if not path.name.startswith("__")]
+        found = {f"{path.name}/" if path.is_dir() else path.name for path in there}
+        assert named == found, f"{name_of(page)}: {folder}"
+
+
+def test_results_are_named_and_those_that_are_named_exist():
+    """A figure needs its file, and a file somebody who tells of it: a page, or a comment beside a constant."""
+    texts = {page: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
+    texts |= {path: path.read_text() for path in (ROOT / "flexengine").rglob("*.py")}
+    files = {path.stem for path in RESULTS.glob("*.json")}
+    named, missing = set[str](), list[str]()
+    for path, text in texts.items():
+        for name in OF_A_MACHINE.findall(text) + re.findall(r"bench/results/([\w.*-]+)\.json", text):
+            found = set(fnmatch.filter(files, name.removesuffix(".json")))
+            named |= found
+            missing += [] if found else [f"{name_of(path)}: {name}"]
+        named |= files & set(re.findall(r"`([a-z_]+)\.json`", text))
+    assert missing == []
+    assert sorted(files - named) == [], "no page names these"
+
+
+def test_results_stay_small():
+    assert sum(path.stat().st_size for path in RESULTS.glob("*.json")) <= MOST_BYTES_OF_RESULTS

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.checks import FLOATS, bit_pattern, check_tensor, signed_words
 from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import canonical_bits, join, low_half, stochastic_pattern, upper_half, widen
 
@@ -51,15 +51,11 @@ def adamw_update_(
         check_tensor("weight", weight, shape, (torch.bfloat16,))
     if weight.numel() == 0:
         return
-    signed_keys = [key - (1 << 32) if key >= 1 << 31 else key for pair in keys for key in pair]
+    signed_keys = signed_words(key for pair in keys for key in pair)
     _adamw_kernel[(cdiv(weight.numel(), _BLOCK),)](
-        _pattern(weight), remainder, _pattern(exp_avg), _pattern(exp_avg_sq), grad, grad_scale, weight.numel(),
+        bit_pattern(weight), remainder, bit_pattern(exp_avg), bit_pattern(exp_avg_sq), grad, grad_scale, weight.numel(),
         *factors, *signed_keys, element_offset, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _pattern(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 _KEYS = ("weight_key_low", "weight_key_high", "avg_key_low", "avg_key_high", "sq_key_low", "sq_key_high")

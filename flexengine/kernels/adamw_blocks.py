@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.checks import FLOATS, bit_pattern, check_tensor, signed_words
 from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import canonical_bits, join, low_half, stochastic_pattern, upper_half, widen
 
@@ -64,8 +64,7 @@ def adamw_in_blocks_(
         check_tensor(name, tensor, (num_blocks,) if scales else shape, (torch.float32 if scales else torch.uint8,))
     if weight.numel() == 0:
         return
-    signed_keys = [key - (1 << 32) if key >= 1 << 31 else key for key in weight_keys]
-    pattern = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
+    signed_keys, pattern = signed_words(weight_keys), bit_pattern(weight)
     _adamw_in_blocks_kernel[(cdiv(num_blocks, _BLOCKS),)](
         pattern, remainder, *moments, *books[0], *books[1], grad, grad_scale, weight.numel(), *factors, *signed_keys,
         element_offset, BLOCKS=_BLOCKS, SIZE=BLOCK, num_warps=4, enable_fp_fusion=False,

@@ -1,7 +1,7 @@
 """How kernels of attention are called: scores, widths of heads, and the tiles that a card's shared memory holds.
 
 The tiles are the fastest of some 200 that were timed on an H100 with Triton 3.6: Llama's heads, Gemma 2's, those of
-gpt-oss and of latent attention, in sequences of 2048 and 8192 tokens (`python -m bench.attention_tilings` times them).
+gpt-oss and of latent attention, in sequences of 2048 and 8192 tokens.
 Cards with less shared memory get smaller ones.
 """
 

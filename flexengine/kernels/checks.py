@@ -1,11 +1,22 @@
-"""What every launcher checks at the door: a kernel that reads a wrong shape would read somebody else's memory."""
+"""What launchers have in common. They check shapes at the door: a kernel that reads a wrong one would read somebody
+else's memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float32)
+
+
+def bit_pattern(tensor: Tensor) -> Tensor:
+    """The bits of bfloat16 as int16, which kernels round and join by hand; float32 as it is."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def signed_words(keys: Iterable[int]) -> list[int]:
+    """Unsigned words of 32 bits as the signed ones of the same bits, which Triton takes for int32."""
+    return [key - (1 << 32) if key >= 1 << 31 else key for key in keys]
 
 
 def check_tensor(

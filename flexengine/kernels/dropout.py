@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.checks import FLOATS, check_tensor, signed_words
 from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import random_bits16, round_to
 
@@ -22,7 +22,7 @@ def drop_(x: Tensor, out: Tensor, threshold: int, scale: float, keys: tuple[int,
     check_tensor("out", out, x.shape, (x.dtype,))
     if x.numel() == 0:
         return
-    signed = [key - (1 << 32) if key >= 1 << 31 else key for key in keys]
+    signed = signed_words(keys)
     _drop_kernel[(cdiv(x.numel(), _BLOCK),)](
         x, out, x.numel(), threshold, scale, *signed, first, BLOCK=_BLOCK, num_warps=4
     )

@@ -46,7 +46,7 @@ class GradientTiling(NamedTuple):
 
 WRITTEN = GradientTiling(Tiling(128, 256, 64, 8, 8, 3))
 """Of sums that are written. Two thirds of the reads of square tiles of 128, whose operands come at 10 TB/s from the
-card's cache at 650 TFLOP/s; 208 KiB of shared memory. `bench/grouped_tilings.py` times it beside others."""
+card's cache at 650 TFLOP/s; 208 KiB of shared memory (bench/results/h100_grouped_tilings.json)."""
 ADDED = GradientTiling(Tiling(128, 256, 64, 8, 8, 4), parts=8)
 """Of sums that are added to what is there: smaller parts leave room for a fourth stage. The bits are those of WRITTEN,
 whose products are the same."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.checks import FLOATS, bit_pattern, check_tensor, signed_words
 from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import canonical_bits, join, low_half, stochastic_pattern, upper_half, widen
 
@@ -54,16 +54,12 @@ def momentum_update_(
         check_tensor("weight", weight, shape, (torch.bfloat16,))
     if weight.numel() == 0:
         return
-    signed_keys = [key - (1 << 32) if key >= 1 << 31 else key for pair in keys[:2] for key in pair]
+    signed_keys = signed_words(key for pair in keys[:2] for key in pair)
     _momentum_kernel[(cdiv(weight.numel(), _BLOCK),)](
-        _pattern(weight), remainder, _pattern(momentum), grad, grad_scale, weight.numel(),
+        bit_pattern(weight), remainder, bit_pattern(momentum), grad, grad_scale, weight.numel(),
         factors[0], factors[1], factors[2], factors[3], factors[6], *signed_keys, element_offset,
         LION=rule == "lion", BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _pattern(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 _KEYS = ("weight_key_low", "weight_key_high", "momentum_key_low", "momentum_key_high")

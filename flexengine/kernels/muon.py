@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.checks import FLOATS, bit_pattern, check_tensor, signed_words
 from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import canonical_bits, join, low_half, round_to, stochastic_pattern, upper_half, widen
 
@@ -32,8 +32,8 @@ def take_momentum_(
     check_tensor("x", x, shape, FLOATS)
     check_tensor("grad_scale", grad_scale.view(-1), (1,), (torch.float32, torch.float64))
     _momentum_kernel[(cdiv(momentum.numel(), _BLOCK),)](
-        _pattern(momentum), grad, x, grad_scale, momentum.numel(), keep, 1.0 - keep, *_signed(keys), element_offset,
-        BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+        bit_pattern(momentum), grad, x, grad_scale, momentum.numel(), keep, 1.0 - keep, *signed_words(keys),
+        element_offset, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -55,17 +55,9 @@ def apply_(
         check_tensor("remainder", remainder, shape, (torch.int16,))
         check_tensor("weight", weight, shape, (torch.bfloat16,))
     _apply_kernel[(cdiv(x.numel(), _BLOCK),)](
-        _pattern(weight), remainder, x, grad_scale, x.numel(), decay, step_size, *_signed(keys), element_offset,
+        bit_pattern(weight), remainder, x, grad_scale, x.numel(), decay, step_size, *signed_words(keys), element_offset,
         BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _pattern(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _signed(keys: tuple[int, int]) -> list[int]:
-    return [key - (1 << 32) if key >= 1 << 31 else key for key in keys]
 
 
 # Keys and offset differ at every call: specialising on their values would compile the kernel again and again.

@@ -1,4 +1,4 @@
-"""Sixty of bench/random_runs.py's jobs on every run of the tests, and whether they would notice what they look for."""
+"""Forty of bench/random_runs.py's jobs on every run of the tests, and whether they would notice what they look for."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from family_configs import CASES as CONFIGS
 from bench import random_runs
 from bench.random_cases import draw_case
 
-ALONE, RANKS = range(1_000_000, 1_000_054), range(2_000_000, 2_000_006)
+ALONE, RANKS = range(1_000_000, 1_000_036), range(2_000_000, 2_000_004)
 """Beyond those of the committed result. Processes of ranks take longer than what they train."""
 
 SIZES = ("max_seq_len", "max_global_batch_tokens", "chunk_tokens", "round_tokens")
@@ -30,7 +30,7 @@ def check(seeds: range, most_ranks: int) -> list[random_runs.Result]:
 def test_plans_of_random_jobs_change_no_bit():
     same = check(ALONE, 1)
     assert len(same) > 0.6 * len(ALONE)  # few draw what the options forbid
-    assert len({result.name for result in same}) > 25
+    assert len({result.name for result in same}) > 20
 
 
 @pytest.mark.long

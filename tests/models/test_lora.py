@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from engine_helpers import (
     FLOAT32,
     GIB,
@@ -14,16 +13,15 @@ from engine_helpers import (
     make_plan,
     random_batch,
     random_weights,
-    relative_error,
     same_bits,
     saved_model,
     streamed_plan,
     tiny_config,
     worst_error,
 )
-from family_checks import MAX_SEQ_LEN, draw_batch, last_logits, reference_loss
+from family_checks import reference_loss
 from family_configs import CASES, FAMILY_CASES, OF_BLOCKS
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft_helpers import SETTINGS, by_name, check_files, engine_on, peft_model, train_both
 from safetensors.torch import load_file
 
 from flexengine import LoRA
@@ -44,40 +42,8 @@ from flexengine.planner import planner
 from flexengine.request import with_read_adapter
 from flexengine.schedule.layout import Layout
 
-SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 3e-4}
-"""A large eps: AdamW's first steps are the signs of gradients, however small, and so of their rounding."""
-
-
-def adapted_source(folder, lora):
-    source = open_model(folder)
-    return source._replace(spec=with_lora(source.spec, lora))
-
-
-def peft_model(config, folder, lora, **options):
-    """A saved model with adapters of its own, whose B is not zero, saved in `folder`/adapter."""
-    base = saved_model(folder / "base", config)
-    modules = [adapter.module for adapter in adapters(adapted_source(folder / "base", lora).spec)]
-    settings = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, use_rslora=lora.use_rslora, **options
-    )
-    model = get_peft_model(base, settings)
-    torch.manual_seed(4)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.normal_(0.0, 0.2)
-    model.save_pretrained(folder / "adapter")
-    return model
-
-
-def engine_on(folder, lora, **options):
-    source = adapted_source(folder / "base", lora)
-    plan = streamed_plan(source.spec, chunk_tokens=MAX_SEQ_LEN, chunks_per_round=4)
-    return build_engine(source, plan, AdamW(**SETTINGS), max_grad_norm=None, adapter=folder / "adapter", **options)
-
-
-def stored_names(tensors):
-    return {n.replace(".default.", ".").replace("vector.weight", "vector"): t for n, t in tensors.items()}
+LARGE_EPS = replace(SETTINGS, eps=3e-4)
+"""So many families have smaller gradients among theirs."""
 
 
 @pytest.mark.parametrize("family", ["llama", *OF_BLOCKS])
@@ -87,45 +53,12 @@ def test_loss_gradients_steps_and_files(family, tmp_path):
     # Of a model with experts PEFT takes the names of other MLPs for those of experts.
     targets = ALL_LINEAR if not has_experts else r".*(attn|attention)\..*"
     lora = LoRA(targets, rank=3, alpha=5.0, use_rslora=family in ("mistral", "qwen3"))
-    model = peft_model(config, tmp_path, lora)
-    ids, labels = draw_batch(config["vocab_size"])
-    engine = engine_on(tmp_path, lora)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **SETTINGS)
-    for step in range(5):
-        loss = reference_loss(model, ids, labels)
-        loss.backward()
-        out = engine.fwd_bwd(input_ids=ids, labels=labels)
-        assert out.loss == pytest.approx(loss.item(), abs=1e-5)
-        if step == 0:
-            expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-            error, name = worst_error(engine.gradients(), stored_names(expected))
-            assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step()
-    expected = stored_names({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
-    state = engine.state_dict()
-    assert {name for name in state if ".lora_" in name} == expected.keys()
-    for name, tensor in expected.items():
-        assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
-    check_files(engine, model, ids[0], tmp_path)
-    engine.close()
-
-
-def check_files(engine, model, tokens, folder):
-    """PEFT reads the adapters and transformers the merged model; both say what the engine says."""
-    logits = engine.next_token_logits(tokens)
-    engine.save_pretrained(folder / "out")
-    engine.save_pretrained(folder / "merged", merged=True)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
-    assert relative_error(logits, last_logits(PeftModel.from_pretrained(base, folder / "out"), tokens)) <= 1e-4
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged", attn_implementation="eager")
-    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
-    assert (
-        load_file(folder / "out" / "adapter_model.safetensors").keys()
-        == load_file(folder / "adapter" / "adapter_model.safetensors").keys()
-    )
+    saved_model(tmp_path / "base", config)
+    model = peft_model(tmp_path, lora, use_rslora=lora.use_rslora)
+    with engine_on(tmp_path, lora, LARGE_EPS, adapter=tmp_path / "adapter") as engine:
+        check_files(engine, train_both(engine, model, settings=LARGE_EPS), tmp_path)
+    files = (tmp_path / name / "adapter_model.safetensors" for name in ("out", "adapter"))
+    assert len({frozenset(load_file(file)) for file in files}) == 1
 
 
 def bits_of_three_steps(source, plan, device="cpu"):
@@ -245,8 +178,9 @@ class CountedDropout(torch.nn.Module):
 def test_dropout_with_the_same_draws(family, use_dora, tmp_path):
     lora = LoRA(rank=3, dropout=0.25, use_dora=use_dora)
     config = CASES[FAMILY_CASES[family]]
-    model = peft_model(config, tmp_path, lora, use_dora=use_dora)
-    engine = engine_on(tmp_path, lora, seed=3)
+    saved_model(tmp_path / "base", config)
+    model = peft_model(tmp_path, lora, use_dora=use_dora)
+    engine = engine_on(tmp_path, lora, LARGE_EPS, adapter=tmp_path / "adapter", seed=3)
     for index, layer in enumerate(engine.model.layers):
         for op in layer.ops:
             if isinstance(op, LoraDown):
@@ -262,7 +196,7 @@ def test_dropout_with_the_same_draws(family, use_dora, tmp_path):
     loss.backward()
     assert engine.fwd_bwd(input_ids=ids, labels=ids).loss == pytest.approx(loss.item(), abs=1e-5)
     expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    error, name = worst_error(engine.gradients(), stored_names(expected))
+    error, name = worst_error(engine.gradients(), by_name(expected))
     assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
     assert abs(engine.evaluate(input_ids=ids, labels=ids).loss - loss.item()) > 1e-4
     engine.close()

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from engine_helpers import (
     FLOAT32,
     ON_GPU,
@@ -16,11 +15,10 @@ from engine_helpers import (
     same_bits,
     saved_model,
     streamed_plan,
-    worst_error,
 )
-from family_checks import MAX_SEQ_LEN, draw_batch, last_logits, reference_loss
 from family_configs import CASES, FAMILY_CASES
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
+from peft_helpers import adapted, by_name, check_files, check_merged, engine_on, loaded, train_both
 from safetensors.torch import load_file, save_file
 
 from flexengine import LoRA
@@ -33,16 +31,8 @@ from flexengine.optim import AdamW
 from flexengine.options.job import Job
 from flexengine.request import with_read_adapter
 
-SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-4}
 RANK = 3
 PREFIX = "base_model.model."
-
-
-def engine_on(folder, lora, **options):
-    source = open_model(folder / "base")
-    source = source._replace(spec=with_lora(source.spec, lora))
-    plan = streamed_plan(source.spec, chunk_tokens=MAX_SEQ_LEN, chunks_per_round=4)
-    return build_engine(source, plan, AdamW(**SETTINGS), max_grad_norm=None, **options)
 
 
 def draw_adapter(folder, lora):
@@ -56,11 +46,7 @@ def draw_adapter(folder, lora):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def base_of(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
-
-
-def by_name(model, tensors, config):
+def of_experts(tensors, config):
     """PEFT's tensors as files have them: of experts it stacks those of gate and up, and then B has blocks of zeros."""
     mixtral = config["model_type"] == "mixtral"
     parts, last = (("w1", "w3"), "w2") if mixtral else (("gate_proj", "up_proj"), "down_proj")
@@ -95,39 +81,8 @@ def keep_zero_blocks(model):
             parameter.register_hook(lambda grad, mask=mask: grad * mask)
 
 
-def train_both(engine, model, config, names):
-    ids, labels = draw_batch(config["vocab_size"])
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    whole = [p for p in trained.values() if p.dim() > 1]
-    vectors = {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0}  # magnitudes never decay
-    optimizer = torch.optim.AdamW([{"params": whole}, vectors], **SETTINGS)
-    for step in range(5):
-        loss = torch.as_tensor(reference_loss(model, ids, labels))
-        loss.backward()
-        assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
-        if step == 0:
-            error, name = worst_error(engine.gradients(), names({n: p.grad for n, p in trained.items()}))
-            assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step()
-    expected = names({name: p.detach() for name, p in trained.items()})
-    state = {name: tensor for name, tensor in engine.state_dict().items() if ".lora_" in name}
-    assert state.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
-    return ids[0]
-
-
-def check_files(engine, tokens, folder, lora):
-    logits = engine.next_token_logits(tokens)
-    engine.save_pretrained(folder / "out")
-    engine.save_pretrained(folder / "merged", merged=True)
-    assert (
-        relative_error(logits, last_logits(PeftModel.from_pretrained(base_of(folder), folder / "out"), tokens)) <= 1e-4
-    )
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged", attn_implementation="eager")
-    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
+def check_read(logits, tokens, folder):
+    """An engine whose adapters are what the saved folder says gives these logits."""
     read = with_read_adapter(Job(adapter=str(folder / "out"))).lora_setup
     assert read is not None
     with engine_on(folder, read, adapter=folder / "out") as again:
@@ -140,11 +95,12 @@ def test_modules_of_each_expert(family, tmp_path):
     saved_model(tmp_path / "base", config)
     lora = LoRA(["all-experts", r".*(attn|attention)\.[a-z]*_proj"], RANK, 5.0)
     draw_adapter(tmp_path, lora)
-    model = PeftModel.from_pretrained(base_of(tmp_path), tmp_path / "adapter", is_trainable=True)
+    model = PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "adapter", is_trainable=True)
     keep_zero_blocks(model)
     with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
-        tokens = train_both(engine, model, config, lambda tensors: by_name(model, tensors, config))
-        check_files(engine, tokens, tmp_path, lora)
+        tokens = train_both(engine, model, lambda tensors: of_experts(tensors, config))
+        logits = check_files(engine, tokens, tmp_path)
+    check_read(logits, tokens, tmp_path)
 
 
 @pytest.mark.parametrize("targets", [["experts.gate_up_proj", "experts.down_proj"], ["experts.down_proj", "q_proj"]])
@@ -154,16 +110,11 @@ def test_experts_in_one_tensor(targets, tmp_path):
     lora = LoRA(targets, RANK, 5.0)
     parameters = [target for target in targets if "experts" in target]
     modules = [target for target in targets if "experts" not in target]
-    torch.manual_seed(3)
-    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=5, target_modules=modules, target_parameters=parameters))
-    for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-    model.save_pretrained(tmp_path / "adapter")
+    model = adapted(tmp_path, base, r=RANK, lora_alpha=5, target_modules=modules, target_parameters=parameters)
     with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
-        names = lambda tensors: {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}  # noqa: E731
-        tokens = train_both(engine, model, config, names)
-        check_files(engine, tokens, tmp_path, lora)
+        tokens = train_both(engine, model)
+        logits = check_files(engine, tokens, tmp_path)
+    check_read(logits, tokens, tmp_path)
 
 
 def test_all_means_linear_layers_and_experts_where_there_are_some():
@@ -255,24 +206,11 @@ def test_dora_of_experts(family, targets, tmp_path):
         layer.mlp.experts = SeparateExperts(layer.mlp.experts)
     base.config.model_type = "separate experts"  # PEFT translates targets of the type that it knows
     lora = LoRA(targets, RANK, 5.0, use_dora=True)
-    torch.manual_seed(3)
     modules = r".*experts.*_proj" if targets == "all-experts" else ["up_proj"]
-    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=5, target_modules=modules, use_dora=True))
-    for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-    model.save_pretrained(tmp_path / "adapter")
-
-    def names(tensors):
-        return {n.replace(".default.", ".").replace("vector.weight", "vector"): t for n, t in tensors.items()}
-
+    model = adapted(tmp_path, base, r=RANK, lora_alpha=5, target_modules=modules, use_dora=True)
     with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
-        tokens = train_both(engine, model, config, names)
-        logits = engine.next_token_logits(tokens)
-        engine.save_pretrained(tmp_path / "out")
-        engine.save_pretrained(tmp_path / "merged", merged=True)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
+        tokens = train_both(engine, model)
+        logits = check_merged(engine, tokens, tmp_path)
     with engine_on(tmp_path, lora, adapter=tmp_path / "out") as again:
         assert relative_error(again.next_token_logits(tokens), logits) <= 1e-5
 
@@ -284,25 +222,19 @@ def test_routers_by_name(family, tmp_path):
     base = saved_model(tmp_path / "base", config)
     router = "router" if family == "gpt_oss" else "gate"
     lora = LoRA([router, "q_proj" if family != "deepseek_v3" else "o_proj"], RANK, 5.0)
-    torch.manual_seed(3)
-    settings = LoraConfig(
-        r=RANK, lora_alpha=5, target_modules=[lora.targets[1]], target_parameters=[f"{router}.weight"]
+    parameters = [f"{router}.weight"]
+    model = adapted(
+        tmp_path, base, r=RANK, lora_alpha=5, target_modules=[lora.targets[1]], target_parameters=parameters
     )
-    model = get_peft_model(base, settings)
-    for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-    model.save_pretrained(tmp_path / "adapter")
 
     def names(tensors):
-        stored = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
-        if family != "mixtral":
-            return stored
-        return {name.replace(".mlp.gate.", ".block_sparse_moe.gate."): tensor for name, tensor in stored.items()}
+        there = ".block_sparse_moe.gate." if family == "mixtral" else ".mlp.gate."
+        return {name.replace(".mlp.gate.", there): tensor for name, tensor in by_name(tensors).items()}
 
     with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
-        tokens = train_both(engine, model, config, names)
-        check_files(engine, tokens, tmp_path, lora)
+        tokens = train_both(engine, model, names)
+        logits = check_files(engine, tokens, tmp_path)
+    check_read(logits, tokens, tmp_path)
     with pytest.raises(ValueError, match=r"use_dora=True with adapters of routers.* is not built"):
         with_lora(open_model(tmp_path / "base").spec, replace(lora, use_dora=True))
     with pytest.raises(ValueError, match=f"modules_to_save names .*{router}, which has an adapter"):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from engine_helpers import (
     FLOAT32,
     ON_GPU,
@@ -17,96 +16,21 @@ from engine_helpers import (
     same_bits,
     saved_model,
     streamed_plan,
-    worst_error,
 )
-from family_checks import MAX_SEQ_LEN, draw_batch, last_logits, reference_loss
+from family_checks import last_logits
 from family_configs import CASES, FAMILY_CASES
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
+from peft_helpers import adapted_source, check_files, engine_on, peft_model, train_both
 
 from flexengine import LoRA
 from flexengine.models.base_dtype import with_base_dtype
-from flexengine.models.lora import adapters, with_lora
-from flexengine.models.registry import build_model, open_model
+from flexengine.models.lora import with_lora
+from flexengine.models.registry import build_model
 from flexengine.ops.adapters.dora import adapted_norms
 from flexengine.optim import AdamW
 from flexengine.options.job import Job
 from flexengine.plan import Numerics
 from flexengine.request import with_read_adapter
-
-SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-4}
-DECAY = 0.1
-
-
-def sources(folder, lora):
-    source = open_model(folder / "base")
-    return source._replace(spec=with_lora(source.spec, lora))
-
-
-def peft_model(folder, lora, b_size=0.2):
-    """The model saved in `folder`/base with adapters as `lora` says, in training; they are saved in `folder`/adapter.
-
-    b_size: spread of B where adapters start with zeros there.
-    """
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
-    modules = [adapter.module for adapter in adapters(sources(folder, lora).spec)]
-    torch.manual_seed(3)
-    init = True if lora.init == "default" else lora.init
-    settings = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, use_dora=lora.use_dora, init_lora_weights=init
-    )
-    model = get_peft_model(base, settings)
-    for name, parameter in model.named_parameters():
-        if lora.init == "default" and ".lora_B." in name:
-            torch.nn.init.normal_(parameter, 0.0, b_size)
-    model.save_pretrained(folder / "adapter")
-    return model.train()
-
-
-def engine_on(folder, lora, **options):
-    source = sources(folder, lora)
-    plan = streamed_plan(source.spec, chunk_tokens=MAX_SEQ_LEN, chunks_per_round=4)
-    return build_engine(source, plan, AdamW(**SETTINGS, weight_decay=DECAY), max_grad_norm=None, **options)
-
-
-def by_name(tensors):
-    """Tensors by the names that files have for them."""
-    return {name.replace(".default", "").replace("vector.weight", "vector"): t for name, t in tensors.items()}
-
-
-def train_both(engine, model, ids, labels, steps=5):
-    """Loss, gradients and adapters of an engine are those of PEFT's model, step by step; magnitudes never decay."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    groups = [
-        {"params": [p for name, p in named.items() if ("magnitude" in name) == kept], "weight_decay": decay}
-        for kept, decay in ((False, DECAY), (True, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, **SETTINGS)
-    for step in range(steps):
-        loss = torch.as_tensor(reference_loss(model, ids, labels))
-        loss.backward()
-        assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
-        if step == 0:
-            error, name = worst_error(engine.gradients(), by_name({n: p.grad for n, p in named.items()}))
-            assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step()
-    state, expected = engine.state_dict(), by_name({name: p.detach() for name, p in named.items()})
-    assert {name for name in state if ".lora_" in name} == expected.keys()
-    for name, tensor in expected.items():
-        assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
-
-
-def check_files(engine, tokens, folder):
-    """PEFT reads the adapters onto the untouched base, and transformers the merged model; logits are the engine's."""
-    logits = engine.next_token_logits(tokens)
-    engine.save_pretrained(folder / "out")
-    engine.save_pretrained(folder / "merged", merged=True)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
-    assert relative_error(logits, last_logits(PeftModel.from_pretrained(base, folder / "out"), tokens)) <= 1e-4
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged", attn_implementation="eager")
-    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
-    return logits
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gpt2", "olmo2"])
@@ -114,14 +38,13 @@ def test_dora(family, tmp_path):
     config = CASES[FAMILY_CASES[family]]
     saved_model(tmp_path / "base", config)
     lora = LoRA(r"all-linear" if family != "mistral" else ["q_proj", "v_proj", "down_proj"], 3, 5.0, use_dora=True)
-    model = peft_model(tmp_path, lora)
-    ids, labels = draw_batch(config["vocab_size"])
+    model = peft_model(tmp_path, lora, use_dora=True)
     with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
-        train_both(engine, model, ids, labels)
-        logits = check_files(engine, ids[0], tmp_path)
+        tokens = train_both(engine, model)
+        logits = check_files(engine, tokens, tmp_path)
     assert with_read_adapter(Job(adapter=str(tmp_path / "out"))).use_dora
     with engine_on(tmp_path, lora, adapter=tmp_path / "out") as engine:
-        assert relative_error(engine.next_token_logits(ids[0]), logits) <= 1e-5
+        assert relative_error(engine.next_token_logits(tokens), logits) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -132,17 +55,16 @@ def test_first_values(family, init, use_dora, tmp_path):
     config = CASES[FAMILY_CASES[family]]
     saved_model(tmp_path / "base", config)
     lora = LoRA("all-linear", 4, 6.0, use_dora=use_dora, init=init)
-    model = peft_model(tmp_path, lora)
-    ids, labels = draw_batch(config["vocab_size"])
+    model = peft_model(tmp_path, lora, use_dora=use_dora, init_lora_weights=init)
     options = {} if init == "pissa" else {"adapter": tmp_path / "adapter"}
     with engine_on(tmp_path, lora, **options) as engine:
-        train_both(engine, model, ids, labels)
-        check_files(engine, ids[0], tmp_path)
+        tokens = train_both(engine, model)
+        check_files(engine, tokens, tmp_path)
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == ((8, 12.0) if init == "pissa" else (4, 6.0))
     with engine_on(tmp_path, lora) as engine:  # whatever they start from, the model is the base
         base = saved_model(tmp_path / "base", CASES[FAMILY_CASES[family]])
-        assert relative_error(engine.next_token_logits(ids[0]), last_logits(base, ids[0])) <= 1e-5
+        assert relative_error(engine.next_token_logits(tokens), last_logits(base, tokens)) <= 1e-5
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["", "DoRA"])
@@ -159,7 +81,7 @@ def test_first_values(family, init, use_dora, tmp_path):
 def test_files_of_pissa_are_for_the_untouched_model(numerics, use_dora, tmp_path):
     """Whatever the base loses that was trained beside, and whatever adapters are rounded to."""
     base = saved_model(tmp_path / "base", CASES[FAMILY_CASES["mistral"]])
-    source = sources(tmp_path, LoRA(rank=4, use_dora=use_dora, init="pissa_niter_4"))
+    source = adapted_source(tmp_path, LoRA(rank=4, use_dora=use_dora, init="pissa_niter_4"))
     source = source._replace(spec=with_base_dtype(source.spec, numerics.base))
     with build_engine(source, streamed_plan(source.spec, numerics=numerics)) as engine:
         engine.save_pretrained(tmp_path / "out")
@@ -171,7 +93,7 @@ def test_files_of_pissa_are_for_the_untouched_model(numerics, use_dora, tmp_path
 def test_an_adapter_that_peft_started_with_pissa(tmp_path):
     """Its file says so, and PEFT takes the principal parts out of the base again when it loads it."""
     saved_model(tmp_path / "base", CASES[FAMILY_CASES["mistral"]])
-    model = peft_model(tmp_path, LoRA("q_proj", 4, init="pissa"))
+    model = peft_model(tmp_path, LoRA("q_proj", 4, init="pissa"), init_lora_weights="pissa")
     lora = with_read_adapter(Job(adapter=str(tmp_path / "adapter"))).lora_setup
     assert lora is not None
     assert lora.init == "pissa"

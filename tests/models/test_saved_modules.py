@@ -4,8 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
-import transformers
 from engine_helpers import (
     FLOAT32,
     GIB,
@@ -18,59 +16,21 @@ from engine_helpers import (
     saved_model,
     streamed_plan,
     tiny_config,
-    worst_error,
 )
-from family_checks import MAX_SEQ_LEN, draw_batch, last_logits, reference_loss, relative_error
+from family_checks import draw_batch
 from family_configs import CASES, FAMILY_CASES
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft_helpers import check_files, engine_on, peft_model, train_both
 
 from flexengine import LoRA
 from flexengine.checkpoint.manifest import FOLDER_MANIFEST
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.hardware.presets import named_profile
-from flexengine.models.lora import adapter_counts, adapters, with_lora
-from flexengine.models.registry import build_model, open_model
+from flexengine.models.lora import adapter_counts, with_lora
+from flexengine.models.registry import build_model
 from flexengine.optim import AdamW
 from flexengine.plan import Numerics, Request
 from flexengine.planner import planner
 from flexengine.schedule.layout import Layout
-
-SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-4}
-DECAY = 0.1
-
-
-def peft_model(config, folder, lora):
-    base = saved_model(folder / "base", config)
-    modules = [adapter.module for adapter in adapters(with_lora(open_model(folder / "base").spec, lora))]
-    torch.manual_seed(3)
-    settings = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, modules_to_save=list(lora.modules_to_save)
-    )
-    model = get_peft_model(base, settings)
-    for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-    model.save_pretrained(folder / "adapter")
-    return model.train()
-
-
-def engine_on(folder, lora, **options):
-    source = open_model(folder / "base")
-    source = source._replace(spec=with_lora(source.spec, lora))
-    plan = streamed_plan(source.spec, chunk_tokens=MAX_SEQ_LEN, chunks_per_round=4)
-    return build_engine(source, plan, AdamW(**SETTINGS, weight_decay=DECAY), max_grad_norm=None, **options)
-
-
-def by_name(tensors):
-    """Tensors by the names that an engine has for them."""
-    found = {}
-    for name, tensor in tensors.items():
-        if ".modules_to_save.default." in name:
-            own = name.replace(".modules_to_save.default", "").removeprefix("base_model.model.")
-        else:
-            own = name.replace(".default.", ".")
-        found[own] = tensor
-    return found
 
 
 @pytest.mark.parametrize(
@@ -85,41 +45,13 @@ def by_name(tensors):
 def test_loss_gradients_steps_and_files(family, saved, tmp_path):
     config = {**CASES[FAMILY_CASES[family]], "tie_word_embeddings": False}
     lora = LoRA(r".*(attn|attention)\..*", 3, 5.0, modules_to_save=saved)
-    model = peft_model(config, tmp_path, lora)
-    ids, labels = draw_batch(config["vocab_size"])
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decays = {name: p for name, p in named.items() if p.ndim > 1}
-    others = [p for name, p in named.items() if name not in decays]
-    optimizer = torch.optim.AdamW(
-        [{"params": list(decays.values()), "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], **SETTINGS
-    )
+    saved_model(tmp_path / "base", config)
+    model = peft_model(tmp_path, lora, modules_to_save=list(saved))
     with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
-        for step in range(5):
-            loss = torch.as_tensor(reference_loss(model, ids, labels))
-            loss.backward()
-            assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
-            if step == 0:
-                error, name = worst_error(engine.gradients(), by_name({n: p.grad for n, p in named.items()}))
-                assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.step()
+        check_files(engine, train_both(engine, model), tmp_path)
         state = engine.state_dict()
-        for name, tensor in by_name({name: p.detach() for name, p in named.items()}).items():
-            assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
-        check_files(engine, ids[0], tmp_path)
     with engine_on(tmp_path, lora, adapter=tmp_path / "out") as engine:
         same_bits({name: engine.state_dict()[name] for name in state}, state)
-
-
-def check_files(engine, tokens, folder):
-    logits = engine.next_token_logits(tokens)
-    engine.save_pretrained(folder / "out")
-    engine.save_pretrained(folder / "merged", merged=True)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
-    assert relative_error(logits, last_logits(PeftModel.from_pretrained(base, folder / "out"), tokens)) <= 1e-4
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged", attn_implementation="eager")
-    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
 
 
 def test_a_tied_embedding_is_one_tensor_with_two_names(tmp_path):

@@ -6,9 +6,7 @@ import torch
 from flexengine.native import adamw, library
 from flexengine.native import update as native
 from flexengine.optim.into import update_into
-from tests.rule_helpers import MASTERS, STATES, assert_same_bits, copied, random_update
-
-FLOATS = [("adamw", "float32"), ("adamw", "bfloat16"), *(entry for entry in STATES if entry[1] != "int8")]
+from tests.rule_helpers import FLOATS, MASTERS, assert_same_bits, copied, random_update
 
 
 def filled(update, skip: int):

@@ -34,7 +34,7 @@ def least_gpu_bytes(model, request, profile) -> int:
 
 
 LINKS, FACTORS = (1e8, 4e8, 2e9, 1e10), (1.0, 1.25, 1.5)
-CASES = [(LINKS[i % 4], (32, 128)[i // 4 % 2], FACTORS[i % 3]) for i in range(12)]
+CASES = [(LINKS[i % 4], (32, 128)[i // 4 % 2], FACTORS[i % 3]) for i in range(8)]
 
 
 @pytest.mark.parametrize(("link", "seq_len", "factor"), CASES)
@@ -49,9 +49,7 @@ def test_matches_the_exhaustive_oracle(link, seq_len, factor):
     assert planned_s <= 1.02 * best_s
 
 
-@pytest.mark.parametrize(
-    ("link", "seq_len", "factor"), [(1e8, 32, 1.25), (4e8, 32, 1.5), (2e9, 128, 1.5), (1e10, 32, 1.25)]
-)
+@pytest.mark.parametrize(("link", "seq_len", "factor"), [(1e8, 32, 1.25), (4e8, 32, 1.5)])
 def test_blocks_of_two_kinds_match_the_oracle(link, seq_len, factor):
     model, profile = mixed_model(blocks=2), slow_link(link)
     request = request_of(1, seq_len, chunk_tokens=64, round_tokens=128)
