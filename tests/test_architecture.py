@@ -60,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
         "request",
         "runtime",
     },
-    "__init__": {"api", "options", "version"},
+    "__init__": {"api", "options", "plan", "run", "version"},
     "run": {
         "api",
         "checkpoint",

@@ -90,13 +90,6 @@ class DataOptions:
         if self.template_date is not None:
             object.__setattr__(self, "template_date", _day(self.template_date))
 
-    def take_bundled_data(self, dry_run: bool, has_length: bool) -> None:
-        """Have a run without data try the model on the bundled instructions, for a few steps unless told otherwise."""
-        if self.data_source == "json_sft" and not self.dataset and not dry_run:
-            object.__setattr__(self, "dataset", (str(BUNDLED_DATA),))
-            if not has_length:
-                object.__setattr__(self, "steps", TRIAL_STEPS)
-
 
 def _day(given: object) -> str:
     """A day as YYYY-MM-DD; YAML reads one without quotes as a date. Raises ValueError for what is none."""

@@ -8,15 +8,16 @@ from `job.py`; this file adds data, length, learning rate and files. It imports 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
-from flexengine.options.data import DataOptions
+from flexengine.options.data import BUNDLED_DATA, TRIAL_STEPS, DataOptions
 from flexengine.options.evaluation import EvaluationOptions
 from flexengine.options.job import ADAPTER_LR, Job, meant_by
+from flexengine.options.keywords import takes_other_names
 from flexengine.options.learning import DEFAULT_LR, LearningOptions
 from flexengine.options.option import FlagWords, Need, Option, Words, options_of
 from flexengine.options.other_names import translated
@@ -40,9 +41,12 @@ STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
 """Options that name a step, counted from 1."""
 
 
+@takes_other_names
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
     """Everything `train` can be asked: a job, and what only a run needs.
+
+    Names that people bring from other systems, as learning_rate=, mean what they mean as flags.
 
     Raises ValueError naming the flag, the value and what is allowed.
     """
@@ -195,7 +199,6 @@ class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
             raise ValueError(
                 "--model is missing: give a Hugging Face model folder, an id on the hub (ORG/NAME), or preset:NAME"
             )
-        self.take_bundled_data(self.dry_run, self.steps is not None or self.epochs is not None)
         self.check_learning()
         self.check_evaluation()
         self._check_recording()
@@ -212,6 +215,15 @@ class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
                 f"--profile-start-step {start} comes after --profile-stop-step {stop}; lower the first or raise the"
                 " second"
             )
+
+    def with_data(self) -> TrainConfig:
+        """The options of a run that trains: one without data tries the model on the bundled instructions, for a few
+        steps unless told otherwise.
+        """
+        if self.dataset or self.data_source != "json_sft" or self.dry_run:
+            return self
+        has_length = self.steps is not None or self.epochs is not None
+        return replace(self, dataset=(str(BUNDLED_DATA),), steps=self.steps if has_length else TRIAL_STEPS)
 
     @property
     def base_lr(self) -> float:

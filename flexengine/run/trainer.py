@@ -88,7 +88,7 @@ def train(
     the same format) and, with config.save, final/ (and best/, of the lowest validation loss) in config.run_folder.
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
-    team = join()
+    config, team = config.with_data(), join()
     check_gpus(config, 1 if team is None else team.ranks.local_size)
     with contextlib.nullcontext() if config.dry_run else run_output():
         if team is None:
