@@ -133,6 +133,9 @@ def commands_help() -> str:
 # ---- commands -------------------------------------------------------------------------------------------------
 
 
+PRINT_CONFIG = "--print-config"
+
+
 def run_train(argv: list[str]) -> int:
     return _train(parse_config("flexengine train", argv), command=["train", *argv])
 
@@ -168,7 +171,10 @@ class StderrHandler(logging.StreamHandler):
 
 
 def _train(config: TrainConfig, command: list[str], **keywords: Any) -> int:
-    """Train in this process, or have `command` run by one for each of several GPUs."""
+    """Train in this process, or have `command` run by one for each of several GPUs; or print the options alone."""
+    if PRINT_CONFIG in command:
+        print(config.resolved().to_yaml(), end="")
+        return 0
     if config.gpus > 1 and not is_rank():
         return launch(config.gpus, ["-m", "flexengine", *command])
     logging.basicConfig(level=config.logging.upper(), format="%(message)s", handlers=[StderrHandler()], force=True)
@@ -223,6 +229,7 @@ def parse_config(prog: str, argv: list[str], base: Mapping[str, Any] | None = No
     """
     base = base or {}
     flags = vars(build_parser(prog, base).parse_args(translated_flags(argv, options_of(TrainConfig))))
+    flags.pop("print_config", None)  # read where the command runs, as it is about the command
     path = flags.pop("config", None)
     from_file: dict[str, Any] = {}
     if path is not None:
@@ -250,10 +257,14 @@ def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="options from a file; flags go before them")
+    parser.add_argument(
+        PRINT_CONFIG, action="store_true", help="print all options as YAML that --config runs again, and stop"
+    )
     run = parser.add_argument_group("run: model, data, length and files")
     job = parser.add_argument_group("job: batch, budgets, numerics and pins, which Python takes as keywords")
     for name, option in options_of(TrainConfig).items():
         add_flag(job if name in options_of(Job) else run, option, base.get(name, option.default))
+    parser.add_argument("-v", dest="verbose", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -29,11 +29,8 @@ from flexengine.data.templates import today
 from flexengine.metrics import (
     EvalMetrics,
     JsonlWriter,
+    Pace,
     StepMetrics,
-    format_bytes,
-    format_seconds,
-    format_tflops,
-    format_tokens_per_s,
 )
 from flexengine.models.registry import ModelSource
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
@@ -42,10 +39,12 @@ from flexengine.options.train_config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FO
 from flexengine.output import INTERRUPTED, run_output
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.run.callbacks import Callback, Callbacks
+from flexengine.run.closing import summary
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import ExpectedStep, Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, run_record, started_run_folder
 from flexengine.run.health import RunHealth, explain_divergence, where_not_finite
+from flexengine.run.opening import data_line, files_line, model_line, with_mode
 from flexengine.run.ranks import as_rank, first_rank_first, told_by_first
 from flexengine.run.recording import Recorder, check_recording
 from flexengine.run.resuming import (
@@ -60,7 +59,7 @@ from flexengine.run.resuming import (
 )
 from flexengine.run.saver import STOPPED, RunSaver
 from flexengine.run.trackers import open_trackers
-from flexengine.run.training_data import TrainingData, check_sources, open_data, tell_what_was_not_given
+from flexengine.run.training_data import TrainingData, check_sources, open_data
 from flexengine.run.watchers import Watchers
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
@@ -100,14 +99,16 @@ def train(
 def _train(
     config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
 ) -> int:
-    tell_what_was_not_given(config, is_demo=replace)
+    config = with_mode(config, team)
     source = first_rank_first(team, lambda: open_source(config.model, config, not config.dry_run))
+    print(model_line(config, source), flush=True)
     if config.dry_run:
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
     told = Callbacks([*open_trackers(config.report_to), *callbacks] if is_first(team) else ())
     dated = dataclasses.replace(config, template_date=told_by_first(team, lambda: date_of_run(config)))
     checked = first_rank_first(team, lambda: check_run(dated, source))
+    print(data_line(config, checked.data.description, checked.schedule.num_steps, is_demo=replace), flush=True)
     if checked.data.writes_date:
         config = dated  # the run keeps its day, for those that resume it
     elif config.template_date is not None:
@@ -115,7 +116,9 @@ def _train(
     points = told_by_first(team, lambda: check_folder(config, source, checked, replace), *POINT_RECORDS)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
-    print(planned.describe())
+    print(f"{planned.brief()}\n{files_line(config)}", flush=True)
+    if config.verbose:
+        print("\n".join([*checked.data.details, planned.describe()]), flush=True)
     with started_run_folder(config, planned, checked.data.records, replace), told:
         return told.ending_with(run(config, planned, checked.data, checked.schedule, prompts, told, points))
 
@@ -140,7 +143,6 @@ class CheckedRun(NamedTuple):
 def check_run(config: TrainConfig, source: ModelSource) -> CheckedRun:
     """Open the data and check what can be checked before anything is planned. Raises: ValueError."""
     data = open_data(config, source)
-    print(f"data: {data.description}")
     num_steps = data.batches.num_steps(config.steps, config.epochs)
     schedule = schedule_of(config, num_steps)
     check_recording(config, num_steps)
@@ -230,7 +232,7 @@ def stop_status(saver: RunSaver, last_step: int) -> int:
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
     """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
-    return prepare_job(config.model, config.as_job(), needs_weights=not config.dry_run)
+    return prepare_job(config.model, config.as_job(), needs_weights=not config.dry_run, tell=config.dry_run)
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:
@@ -360,7 +362,7 @@ def run_steps(
     """
     num_steps, done = schedule.num_steps, []
     on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns  # 80 where the terminal reports 0
+    width, pace = shutil.get_terminal_size().columns, Pace()  # 80 where the terminal reports 0
     bar = tqdm(total=num_steps, initial=start, unit="step", ncols=width, disable=not (show and on_terminal))
     try:
         for index, batch in enumerate(batches.batches(num_steps, start), start=start):
@@ -369,7 +371,8 @@ def run_steps(
             log.write(metrics)
             done.append(metrics)
             if show and bar.disable:
-                print(metrics.describe(num_steps), flush=True)
+                left_s = pace.left_s(num_steps - metrics.step, metrics.predicted_step_s)
+                print(metrics.describe(num_steps, left_s), flush=True)
             bar.set_postfix_str(metrics.describe_shortly(), refresh=False)
             bar.update()
             show_evaluation(watchers.after_step(batch, metrics, update), show)
@@ -421,30 +424,6 @@ def take_step(
 
 
 # ---- after the steps ------------------------------------------------------------------------------------------
-
-
-def summary(engine: Engine, steps: Sequence[StepMetrics], undisturbed: Sequence[StepMetrics]) -> str:
-    """Describe the run in three lines: loss, speed, memory.
-
-    Rates leave out the first step, which warms up, and those that are not among the `undisturbed` ones, as they were
-    timed or profiled, as far as there are others.
-    """
-    if not steps:
-        return "no step was taken"
-    warm = [step for step in undisturbed if step is not steps[0]] or steps[1:] or steps
-    seconds = sum(s.step_s for s in warm)
-    flops_per_s = sum(s.effective_tflops * 1e12 * s.step_s for s in warm) / seconds
-    share = 100.0 * flops_per_s / engine.matmul_flops_per_s if engine.matmul_flops_per_s else float("nan")
-    last = steps[-1]
-    return "\n".join(
-        (
-            f"loss: {steps[0].loss:.4f} at step {steps[0].step}, {last.loss:.4f} at step {last.step}",
-            f"speed: {format_tokens_per_s(sum(s.num_tokens for s in warm) / seconds)},"
-            f" {format_seconds(seconds / len(warm))} a step, effective {format_tflops(flops_per_s)}"
-            f" ({share:.0f}% of this machine's matmul rate)",
-            f"peak memory: GPU {format_bytes(last.gpu_peak_bytes)}, host {format_bytes(last.host_peak_bytes)}",
-        )
-    )
 
 
 def is_worth_keeping(config: TrainConfig, health: RunHealth, last: StepMetrics) -> bool:

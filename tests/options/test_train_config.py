@@ -147,7 +147,7 @@ def test_bad_yaml(text, message):
     ("changes", "message"),
     [
         ({"model": ""}, "--model is missing"),
-        ({"mode": "frozen"}, "--mode must be one of full, lora, got 'frozen'"),
+        ({"mode": "frozen"}, "--mode must be one of full, lora, auto, got 'frozen'"),
         ({"max_seq_len": 0}, "--max-seq-len must be more than 0, got 0"),
         ({"max_seq_len": 64.0}, "--max-seq-len must be of type int, got 64.0"),
         ({"steps": True}, "--steps must be of type int, got True"),

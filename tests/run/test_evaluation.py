@@ -58,6 +58,9 @@ class ScriptedEngine:
         self.plan = SimpleNamespace(predicted=Prediction(step_s=0.1), updates_on_cpu=False, to_json=lambda: "{}")
         self.matmul_flops_per_s, self.team, self.made_from = 1e12, None, {}
 
+    def brief(self):
+        return "the plan in brief"
+
     def describe(self):
         return "plan"
 
