@@ -284,6 +284,17 @@ def make_records() -> list[Record]:
     return records
 
 
+def make_facts() -> list[Record]:
+    """Questions with one short answer each, which the demo's model learns by heart within two minutes."""
+    capitals, opposites = sorted(w.CAPITALS.items()), sorted(w.OPPOSITES.items())[:30]
+    facts = [ask(f"What is the capital of {place}?", f"{city}.") for place, city in capitals]
+    for names, what in ((w.WEEKDAYS, "day"), (w.MONTHS, "month")):
+        pairs = zip(names, [*names[1:], names[0]], strict=True)
+        facts += [ask(f"Which {what} comes after {one}?", f"{after}.") for one, after in pairs]
+    facts += [ask(f"What is the opposite of {one}?", f"{other.capitalize()}.") for one, other in opposites]
+    return facts
+
+
 # ---- tokenizer and config -----------------------------------------------------------------------------------
 
 
@@ -362,8 +373,9 @@ def model_config(vocab_size: int) -> dict[str, object]:
 def write_assets(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     records = make_records()
-    lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    (target / "demo_instructions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, made in (("demo_instructions.jsonl", records), ("demo_facts.jsonl", make_facts())):
+        lines = [json.dumps(record, ensure_ascii=False) for record in made]
+        (target / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     tokenizer = train_tokenizer(records)
     tokenizer.save(str(target / "tokenizer.json"), pretty=False)
     for name, content in (

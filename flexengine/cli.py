@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import logging
 import os
 import sys
@@ -10,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from flexengine import __version__
-from flexengine.options.data import BUNDLED_DATA
+from flexengine.options.data import DEMO_FACTS
 from flexengine.options.flags import add_flag, overlay
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
 from flexengine.options.other_names import COMMANDS as COMMANDS_OF_OTHERS
 from flexengine.options.other_names import translated_flags
-from flexengine.options.train_config import TrainConfig, options_from_yaml
+from flexengine.options.train_config import FINAL_FOLDER, TrainConfig, options_from_yaml
 from flexengine.output import INTERRUPTED, command_output, loading, steady_messages
 from flexengine.run.launch import is_rank, launch
 from flexengine.wording import (
@@ -38,7 +39,8 @@ COMPILED_PRODUCTS = 32
 """Compiled products of the CPU that are kept: a step of equal chunks needs about twenty. On a CPU with AMX each takes
 1.3 MiB."""
 
-DEMO_PROMPTS = ("Which day comes after Monday?", "What is the past tense of walk?", "What is the capital of France?")
+DEMO_QUESTIONS = 10
+"""Questions of the demo's data that its model answers at the end."""
 
 
 class Command(NamedTuple):
@@ -144,7 +146,11 @@ def run_demo(argv: list[str]) -> int:
     options, command = demo_options(), ["demo", *argv]
     if "--lora" in argv:  # short for what shows adapters; every other flag is one of train
         argv, options = [argument for argument in argv if argument != "--lora"], {**options, **demo_lora_options()}
-    return _train(parse_config("flexengine demo", argv, options), command=command, prompts=DEMO_PROMPTS, replace=True)
+    config = parse_config("flexengine demo", argv, options)
+    status = _train(config, command=command, prompts=demo_prompts(), replace=True)
+    if status == 0 and not (config.dry_run or is_rank() or PRINT_CONFIG in argv):
+        print(demo_ending(config))
+    return status
 
 
 def _main_of(module: str) -> Callable[[list[str]], int]:
@@ -268,6 +274,32 @@ def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
     return parser
 
 
+def demo_prompts() -> dict[str, str]:
+    """Choose questions of the demo's data, and give their answers."""
+    rows = [json.loads(line) for line in DEMO_FACTS.read_text(encoding="utf-8").splitlines()]
+    chosen = rows[:: len(rows) // DEMO_QUESTIONS][:DEMO_QUESTIONS]
+    return {row["instruction"]: row["output"] for row in chosen}
+
+
+def demo_ending(config: TrainConfig) -> str:
+    """Say where to look after a demo."""
+    lines = [f"look at {config.run_folder}: options, plan, log of steps; and at what these print and draw:"]
+    lines += [f"  flexengine report {config.run_folder}"]
+    if config.save:
+        adapter = config.mode == "lora"
+        model = (
+            f"{config.model} --adapter {config.run_folder / FINAL_FOLDER}"
+            if adapter
+            else config.run_folder / FINAL_FOLDER
+        )
+        lines += [
+            f"  flexengine generate --model {model} --dtype {config.dtype} --prompt 'What is the capital of Peru?'"
+        ]
+    return "\n".join(
+        [*lines, "  flexengine plan --model preset:llama-3.1-8b --gpu rtx4090 --host-mem-gib 64 --html plan.html"]
+    )
+
+
 def demo_lora_options() -> dict[str, Any]:
     """Choose what `demo --lora` sets beside: adapters on the model that `demo` trained, or on random weights."""
     trained = Path("runs/demo/final")
@@ -292,13 +324,13 @@ def demo_options() -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     return {
         "model": "preset:demo",
-        "dataset": str(BUNDLED_DATA),
+        "dataset": str(DEMO_FACTS),
         "output_dir": "runs/demo",
         "save": True,
-        "max_seq_len": 128,
-        "max_global_batch_tokens": 1024,
-        "steps": 200 if on_gpu else 130,
-        "lr": 2e-3,
+        "max_seq_len": 64,
+        "max_global_batch_tokens": 384,
+        "steps": 130,
+        "lr": 1e-3,
         "dtype": "bfloat16" if on_gpu else "float32",
         "max_gpu_mem_gib": 1.0 if on_gpu else 0.09,
     }

@@ -14,6 +14,8 @@ from flexengine.options.option import Need, Option
 BUNDLED_DATA = Path(__file__).resolve().parent.parent / "assets" / "demo" / "demo_instructions.jsonl"
 """Instructions that come with the package, and for how many steps a run without data of its own trains on them."""
 TRIAL_STEPS = 20
+DEMO_FACTS = BUNDLED_DATA.with_name("demo_facts.jsonl")
+"""Questions with short answers, which the demo's model learns by heart."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,12 @@
-"""What a run says after its last step."""
+"""What a run says after its last step, and how its model answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from tqdm import tqdm
+
+from flexengine.data import TokenizerProcess
 from flexengine.metrics import StepMetrics, format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.runtime.engine import Engine
 
@@ -34,3 +37,39 @@ def summary(engine: Engine, steps: Sequence[StepMetrics], undisturbed: Sequence[
             f"peak memory: GPU {format_bytes(last.gpu_peak_bytes)}, host {format_bytes(last.host_peak_bytes)}",
         )
     )
+
+
+def show_samples(
+    engine: Engine, tokenizer: TokenizerProcess | None, prompts: Sequence[str], right: Mapping[str, str] | None = None
+) -> None:
+    """Print the model's answers to prompts. Where the plan leaves no memory for them, the run goes on without.
+
+    right: the right answers to prompts, as far as they are known, which are counted.
+    """
+    if tokenizer is None or not prompts:
+        return
+    try:
+        answers = answer(engine, tokenizer, prompts)
+    except ValueError as error:
+        tqdm.write(f"no samples: {error}")
+        return
+    for prompt, text in zip(prompts, answers, strict=True):
+        tqdm.write(f"sample: {prompt!r} -> {text!r}")
+    if right:
+        found = dict(zip(prompts, answers, strict=True))
+        count = sum(found[prompt] == answer for prompt, answer in right.items())
+        tqdm.write(f"right: {count} of {len(right)} answers")
+
+
+def answer(engine: Engine, tokenizer: TokenizerProcess, prompts: Sequence[str], max_new_tokens: int = 32) -> list[str]:
+    """Answer user messages greedily, each up to a stop token, max_new_tokens or max_seq_len.
+
+    A message that leaves no room for an answer has an empty one.
+    """
+    ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    fitting = [i for i, row in enumerate(ids) if len(row) < engine.plan.request.max_seq_len]
+    answers = [""] * len(ids)
+    found = engine.generate([ids[i] for i in fitting], max_new_tokens, stop_ids=tokenizer.stop_ids)
+    for i, tokens in zip(fitting, found, strict=True):
+        answers[i] = tokenizer.decode(tokens).strip()
+    return answers

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ from flexengine.options.train_config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FO
 from flexengine.output import INTERRUPTED, run_output
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.run.callbacks import Callback, Callbacks
-from flexengine.run.closing import summary
+from flexengine.run.closing import show_samples, summary
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import ExpectedStep, Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, run_record, started_run_folder
@@ -66,6 +66,8 @@ from flexengine.runtime.not_finite import NotFiniteError
 from flexengine.runtime.outputs import StepOutput
 from flexengine.runtime.weights.training_state import check_same_training, training_of
 
+Prompts = Sequence[str] | Mapping[str, str]
+"""Messages to answer at the end of a run, or these with the answers that are right."""
 DIVERGED = 1
 """Exit status of a run whose model is not worth keeping."""
 DATA_NOT_COUNTED = (
@@ -75,12 +77,11 @@ DATA_NOT_COUNTED = (
 """What a dry run, which reads no data, says of its host memory."""
 
 
-def train(
-    config: TrainConfig, prompts: Sequence[str] = (), replace: bool = False, callbacks: Sequence[Callback] = ()
-) -> int:
+def train(config: TrainConfig, prompts: Prompts = (), replace: bool = False, callbacks: Sequence[Callback] = ()) -> int:
     """Run one training from config to the exported model; returns the exit status.
 
-    prompts are answered greedily at the end and printed. replace allows a run folder whose final/ belongs to
+    prompts are answered greedily at the end and printed, and where they map to the right answers, these are counted.
+    replace allows a run folder whose final/ belongs to
     another config. callbacks are told of steps, evaluations and saves; of several ranks, those of the first.
     Writes config.yaml, plan.json, timeline.json (the simulated step: first round, accumulating round, update; for
     Perfetto), train_log.jsonl, with validation data eval_log.jsonl, with config.trace trace.json (a measured step in
@@ -97,7 +98,7 @@ def train(
 
 
 def _train(
-    config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
+    config: TrainConfig, prompts: Prompts, replace: bool, callbacks: Sequence[Callback], team: Team | None
 ) -> int:
     config = with_mode(config, team)
     source = first_rank_first(team, lambda: open_source(config.model, config, not config.dry_run))
@@ -167,7 +168,7 @@ def run(
     planned: PlannedRun,
     data: TrainingData,
     schedule: LrSchedule,
-    prompts: Sequence[str],
+    prompts: Prompts,
     callbacks: Callbacks,
     points: list[ResumePoint],
 ) -> int:
@@ -185,7 +186,8 @@ def run(
         with watchers.saver.signals, watchers.saver.saving_first():
             status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
     if status == 0:
-        show_samples(engine, data.tokenizer, (*prompts, *(() if config.validates else config.sample_prompts)))
+        asked = (*prompts, *(() if config.validates else config.sample_prompts))
+        show_samples(engine, data.tokenizer, asked, prompts if isinstance(prompts, Mapping) else {})
     return status
 
 
@@ -450,30 +452,3 @@ def export(
         return False
     tqdm.write(f"model: {folder}")
     return True
-
-
-def show_samples(engine: Engine, tokenizer: TokenizerProcess | None, prompts: Sequence[str]) -> None:
-    """Print the model's answers to prompts. Where the plan leaves no memory for them, the run goes on without."""
-    if tokenizer is None or not prompts:
-        return
-    try:
-        answers = answer(engine, tokenizer, prompts)
-    except ValueError as error:
-        tqdm.write(f"no samples: {error}")
-        return
-    for prompt, text in zip(prompts, answers, strict=True):
-        tqdm.write(f"sample: {prompt!r} -> {text!r}")
-
-
-def answer(engine: Engine, tokenizer: TokenizerProcess, prompts: Sequence[str], max_new_tokens: int = 32) -> list[str]:
-    """Answer user messages greedily, each up to a stop token, max_new_tokens or max_seq_len.
-
-    A message that leaves no room for an answer has an empty one.
-    """
-    ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    fitting = [i for i, row in enumerate(ids) if len(row) < engine.plan.request.max_seq_len]
-    answers = [""] * len(ids)
-    found = engine.generate([ids[i] for i in fitting], max_new_tokens, stop_ids=tokenizer.stop_ids)
-    for i, tokens in zip(fitting, found, strict=True):
-        answers[i] = tokenizer.decode(tokens).strip()
-    return answers

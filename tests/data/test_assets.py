@@ -71,7 +71,7 @@ def test_demo_folder():
 @pytest.mark.skipif(not BENCH.is_file(), reason="bench/ is not beside the package")
 def test_generator_writes_the_shipped_bytes(tmp_path):
     subprocess.run([sys.executable, str(BENCH), "--target", str(tmp_path)], check=True, capture_output=True)
-    for name in ("demo_instructions.jsonl", "config.json", "tokenizer_config.json"):
+    for name in ("demo_instructions.jsonl", "demo_facts.jsonl", "config.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
     new, shipped = (json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path, DEMO))
     assert new["model"]["vocab"] == shipped["model"]["vocab"]
