@@ -206,9 +206,9 @@ def test_answers_to_sample_prompts(start, capsys, monkeypatch, val_fraction, tim
     assert capsys.readouterr().out.count("sample: 'What is 2 plus 2?' -> '") == times
 
 
-def shown_without_plan(show, engine, tokenizer, prompts):
+def shown_without_plan(show, engine, *asked):
     engine.plan.request = SimpleNamespace(max_seq_len=64)
-    show(engine, tokenizer, prompts)
+    show(engine, *asked)
 
 
 def test_no_memory_for_samples_does_not_end_a_run(start, capsys, monkeypatch):
