@@ -21,7 +21,7 @@ from flexengine.run.trainer import train as run_training
 class TrainResult(NamedTuple):
     """What a run came to. exit_status: 0 unless its model is not worth keeping or it was stopped.
 
-    folder: that of the run. steps, evaluations: their metrics, in order. num_steps: how many steps the run had.
+    folder: that of the run. steps, evaluations: their metrics, in order.
     """
 
     exit_status: int
@@ -49,9 +49,14 @@ class TrainResult(NamedTuple):
 class _Listener(Callback):
     """Keeps the metrics of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.steps: list[StepMetrics] = []
         self.evaluations: list[EvalMetrics] = []
+
+    def on_start(self, options: dict[str, Any], num_steps: int, folder: Path) -> None:
+        """Keep the folder, which --mode auto chooses."""
+        self.folder = folder
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Keep those of a step."""
@@ -85,6 +90,6 @@ def train(
     cache = options.get("data_cache", config.data_cache if config else None)
     options |= {name: (place_of(value, name, cache),) for name, value in given.items() if value is not None}
     config = TrainConfig(**meant_by(options)) if config is None else replace(config, **options)
-    heard = _Listener()
+    heard = _Listener(config.run_folder)
     status = run_training(config, callbacks=[heard, *callbacks])
-    return TrainResult(status, config.run_folder, tuple(heard.steps), tuple(heard.evaluations))
+    return TrainResult(status, heard.folder, tuple(heard.steps), tuple(heard.evaluations))

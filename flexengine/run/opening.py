@@ -15,6 +15,7 @@ from flexengine.models.registry import ModelSource
 from flexengine.options.data import BUNDLED_DATA
 from flexengine.options.train_config import BEST_FOLDER, FINAL_FOLDER, TrainConfig
 from flexengine.parallel.team import Team, is_first
+from flexengine.plan import PlanError
 
 KINDS = {
     "full": {"mode": "full"},
@@ -68,7 +69,7 @@ class Proposal(NamedTuple):
     def describe(self) -> str:
         """The proposal in one line."""
         if self.planned is None:
-            return f"  {self.kind}: does not fit: {self.why_not}"
+            return f"  {self.kind}: {self.why_not}"
         plan = self.planned.plan
         p, tokens = plan.predicted, plan.request.max_global_batch_tokens
         return (
@@ -101,8 +102,10 @@ def _proposal(config: TrainConfig, kind: str) -> Proposal:
     chosen = replace(config, **KINDS[kind], yes=False)
     try:
         planned = prepare_job(config.model, chosen.as_job(), needs_weights=not config.dry_run, tell=False)
-    except ValueError as error:  # PlanError, or a base that cannot be stored so
-        return Proposal(kind, chosen, None, str(error).splitlines()[0])
+    except PlanError as error:
+        return Proposal(kind, chosen, None, f"does not fit: {str(error).splitlines()[0].partition('): ')[2]}")
+    except ValueError as error:  # such as a base that cannot be stored so
+        return Proposal(kind, chosen, None, f"cannot be: {str(error).splitlines()[0]}")
     return Proposal(kind, chosen, planned)
 
 
