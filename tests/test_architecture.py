@@ -317,7 +317,7 @@ TOO_LARGE = {
     "optim/adamw.py:adamw_update": 54,
     "optim/adamw.py:adamw_update_reference": 52,
     "options/job.py:Job": 331,
-    "run/trainer.py": 479,
+    "run/trainer.py": 454,
     "runtime/engine.py": 414,
     "runtime/engine.py:Engine": 304,
 }
