@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import flexengine.plan as _plan_module
 from flexengine.version import __version__
 
 if TYPE_CHECKING:
-    from flexengine.api import from_pretrained
+    from flexengine.api import PlannedRun, from_pretrained
+    from flexengine.api import prepare as plan
     from flexengine.options.lora import LoRA
+    from flexengine.options.train_config import TrainConfig
+    from flexengine.run.callbacks import Callback
+    from flexengine.run.flex_trainer import FlexTrainer
+    from flexengine.run.from_python import TrainResult, train
 
-__all__ = ["LoRA", "__version__", "from_pretrained"]
+__all__ = [
+    "Callback",
+    "FlexTrainer",
+    "LoRA",
+    "TrainConfig",
+    "TrainResult",
+    "__version__",
+    "from_pretrained",
+    "plan",
+    "train",
+]
+
+_HOMES = {
+    "Callback": "flexengine.run.callbacks",
+    "FlexTrainer": "flexengine.run.flex_trainer",
+    "LoRA": "flexengine.options.lora",
+    "TrainConfig": "flexengine.options.train_config",
+    "TrainResult": "flexengine.run.from_python",
+    "from_pretrained": "flexengine.api",
+    "train": "flexengine.run.from_python",
+}
+"""Where the names come from that are imported when they are first asked for: planning and downloading start quickly."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine when it is first asked for, so that planning and downloading start quickly."""
-    if name == "from_pretrained":
-        from flexengine.api import from_pretrained  # noqa: PLC0415
-
-        return from_pretrained
-    if name == "LoRA":
-        from flexengine.options.lora import LoRA  # noqa: PLC0415
-
-        return LoRA
+    """Import what is first asked for."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'flexengine' has no attribute {name!r}")
+
+
+class _PlanModule(ModuleType):
+    """Has `flexengine.plan`, the module of plans, be called as well: a person plans with `flexengine.plan(MODEL)`."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> PlannedRun:
+        """Plan a run without loading it: `flexengine.api.prepare`, with its keywords."""
+        return importlib.import_module("flexengine.api").prepare(*arguments, **keywords)
+
+
+setattr(_plan_module, "__class__", _PlanModule)  # noqa: B010 - as Python's data model has it, unknown to pyright

@@ -34,7 +34,7 @@ from flexengine.plan import Plan
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import step_timeline
-from flexengine.reports.plan_text import describe
+from flexengine.reports.plan_text import brief, describe, machine_line
 from flexengine.request import (
     budget_gib,
     budgets_found,
@@ -77,6 +77,12 @@ class PlannedRun:
     def describe(self) -> str:
         """The plan in words."""
         return describe(self.plan, self.source.spec)
+
+    def brief(self) -> str:
+        """The plan and the machine in a line each."""
+        kind = self.device.type
+        found = budgets_found(self.job, self.plan.request, self.profile, kind)
+        return "\n".join([*brief(self.plan, self.source.spec), machine_line(self.profile, kind, found)])
 
     def mend_rates(self, mended: Callable[[HardwareProfile], HardwareProfile]) -> bool:
         """Change what is remembered of this machine by what a run showed; False where nothing is remembered."""
@@ -189,11 +195,12 @@ def prepare_job(
     hardware: HardwareProfile | str | Path | None = None,
     cache_bytes: int = 0,
     needs_weights: bool = True,
+    tell: bool = True,
 ) -> PlannedRun:
     """What `prepare` does, for a job that is a value already.
 
     cache_bytes: of the GPU budget, what the plan leaves to sequences that are generated. needs_weights: False where
-    nothing will be built of the plan.
+    nothing will be built of the plan. tell: whether budgets that were found are logged.
     """
     team = join()
     if team is None:
@@ -210,7 +217,10 @@ def prepare_job(
         if hardware is None:
             profile = with_ranks_at_work(profile, team, opened.device, getattr(torch, opened.job.dtype))
         plan = _told_by_first(team, lambda: _plan(opened, profile, hardware is None, team.ranks, cache_bytes), Plan)
-    return PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
+    planned = PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
+    if tell and (found := budgets_found(opened.job, plan.request, profile, opened.device.type)):
+        logger.info(found)
+    return planned
 
 
 def open_source(path_or_preset: str | Path, job: Job, needs_weights: bool = True) -> ModelSource:
@@ -265,8 +275,6 @@ def _plan(opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks
     """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free."""
     source, job, device = opened
     request = make_request(job, profile, device.type, ranks.local_size, ranks.nodes)
-    if found := budgets_found(job, request, profile, device.type):
-        logger.info(found)
     plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import logging
 import os
 import sys
@@ -10,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from flexengine import __version__
-from flexengine.options.data import BUNDLED_DATA
+from flexengine.options.data import DEMO_FACTS
 from flexengine.options.flags import add_flag, overlay
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
 from flexengine.options.other_names import COMMANDS as COMMANDS_OF_OTHERS
 from flexengine.options.other_names import translated_flags
-from flexengine.options.train_config import TrainConfig, options_from_yaml
+from flexengine.options.train_config import FINAL_FOLDER, TrainConfig, options_from_yaml
 from flexengine.output import INTERRUPTED, command_output, loading, steady_messages
 from flexengine.run.launch import is_rank, launch
 from flexengine.wording import (
@@ -38,7 +39,8 @@ COMPILED_PRODUCTS = 32
 """Compiled products of the CPU that are kept: a step of equal chunks needs about twenty. On a CPU with AMX each takes
 1.3 MiB."""
 
-DEMO_PROMPTS = ("Which day comes after Monday?", "What is the past tense of walk?", "What is the capital of France?")
+DEMO_QUESTIONS = 10
+"""Questions of the demo's data that its model answers at the end."""
 
 
 class Command(NamedTuple):
@@ -133,6 +135,9 @@ def commands_help() -> str:
 # ---- commands -------------------------------------------------------------------------------------------------
 
 
+PRINT_CONFIG = "--print-config"
+
+
 def run_train(argv: list[str]) -> int:
     return _train(parse_config("flexengine train", argv), command=["train", *argv])
 
@@ -141,7 +146,11 @@ def run_demo(argv: list[str]) -> int:
     options, command = demo_options(), ["demo", *argv]
     if "--lora" in argv:  # short for what shows adapters; every other flag is one of train
         argv, options = [argument for argument in argv if argument != "--lora"], {**options, **demo_lora_options()}
-    return _train(parse_config("flexengine demo", argv, options), command=command, prompts=DEMO_PROMPTS, replace=True)
+    config = parse_config("flexengine demo", argv, options)
+    status = _train(config, command=command, prompts=demo_prompts(), replace=True)
+    if status == 0 and not (config.dry_run or is_rank() or PRINT_CONFIG in argv):
+        print(demo_ending(config))
+    return status
 
 
 def _main_of(module: str) -> Callable[[list[str]], int]:
@@ -168,7 +177,10 @@ class StderrHandler(logging.StreamHandler):
 
 
 def _train(config: TrainConfig, command: list[str], **keywords: Any) -> int:
-    """Train in this process, or have `command` run by one for each of several GPUs."""
+    """Train in this process, or have `command` run by one for each of several GPUs; or print the options alone."""
+    if PRINT_CONFIG in command:
+        print(config.resolved().to_yaml(), end="")
+        return 0
     if config.gpus > 1 and not is_rank():
         return launch(config.gpus, ["-m", "flexengine", *command])
     logging.basicConfig(level=config.logging.upper(), format="%(message)s", handlers=[StderrHandler()], force=True)
@@ -223,6 +235,7 @@ def parse_config(prog: str, argv: list[str], base: Mapping[str, Any] | None = No
     """
     base = base or {}
     flags = vars(build_parser(prog, base).parse_args(translated_flags(argv, options_of(TrainConfig))))
+    flags.pop("print_config", None)  # read where the command runs, as it is about the command
     path = flags.pop("config", None)
     from_file: dict[str, Any] = {}
     if path is not None:
@@ -250,11 +263,41 @@ def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="options from a file; flags go before them")
+    parser.add_argument(
+        PRINT_CONFIG, action="store_true", help="print all options as YAML that --config runs again, and stop"
+    )
     run = parser.add_argument_group("run: model, data, length and files")
     job = parser.add_argument_group("job: batch, budgets, numerics and pins, which Python takes as keywords")
     for name, option in options_of(TrainConfig).items():
         add_flag(job if name in options_of(Job) else run, option, base.get(name, option.default))
+    parser.add_argument("-v", dest="verbose", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def demo_prompts() -> dict[str, str]:
+    """Choose questions of the demo's data, and give their answers."""
+    rows = [json.loads(line) for line in DEMO_FACTS.read_text(encoding="utf-8").splitlines()]
+    chosen = rows[:: len(rows) // DEMO_QUESTIONS][:DEMO_QUESTIONS]
+    return {row["instruction"]: row["output"] for row in chosen}
+
+
+def demo_ending(config: TrainConfig) -> str:
+    """Say where to look after a demo."""
+    lines = [f"look at {config.run_folder}: options, plan, log of steps; and at what these print and draw:"]
+    lines += [f"  flexengine report {config.run_folder}"]
+    if config.save:
+        adapter = config.mode == "lora"
+        model = (
+            f"{config.model} --adapter {config.run_folder / FINAL_FOLDER}"
+            if adapter
+            else config.run_folder / FINAL_FOLDER
+        )
+        lines += [
+            f"  flexengine generate --model {model} --dtype {config.dtype} --prompt 'What is the capital of Peru?'"
+        ]
+    return "\n".join(
+        [*lines, "  flexengine plan --model preset:llama-3.1-8b --gpu rtx4090 --host-mem-gib 64 --html plan.html"]
+    )
 
 
 def demo_lora_options() -> dict[str, Any]:
@@ -281,13 +324,13 @@ def demo_options() -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     return {
         "model": "preset:demo",
-        "dataset": str(BUNDLED_DATA),
+        "dataset": str(DEMO_FACTS),
         "output_dir": "runs/demo",
         "save": True,
-        "max_seq_len": 128,
-        "max_global_batch_tokens": 1024,
-        "steps": 200 if on_gpu else 130,
-        "lr": 2e-3,
+        "max_seq_len": 64,
+        "max_global_batch_tokens": 384,
+        "steps": 130,
+        "lr": 1e-3,
         "dtype": "bfloat16" if on_gpu else "float32",
         "max_gpu_mem_gib": 1.0 if on_gpu else 0.09,
     }

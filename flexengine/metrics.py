@@ -8,6 +8,8 @@ import json
 import logging
 import math
 import os
+import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +26,8 @@ MOST_PENDING_BYTES = 16 * MIB
 """Log lines kept for a disk that takes none: some 40000 steps."""
 TIMED_STEP = 2
 """The step whose commands every run times, which slows it. The first step loads kernels, so its times say little."""
+RECENT_STEPS = 20
+"""Steps by which the time that is left is estimated."""
 FAR_OFF = 0.1
 """A step is told to be off its prediction from this share of it on."""
 
@@ -136,8 +140,8 @@ class StepMetrics:
         """What the step took beyond its prediction, as a share of it; below 0 for a faster step."""
         return self.step_s / self.predicted_step_s - 1 if self.predicted_step_s > 0 else 0.0
 
-    def describe(self, num_steps: int) -> str:
-        """Describe the step in one line."""
+    def describe(self, num_steps: int, left_s: float = 0.0) -> str:
+        """Describe the step in one line. left_s: seconds until the last step, where there are more."""
         width = len(str(num_steps))
         light = "" if math.isnan(self.sol_pct) else "  above the predicted speed of light"
         if self.sol_pct < 100.5:  # more: a step smaller than planned for, or a profile too slow
@@ -149,13 +153,28 @@ class StepMetrics:
             f"step {self.step:>{width}}/{num_steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}"
             f"  lr {self.lr:.2e}  {format_seconds(self.step_s)} (predicted {predicted})"
             f"  {format_tokens_per_s(self.tokens_per_s)}  {format_tflops(self.effective_tflops * TERA)}"
-            f"{light}"
+            f"{light}{f'  {format_seconds(left_s)} left' if left_s else ''}"
         )
 
     def describe_shortly(self) -> str:
         """Describe the step beside a progress bar."""
         speed = format_tokens_per_s(self.tokens_per_s)
         return f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}, lr {self.lr:.2e}, {speed}"
+
+
+class Pace:
+    """Estimates how long the steps that are left take, with whatever happens between steps: by the recent ones."""
+
+    def __init__(self) -> None:
+        """Order: before the first step."""
+        self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def left_s(self, num_left: int, predicted_s: float) -> float:
+        """Seconds that `num_left` steps take. Order: when a step has ended; predicted_s: of a step, for the first."""
+        self._ends_s.append(time.perf_counter())
+        steps = len(self._ends_s) - 1
+        step_s = (self._ends_s[-1] - self._ends_s[0]) / steps if steps else predicted_s
+        return num_left * step_s
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options.job import LORA_OPTIONS, Job
 from flexengine.options.lora import LoRA
 from flexengine.plan import Plan, PlanError, PlanReason, Request
-from flexengine.wording import shown
+from flexengine.wording import hub_model, shown
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ def with_read_adapter(job: Job) -> Job:
     """
     if job.adapter is None:
         return job
+    job = replace(job, adapter=str(_adapter_folder(job.adapter)))
+    assert job.adapter is not None
     lora = read_lora(job.adapter)
     stored = {name: value for name, value in lora_options(lora).items() if name != "lora_dropout"}
     for name, value in stored.items():
@@ -74,16 +76,26 @@ def with_read_adapter(job: Job) -> Job:
     return replace(job, **stored)
 
 
+def _adapter_folder(adapter: str) -> Path:
+    """The folder of an adapter: the one that is named, or that of an id on the hub, in the hub's cache."""
+    if hub_model(adapter) is None:
+        return Path(adapter)
+    from flexengine.checkpoint.hub_cache import cached_adapter  # noqa: PLC0415 - as few commands need the hub
+
+    return cached_adapter(adapter)
+
+
 def with_new_tokens(source: ModelSource, job: Job) -> ModelSource:
     """Describe a model with the tokens that a job adds, and with rows for them in its embedding and its head.
 
     An adapter that the job starts from may have added tokens, too, and may bring a tokenizer with its chat template.
     Raises: ValueError where there is no tokenizer.
     """
-    if job.adapter is not None:
-        source = source._replace(adapter_tokenizer=tokenizer_of(job.adapter))
+    adapter = None if job.adapter is None else _adapter_folder(job.adapter)
+    if adapter is not None:
+        source = source._replace(adapter_tokenizer=tokenizer_of(adapter))
     rows = source.spec.vocab_size
-    of_adapter = 0 if job.adapter is None else embedding_rows(job.adapter, source.spec.embedding_source)
+    of_adapter = 0 if adapter is None else embedding_rows(adapter, source.spec.embedding_source)
     if not (job.add_tokens or job.resize_embeddings or of_adapter > rows):
         return source
     if source.tokenizer_folder is None:
@@ -93,9 +105,9 @@ def with_new_tokens(source: ModelSource, job: Job) -> ModelSource:
         )
     folder = source.tokenizer_folder
     tokenizer, tokens = read_tokenizer(folder), tuple(job.add_tokens)
-    if job.adapter is not None and not tokens and of_adapter > rows:
+    if adapter is not None and not tokens and of_adapter > rows:
         own = source.support_folder or folder  # folder may be the adapter's, whose tokenizer has the tokens already
-        tokens = tokens_beyond(Path(job.adapter), read_tokenizer(own))
+        tokens = tokens_beyond(adapter, read_tokenizer(own))
     add_tokens(tokenizer, tokens)
     texts = files_with_tokens(folder, tokenizer, tokens) if tokens else {}
     last = max(tokenizer.get_vocab(with_added_tokens=True).values())

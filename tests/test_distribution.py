@@ -83,6 +83,7 @@ def install(wheel: Path, folder: Path) -> Path:
 def test_a_wheel_made_from_the_sdist_trains_in_an_empty_environment(tmp_path):
     sdist, wheel = build(tmp_path)
     assert sdist.name == f"flexengine_train-{__version__}.tar.gz"
+    assert re.fullmatch(r".*-py3-none-(manylinux_2_\d\d|linux)_\w+\.whl", wheel.name)  # linux: without a compiler
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert {"csrc/adamw.cpp", "csrc/adamw.h", "CHANGELOG.md", "LICENSE", "flexengine/py.typed"} <= packed

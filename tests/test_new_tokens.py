@@ -204,7 +204,7 @@ def test_a_token_without_a_row_hinders_only_records_that_use_it(padded, tmp_path
 
 def test_a_run_with_new_tokens_resumes_bit_by_bit(models, tmp_path, capsys):
     data = data_of(tmp_path, "<think>2 and 2</think>It is 4.")
-    more = ("--add-tokens", *NEW, "--save", "--save-steps", "1")
+    more = ("--add-tokens", *NEW, "--save", "--save-steps", "1", "-v")
     assert run(models / "untied", data, tmp_path / "whole", "--steps", "3", *more) == 0
     assert "<|assistant|>[[<think>2 and 2</think>It is 4.<|end|>]]" in capsys.readouterr().out
     shutil.copytree(tmp_path / "whole", tmp_path / "cut", ignore=shutil.ignore_patterns("step-3", "final"))

@@ -53,7 +53,7 @@ def options(model, tmp_path, monkeypatch):
     return {
         "model": str(model), "data_source": "json_sft", "dataset": "data.jsonl", "val_fraction": 0.3, "eval_steps": 2,
         "sample_prompts": "What is 数字?", "steps": STEPS, "output_dir": "🧮", "data_cache": "cache", "save": True,
-        "max_seq_len": 32, "max_global_batch_tokens": 64,
+        "max_seq_len": 32, "max_global_batch_tokens": 64, "verbose": True,
     }  # fmt: skip
 
 

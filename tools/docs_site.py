@@ -32,8 +32,9 @@ PAGES_OF_FILES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-FUNCTIONS = (flexengine.from_pretrained, prepare, build)
+FUNCTIONS = (flexengine.train, flexengine.from_pretrained, prepare, build)
 CLASSES = (
+    *(flexengine.FlexTrainer, flexengine.TrainResult, flexengine.Callback),
     *(Engine, FwdBwdOutput, StepOutput, EvaluateOutput, LogitsBlock),
     *optim.OPTIMIZERS.values(),
     *(flexengine.LoRA, PlannedRun, PlanError),

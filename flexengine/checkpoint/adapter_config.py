@@ -46,16 +46,20 @@ def read_lora(folder: Path | str) -> LoRA:
     if not path.is_file():
         raise ValueError(f"{folder}: there is no {ADAPTER_CONFIG}; give the folder of an adapter as PEFT writes it")
     check_acted_on(Path(folder))
-    config = parse_json(path.read_bytes(), path)
+    return lora_of(parse_json(path.read_bytes(), path), str(path))
+
+
+def lora_of(config: Any, where: str) -> LoRA:
+    """Read adapters from the fields of PEFT's LoraConfig. where: what has them, for messages. Raises: ValueError."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         config = config if isinstance(config, dict) else {}
-        raise ValueError(f"{path}: peft_type is {shown(config.get('peft_type'))}; only LORA can be trained here")
+        raise ValueError(f"{where}: peft_type is {shown(config.get('peft_type'))}; only LORA can be trained here")
     wrong = [name for name, value in config.items() if value and name not in (*_READ, *_WITHOUT_EFFECT)]
     wrong += [name for name in ("rank_pattern", "alpha_pattern") if config.get(name) and not _stacks_two(config)]
     if config.get("bias", "none") != "none":
         wrong.append("bias")
     if wrong:
-        raise ValueError(f"{path}: {wrong[0]}={shown(config[wrong[0]])} is not supported; {MERGE_FIRST}")
+        raise ValueError(f"{where}: {wrong[0]}={shown(config[wrong[0]])} is not supported; {MERGE_FIRST}")
     try:
         return LoRA(
             [*_targets(config), *(config.get("target_parameters") or ())],
@@ -67,7 +71,7 @@ def read_lora(folder: Path | str) -> LoRA:
             modules_to_save=config.get("modules_to_save") or (),
         )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
 def embedding_rows(folder: Path | str, embedding: str) -> int:

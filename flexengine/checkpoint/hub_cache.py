@@ -17,8 +17,16 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+from flexengine.checkpoint.adapter_config import ADAPTER_WEIGHTS
 from flexengine.checkpoint.hub_errors import with_retries, without_secrets
-from flexengine.checkpoint.layout import CHAT_TEMPLATES, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, SUPPORT_FILES
+from flexengine.checkpoint.layout import (
+    ADAPTER_CONFIG,
+    CHAT_TEMPLATES,
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    SUPPORT_FILES,
+)
 from flexengine.checkpoint.manifest import DownloadError
 from flexengine.checkpoint.reader import find_files
 from flexengine.checkpoint.safetensors_format import CheckpointError
@@ -61,6 +69,20 @@ def cached_model(model_id: str, with_weights: bool) -> Path:
             f"{model_id}: {INDEX_FILE} names {len(shards)} shards, the repository lacks {len(missing)} of them, such as"
             f" {missing[0]}. Choose another revision as ORG/NAME@REVISION."
         )
+    return folder
+
+
+def cached_adapter(adapter_id: str) -> Path:
+    """Bring an adapter into the hub's cache; returns the folder of its commit there. adapter_id: as of a model.
+
+    Raises: DownloadError as `cached_model`, also for a repository that holds no adapter.
+    """
+    folder = _fetched(adapter_id, [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *SUPPORT])
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise DownloadError(
+                f"{adapter_id}: no {name} on the hub. Choose a repository of adapters as PEFT has them."
+            )
     return folder
 
 

@@ -26,6 +26,7 @@ from flexengine.options.option import flag_of
 from flexengine.plan import Plan, PlanError, Request
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.reports.charts.memory_file import memory_svg
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
@@ -84,6 +85,8 @@ def _fits(asked: Asked, picture: Picture) -> int:
         _write(asked, "timeline", step_timeline(picture))
     if asked.flags.html is not None:
         _write(asked, "html", html_page(picture, asked.command))
+    if asked.flags.svg is not None:
+        _write(asked, "svg", memory_svg(picture))
     if asked.flags.plan_json is not None:
         _write(asked, "plan_json", picture.plan.to_json() + "\n")
     return 0

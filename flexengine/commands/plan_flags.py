@@ -17,7 +17,7 @@ from flexengine.options.other_names import translated_flags
 from flexengine.options.train_config import TrainConfig
 from flexengine.wording import FlagParser
 
-FILES = ("timeline", "html", "plan_json")
+FILES = ("timeline", "html", "svg", "plan_json")
 """Flags that name a file to be written."""
 BUDGETS = {
     "max_gpu_mem_gib": "GPU memory budget of the process in GiB (default: the card's less a reserve)",
@@ -152,6 +152,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     for name, text in (
         ("timeline", "write the simulated step as a Chrome trace (open it in Perfetto)"),
         ("html", "write the report as one self-contained page"),
+        ("svg", "write memory over the step as one picture"),
         ("plan_json", "write the plan itself, as a run folder has it"),
     ):
         suffix = "html" if name == "html" else "json"

@@ -35,7 +35,13 @@ logger = logging.getLogger(__name__)
 
 TOKEN_CODE = (
     *("records.py", "token_columns.py", "turn_masks.py", "masks.py", "templates.py", "tokenizer.py"),
-    *("model_folder.py", "../checkpoint/tokenizer_files.py", "../checkpoint/dataset_rows.py"),
+    *(
+        "guessed_columns.py",
+        "parts.py",
+        "model_folder.py",
+        "../checkpoint/tokenizer_files.py",
+        "../checkpoint/dataset_rows.py",
+    ),
 )
 """What makes tokens of files, from this folder."""
 HUB_CPU_S = 60.0
@@ -177,8 +183,9 @@ def prepare_table(
 def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | None, bad_records: Policy) -> TokenTable:
     """The tokens of a source. Raises ValueError as `prepare_sources`, also where an earlier run skipped bad records."""
     if source.is_shard:
-        if source.columns or source.max_records is not None:
+        if source.columns or source.max_records is not None or source.part:
             given = "--columns" if source.columns else f"--max-records {source.max_records}"
+            given = f"the part [{source.part}]" if source.part else given
             raise ValueError(f"data set {source.place}: {given} is about records, and a shard of tokens has none")
         return open_shard(Path(source.place), tokenizer.num_ids)
     with tempfile.TemporaryDirectory(prefix="flexengine-tokens") as folder:
@@ -225,7 +232,7 @@ def make_table(
 
 def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
     """A link in the cache to the tokens of a data set of the hub, as it last was, for runs without a network."""
-    place = (source.place, source.config, source.split, repr(source.columns), repr(source.max_records))
+    place = (source.place, source.config, source.split, repr(source.columns), repr(source.max_records), source.part)
     return cache / f"hub-{_digest(*place, tokenizer.key(), _code_key())}"
 
 

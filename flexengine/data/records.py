@@ -85,6 +85,7 @@ PAIRS = (
 BESIDE_INSTRUCTION = ("input", "context")
 """What follows an instruction in the user's turn, where it is there."""
 TEXTS = ("text", "content")
+CHAT_NAMES = ("messages", "conversations", "conversation")
 
 KNOWN_FORMATS = (
     '{"messages": [{"role", "content"}]}',
@@ -170,7 +171,7 @@ def _says_something(value: Any) -> bool:
 
 def _parse(raw: dict[str, Any], where: str, unread: Counter[str], nulls: set[str]) -> tuple[Record, set[str]]:
     """The record, and the keys that it was made of. nulls: further keys, without a value."""
-    for key in ("messages", "conversations", "conversation"):
+    for key in CHAT_NAMES:
         if key in raw:
             return _chat(raw, _turns(raw[key], where, unread), where), {key, *CHAT_KEYS}
     for question_key, answer_key in PAIRS:

@@ -1,8 +1,9 @@
 """Where records come from: files, folders, data sets of the hub, and shards of tokens, several at once with weights.
 
-A source is written as `PLACE[:SPLIT][=WEIGHT]`: a file of records (JSON, JSON Lines, CSV, TSV, Parquet, Arrow; .gz),
-a folder of such files or an id on the Hugging Face hub (both also `PLACE:CONFIG:SPLIT`), or a shard of tokens (.bin,
-.npy). A folder is read as the hub's library reads a copy of a repository: README.md may name configurations and splits.
+A source is written as `PLACE[:SPLIT][[PART]][=WEIGHT]`, such as `org/name:train[:10%]=0.5`. A place is a file of
+records (JSON, JSON Lines, CSV, TSV, Parquet, Arrow; .gz), a folder of such files or an id on the Hugging Face hub (both
+also `PLACE:CONFIG:SPLIT`), or a shard of tokens (.bin, .npy). A folder is read as the hub's library reads a copy of a
+repository: README.md may name configurations and splits.
 """
 
 import hashlib
@@ -22,7 +23,18 @@ from flexengine.checkpoint.dataset_rows import read_rows, without_nulls
 from flexengine.checkpoint.manifest import DownloadError
 from flexengine.checkpoint.web_file import is_private, name_in
 from flexengine.data.bad_records import BadRecords
-from flexengine.data.records import KNOWN_NAMES, Record, named_columns, parse_record, remarks
+from flexengine.data.guessed_columns import guess_columns, remark_of
+from flexengine.data.parts import SLICE, read_part
+from flexengine.data.records import (
+    CHAT_NAMES,
+    KNOWN_NAMES,
+    PAIRS,
+    TEXTS,
+    Record,
+    named_columns,
+    parse_record,
+    remarks,
+)
 from flexengine.data.store import SHARD_SUFFIXES
 from flexengine.wording import did_you_mean
 
@@ -31,8 +43,6 @@ logger = logging.getLogger(__name__)
 WEIGHT = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DEFAULT_SPLIT = "train"
-SLICE = re.compile(r"(:\w*)?\[[^\]]*\]$")
-"""Behind a split, as `train[:10%]`."""
 WEB = re.compile(r"https?://\S+")
 WANTED = (
     "--dataset wants a JSON or JSON Lines file, CSV, Parquet, Arrow, .txt or .pt, a folder of them, an id on the hub,"
@@ -58,6 +68,7 @@ class Source:
     """One place of records; weight says how often an epoch sees it (0.5: half of it, 2: twice).
 
     columns: pairs of the name that a column has in records and its own. max_records: how many are read, the first ones.
+    part: the part of the split that is read, as parts.py has it; empty for all.
     """
 
     place: str
@@ -66,6 +77,7 @@ class Source:
     weight: float = 1.0
     columns: tuple[tuple[str, str], ...] = ()
     max_records: int | None = None
+    part: str = ""
 
     @property
     def is_shard(self) -> bool:
@@ -105,6 +117,13 @@ def parse_source(text: str) -> Source:
         raise ValueError(f"data set {text}: a weight must be more than 0; leave the data set out instead")
     if WEB.fullmatch(text):
         return _on_the_web(*((text, 1.0) if match is None or "?" in match[1] else (name, weight)))
+    sliced = None if os.path.exists(name) else SLICE.search(name)
+    if sliced is not None:
+        try:
+            read_part(sliced[1])
+        except ValueError as error:
+            raise ValueError(f"data set {text}: {error}") from None
+        name = name[: sliced.start()]
     place, rest = _place(name)
     _check_place(text, name, place)
     if len(rest) > 2:
@@ -115,7 +134,7 @@ def parse_source(text: str) -> Source:
             f"data set {text}: {place} is a file, which has no split {':'.join(rest)}; leave :{':'.join(rest)} out, or"
             " name a folder with files for each split"
         )
-    return Source(place, split or DEFAULT_SPLIT, config, weight)
+    return Source(place, split or DEFAULT_SPLIT, config, weight, part="" if sliced is None else sliced[1])
 
 
 def _on_the_web(url: str, weight: float) -> Source:
@@ -138,11 +157,6 @@ def _place(name: str) -> tuple[str, list[str]]:
 
 def _check_place(text: str, name: str, place: str) -> None:
     """Raise ValueError, with the reason, where a name can be no source. text: as it was given, with weight and all."""
-    if SLICE.search(name) and not os.path.exists(name):
-        raise ValueError(
-            f"data set {text}: a part of a split is not read; --max-records N reads the first ones, and a weight as in"
-            f" {SLICE.sub('', name)}=0.1 takes a tenth of them, another tenth in each epoch"
-        )
     if os.path.exists(place):
         if not (os.path.isfile(place) or os.path.isdir(place)):
             raise ValueError(f"data set {text}: {place} is a pipe or a device. {ONCE}")
@@ -177,6 +191,7 @@ class Reader:
         parts += [] if self._hub is None else [self._hub.key]
         parts += [f"columns {sorted(self.source.columns)}"] if self.source.columns else []
         parts += [f"first {self.source.max_records}"] if self.source.max_records is not None else []
+        parts += [f"part {self.source.part}"] if self.source.part else []
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def records(self, bad: BadRecords | None = None) -> Iterator[Record]:
@@ -184,9 +199,9 @@ class Reader:
 
         Raises ValueError naming file and place of what cannot be read; without `bad`, at the first.
         """
-        found, bad, columns = False, bad or BadRecords(), dict(self.source.columns)
-        for row, where in islice(self._rows(), self.source.max_records):
-            found = True
+        found, bad, named = False, bad or BadRecords(), dict(self.source.columns)
+        for row, where in islice(self._rows_of_part(), self.source.max_records):
+            found, columns = True, named or guess_columns(row, PAIRS, (*CHAT_NAMES, *TEXTS, "input_ids"))
             try:
                 if isinstance(row, ValueError):
                     raise row
@@ -195,12 +210,26 @@ class Reader:
                 bad.leave_out(error)
                 continue
             self.remarks.update(remarks(record))
+            if columns and not named:
+                self.remarks[remark_of(columns)] += 1
             yield record
         if not found:
             num_bytes = sum(path.stat().st_size for path in self._files)
+            part = f"[{self.source.part}]" if self.source.part else ""
             raise ValueError(
-                f"data set {self.source.place} holds no record ({num_bytes} bytes); --dataset wants one record or more"
+                f"data set {self.source.place}{part} holds no record ({num_bytes} bytes); --dataset wants one record or"
+                " more"
             )
+
+    def _rows_of_part(self) -> Iterator[tuple[Any, str]]:
+        """The rows of the part that is read; all are counted before, where its limits follow from their number."""
+        if not self.source.part:
+            return self._rows()
+        part, count = read_part(self.source.part), None
+        if part.needs_count:
+            count = self._hub.num_rows if self._hub is not None else None
+            count = sum(1 for _ in self._rows()) if count is None else count
+        return islice(self._rows(), *part.bounds(count))
 
     def _rows(self) -> Iterator[tuple[Any, str]]:
         if self._hub is not None:
@@ -246,10 +275,14 @@ class NotFromHubError(ValueError):
 
 
 class HubRows(NamedTuple):
-    """A data set of the hub. Its rows come over the network while they are read; key changes when they do."""
+    """A data set of the hub. Its rows come over the network while they are read; key changes when they do.
+
+    num_rows: how many there are, where the hub says so.
+    """
 
     stream: Iterable[Any]
     key: str
+    num_rows: int | None = None
 
     def rows(self, source: Source) -> Iterator[tuple[Any, str]]:
         """Every row with its place. Raises NotFromHubError when the network or the hub fails on the way."""
@@ -271,7 +304,8 @@ def open_on_hub(source: Source) -> HubRows:
     try:
         builder = datasets.load_dataset_builder(source.place, source.config)
         key = f"hub {source.place} {builder.config.name} {source.split} {builder.hash}"  # the hash is the commit
-        return HubRows(builder.as_streaming_dataset(split=source.split), key)
+        split = (builder.info.splits or {}).get(source.split)
+        return HubRows(builder.as_streaming_dataset(split=source.split), key, split and split.num_examples)
     except Exception as error:  # of the network, the hub, its loaders: any
         raise _not_from_hub(source, error, "no such file, and not to be had from the hub") from None
 

@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 WHOLE = -1
 """In place of a record's first target: all its tokens are targets, so that the record may be split."""
-TABLE_NAME = re.compile(r"(hub-|web-)?[0-9a-f]{32}(\..*)?")
-"""What lies in a cache: folders by their key, links of the hub to them, files of the web, and what is being written."""
+TABLE_NAME = re.compile(r"(hub-|web-|given-)?[0-9a-f]{32}(\..*)?")
+"""What lies in a cache: folders by their key, links of the hub to them, files of the web, records that a program gave,
+and what is being written."""
 TOKENS_FILE, INDEX_FILE, COUNTS_FILE = "tokens.bin", "index.npz", "counts.json"
 SHARD_SUFFIXES = (".bin", ".npy")
 LLM_C_MAGIC = {20240520: np.uint16, 20240801: np.uint32}

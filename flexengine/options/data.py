@@ -14,6 +14,8 @@ from flexengine.options.option import Need, Option
 BUNDLED_DATA = Path(__file__).resolve().parent.parent / "assets" / "demo" / "demo_instructions.jsonl"
 """Instructions that come with the package, and for how many steps a run without data of its own trains on them."""
 TRIAL_STEPS = 20
+DEMO_FACTS = BUNDLED_DATA.with_name("demo_facts.jsonl")
+"""Questions with short answers, which the demo's model learns by heart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +91,6 @@ class DataOptions:
         """Keep --template-date as YYYY-MM-DD. Raises ValueError for what is no day."""
         if self.template_date is not None:
             object.__setattr__(self, "template_date", _day(self.template_date))
-
-    def take_bundled_data(self, dry_run: bool, has_length: bool) -> None:
-        """Have a run without data try the model on the bundled instructions, for a few steps unless told otherwise."""
-        if self.data_source == "json_sft" and not self.dataset and not dry_run:
-            object.__setattr__(self, "dataset", (str(BUNDLED_DATA),))
-            if not has_length:
-                object.__setattr__(self, "steps", TRIAL_STEPS)
 
 
 def _day(given: object) -> str:

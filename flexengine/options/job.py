@@ -210,8 +210,8 @@ class Job:
     adapter: Annotated[
         str | None,
         Option(
-            "folder of an adapter to start from, as PEFT writes it; it says rank, alpha and targets, and its tokenizer"
-            " and chat template, if it has some, take the place of the model's",
+            "folder of an adapter to start from, as PEFT writes it, or its id on the hub; it says rank, alpha and"
+            " targets, and its tokenizer and chat template, if it has some, take the place of the model's",
             needs=FOR_ADAPTERS,
         ),
     ] = None
@@ -355,7 +355,7 @@ class Job:
     @property
     def lora_setup(self) -> LoRA | None:
         """The adapters that are trained, if any."""
-        if self.mode == "full":
+        if self.mode != "lora":
             return None
         given = {field: getattr(self, option) for option, field in LORA_OPTIONS.items()}
         return LoRA(**{field: value for field, value in given.items() if value is not None})

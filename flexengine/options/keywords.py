@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
@@ -15,6 +15,7 @@ from flexengine.wording import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
 
@@ -32,17 +33,7 @@ def takes(arguments: Callable[P, Any]) -> Callable[[Callable[[Any], R]], Callabl
     def decorate(function: Callable[[Any], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def called(*args: P.args, **keywords: P.kwargs) -> R:
-            meant: Any = keywords
-            try:
-                meant = translated_keywords(keywords, signature.parameters.keys())
-                signature.bind(*args, **meant)
-            except ValueError as error:
-                raise TypeError(f"{function.__name__}(): {_FLAG.sub(_keyword, str(error))}") from None
-            except TypeError as error:
-                unknown = next((name for name in meant if name not in signature.parameters), None)
-                guess = did_you_mean(unknown, signature.parameters) if unknown else ""
-                raise TypeError(f"{function.__name__}() {error}{guess}") from None
-            return function(make(*args, **meant))
+            return function(make(*args, **_understood(function.__name__, signature, args, keywords)))
 
         result = get_type_hints(function).get("return", inspect.Signature.empty)
         vars(called)["__signature__"] = signature.replace(return_annotation=result)
@@ -51,6 +42,39 @@ def takes(arguments: Callable[P, Any]) -> Callable[[Callable[[Any], R]], Callabl
         return called
 
     return decorate
+
+
+def takes_other_names(declared: type[T]) -> type[T]:
+    """Have a dataclass be made with the names that people bring from other systems, too.
+
+    Raises (when it is made): TypeError for names that have no counterpart, with what to use, and for unknown ones.
+    """
+    make: Callable[..., None] = declared.__init__
+    signature = inspect.signature(declared)
+
+    @functools.wraps(make)
+    def made(self: T, *args: Any, **keywords: Any) -> None:
+        make(self, *args, **_understood(declared.__name__, signature, args, keywords))
+
+    setattr(declared, "__init__", made)  # noqa: B010 - a type checker keeps to the dataclass's own
+    return declared
+
+
+def _understood(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keywords of a call of `name` by the names that it has. Raises: TypeError in the words of Python."""
+    meant = dict(keywords)
+    try:
+        meant = translated_keywords(keywords, signature.parameters.keys())
+        signature.bind(*args, **meant)
+    except ValueError as error:
+        raise TypeError(f"{name}(): {_FLAG.sub(_keyword, str(error))}") from None
+    except TypeError as error:
+        unknown = next((key for key in meant if key not in signature.parameters), None)
+        guess = did_you_mean(unknown, signature.parameters) if unknown else ""
+        raise TypeError(f"{name}() {error}{guess}") from None
+    return meant
 
 
 def _plain_signature(arguments: Callable[..., Any]) -> inspect.Signature:

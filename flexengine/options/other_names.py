@@ -177,6 +177,13 @@ OTHERWISE = {
     "trust_remote_code": "no code of a model's folder is run",
     "completion_only_loss": "of prompt and completion the completion alone is trained; --train-on says it of others",
     "hw_cost": "in Python a profile is given as hardware=, and a budget as --max-gpu-mem-gib",
+    "per_device_eval_batch_size": "validation data are computed in batches of --max-global-batch-tokens",
+    "dataloader_num_workers": "records are tokenized once, on all cores",
+    "dataset_num_proc": "records are tokenized once, on all cores",
+    "remove_unused_columns": "columns that are not read are counted and told",
+    "logging_first_step": "every step is logged",
+    "run_name": "trackers name a run after its folder, --output-dir",
+    "disable_tqdm": "--logging warning shows neither bar nor steps",
     "neftune_noise_alpha": "noise on embeddings is not offered",
 }
 """What to do instead, for names that have no counterpart."""
@@ -248,12 +255,16 @@ def translated(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 def translated_keywords(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Give the keywords of a call by their names here, as far as the function knows these.
 
-    Raises: ValueError as `meant_by_others`, in the words of Python.
+    Raises: ValueError as `meant_by_others`, in the words of Python, or where two names give an option two values.
     """
     result: dict[str, Any] = {}
     for key, value in given.items():
         meant = {key: value} if key in known and key not in OWN else meant_by_others(key, value)
-        result |= meant if known >= meant.keys() else {key: value}
+        meant = meant if all(name in known for name in meant) else {key: value}
+        twice = next((name for name in meant if name in result and result[name] != meant[name]), None)
+        if twice is not None:
+            raise ValueError(f"{twice} is given twice, once by another name; keep one of them")
+        result |= meant
     return result
 
 

@@ -8,18 +8,20 @@ from `job.py`; this file adds data, length, learning rate and files. It imports 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
-from flexengine.options.data import DataOptions
+from flexengine.options.data import BUNDLED_DATA, TRIAL_STEPS, DataOptions
 from flexengine.options.evaluation import EvaluationOptions
 from flexengine.options.job import ADAPTER_LR, Job, meant_by
+from flexengine.options.keywords import takes_other_names
 from flexengine.options.learning import DEFAULT_LR, LearningOptions
 from flexengine.options.option import FlagWords, Need, Option, Words, options_of
 from flexengine.options.other_names import translated
+from flexengine.options.recording import RecordingOptions
 from flexengine.options.yaml_options import read_yaml
 from flexengine.wording import hub_model
 
@@ -34,15 +36,17 @@ DATA_FILE = "data.json"
 
 CHECKPOINTS_KEPT = 2
 """Checkpoints that are kept where --save-total-limit is not given."""
-NO_DRY_RUN = Need("dry_run", absent=True, why="contradict each other, as one observes a step and the other takes none")
 
 STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
 """Options that name a step, counted from 1."""
 
 
+@takes_other_names
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
+class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, RecordingOptions, Job):
     """Everything `train` can be asked: a job, and what only a run needs.
+
+    Names that people bring from other systems, as learning_rate=, mean what they mean as flags.
 
     Raises ValueError naming the flag, the value and what is allowed.
     """
@@ -57,6 +61,18 @@ class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
         ),
     ] = ""
 
+    mode: Annotated[
+        Literal["full", "lora", "auto"] | None,
+        Option(
+            "what is trained: full = all weights, lora = low-rank adapters of the blocks' linear layers alone, auto ="
+            " the first that fits of full, lora and lora beside a base in nf4, each with its predicted speed (default:"
+            " full, or lora with --adapter)"
+        ),
+    ] = None
+    yes: Annotated[
+        bool,
+        Option("take what --mode auto proposes", needs=(Need("mode", ("auto",), why="answers what --mode auto asks"),)),
+    ] = False
     steps: Annotated[
         int | None,
         Option(
@@ -142,40 +158,10 @@ class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
     ] = False
     dry_run: Annotated[bool, Option("print the plan and stop before anything is loaded")] = False
     plan_json: Annotated[str | None, Option("also write the plan to this JSON file")] = None
-    trace: Annotated[
-        bool | str,
-        Option(
-            "time every command of one step and write it to trace.json of the run folder, a Chrome trace like the"
-            " simulated timeline.json (`flexengine report` draws both); with a file name also to that file",
-            needs=(NO_DRY_RUN,),
-        ),
+    verbose: Annotated[
+        bool,
+        Option("begin with the whole plan, the first sequence and other details, where five lines are printed (-v)"),
     ] = False
-    trace_step: Annotated[
-        int | None,
-        Option(
-            "the step that --trace measures, counted from 1 (default: 2, which every run times anyway; 13 with"
-            " --replan, when the plan has settled; a later one where that step is profiled)",
-            above=0,
-            needs=(Need("trace", why="says which step --trace measures"),),
-        ),
-    ] = None
-    profile_start_step: Annotated[
-        int | None,
-        Option(
-            "first step, counted from 1, of a profile by `nsys profile -c cudaProfilerApi`, with NVTX ranges around"
-            " steps and commands; needs an NVIDIA GPU",
-            above=0,
-            needs=(NO_DRY_RUN,),
-        ),
-    ] = None
-    profile_stop_step: Annotated[
-        int | None,
-        Option(
-            "last step of the profile, itself included (default: that of --profile-start-step)",
-            above=0,
-            needs=(Need("profile_start_step"),),
-        ),
-    ] = None
     logging: Annotated[
         Literal["debug", "info", "warning"],
         Option("how much is printed; debug adds tracebacks to errors, warning drops the line of each step"),
@@ -195,23 +181,27 @@ class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
             raise ValueError(
                 "--model is missing: give a Hugging Face model folder, an id on the hub (ORG/NAME), or preset:NAME"
             )
-        self.take_bundled_data(self.dry_run, self.steps is not None or self.epochs is not None)
         self.check_learning()
         self.check_evaluation()
-        self._check_recording()
+        self.check_recording()
         if self.resume == "":
             raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
 
-    def _check_recording(self) -> None:
-        """Refuse a trace to nowhere and a profile backwards; what the number of steps decides comes later."""
-        if self.trace == "":
-            raise ValueError("--trace is given an empty file name; name a file, or leave the value out")
-        start, stop = self.profile_start_step, self.profile_stop_step
-        if start is not None and stop is not None and start > stop:
-            raise ValueError(
-                f"--profile-start-step {start} comes after --profile-stop-step {stop}; lower the first or raise the"
-                " second"
-            )
+    def with_data(self) -> TrainConfig:
+        """The options of a run that trains: one without data tries the model on the bundled instructions, for a few
+        steps unless told otherwise.
+        """
+        if self.dataset or self.data_source != "json_sft" or self.dry_run:
+            return self
+        has_length = self.steps is not None or self.epochs is not None
+        return replace(self, dataset=(str(BUNDLED_DATA),), steps=self.steps if has_length else TRIAL_STEPS)
+
+    def resolved(self) -> TrainConfig:
+        """The options with what follows from others filled in, as far as no plan has to be made for that."""
+        config = self.with_data()
+        if self.mode == "auto":
+            return config
+        return replace(config, lr=self.base_lr, output_dir=str(self.run_folder))
 
     @property
     def base_lr(self) -> float:
@@ -219,13 +209,6 @@ class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, Job):
         if self.lr is not None:
             return self.lr
         return ADAPTER_LR if self.mode == "lora" and self.optimizer == "adamw" else DEFAULT_LR[self.optimizer]
-
-    @property
-    def profiled_steps(self) -> range:
-        """The steps that are profiled, counted from 1."""
-        if self.profile_start_step is None:
-            return range(0)
-        return range(self.profile_start_step, (self.profile_stop_step or self.profile_start_step) + 1)
 
     @property
     def most_checkpoints(self) -> int | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
+from flexengine.reports.bits import bits_line
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_decisions import decision_lines
@@ -16,6 +18,26 @@ from flexengine.reports.text_format import indented_columns, join_words, largest
 def describe(plan: Plan, model: ModelSpec | None) -> str:
     """Describe a plan in about a dozen lines: its decisions and its prediction. Simulates nothing."""
     return "\n".join([*decision_lines(plan, model), *_prediction_lines(plan)])
+
+
+def brief(plan: Plan, model: ModelSpec) -> list[str]:
+    """Tell what a plan takes and how fast it would be, in one line; of reproducible plans also what that costs."""
+    p, request = plan.predicted, plan.request
+    each, node = of_each(request)
+    line = (
+        f"plan: GPU {format_bytes(p.gpu_bytes)} of {format_bytes(request.max_gpu_bytes)}{each}, host"
+        f" {format_bytes(p.host_bytes)} of {format_bytes(request.max_host_bytes)}{node}; predicted"
+        f" {format_seconds(p.step_s)} per step, {format_tokens_per_s(request.max_global_batch_tokens / p.step_s)}"
+        f"{light_words(p)}; limited by {p.limiter}"
+    )
+    return [line, *([bits_line(model, plan), *cost_of_rule_lines(plan)] if request.reproducible else [])]
+
+
+def machine_line(profile: HardwareProfile, device_type: str, budgets: str) -> str:
+    """Tell what a machine has, and which budgets were found on it."""
+    gpu = f"{format_bytes(profile.gpu_total_bytes)} GPU and " if device_type == "cuda" else ""
+    found = f"; {budgets}" if budgets else ""
+    return f"machine: {profile.name}, {gpu}{format_bytes(profile.host_total_bytes)} host memory{found}"
 
 
 def report(picture: Picture) -> str:

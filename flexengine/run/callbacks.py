@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Is told what happens in a run; derive from it and give `flexengine.run.trainer.train` an instance.
+    """Is told what happens in a run; derive from it and give `flexengine.train` an instance.
 
     Each method does nothing here. `on_step` and `on_eval` may return True, and the run ends after this step as after
     its last. An exception of a callback ends the run, which saves its last step first with --save or --save-steps.

@@ -25,7 +25,7 @@ SAME_RESULTS = (
     *("max_gpu_mem_gib", "max_host_mem_gib", "device", "recompute", "deterministic", "chunk_tokens", "round_tokens"),
     *("output_dir", "save", "save_steps", "save_total_limit", "resume", "overwrite", "dry_run", "plan_json", "logging"),
     *("trace", "trace_step", "profile_start_step", "profile_stop_step"),
-    *("gpus", "transport", "round_multiple", "replan", "data_cache", "max_skipped_steps"),
+    *("gpus", "transport", "round_multiple", "replan", "data_cache", "max_skipped_steps", "verbose", "yes"),
 )
 """Options that a resumed run may change without a word: they change no bit, or are pinned by the checkpoint."""
 

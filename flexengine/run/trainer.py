@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +29,8 @@ from flexengine.data.templates import today
 from flexengine.metrics import (
     EvalMetrics,
     JsonlWriter,
+    Pace,
     StepMetrics,
-    format_bytes,
-    format_seconds,
-    format_tflops,
-    format_tokens_per_s,
 )
 from flexengine.models.registry import ModelSource
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
@@ -42,10 +39,12 @@ from flexengine.options.train_config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FO
 from flexengine.output import INTERRUPTED, run_output
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.run.callbacks import Callback, Callbacks
+from flexengine.run.closing import show_samples, summary
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import ExpectedStep, Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, run_record, started_run_folder
 from flexengine.run.health import RunHealth, explain_divergence, where_not_finite
+from flexengine.run.opening import data_line, files_line, model_line, with_mode
 from flexengine.run.ranks import as_rank, first_rank_first, told_by_first
 from flexengine.run.recording import Recorder, check_recording
 from flexengine.run.resuming import (
@@ -60,13 +59,15 @@ from flexengine.run.resuming import (
 )
 from flexengine.run.saver import STOPPED, RunSaver
 from flexengine.run.trackers import open_trackers
-from flexengine.run.training_data import TrainingData, check_sources, open_data, tell_what_was_not_given
+from flexengine.run.training_data import TrainingData, check_sources, open_data
 from flexengine.run.watchers import Watchers
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
 from flexengine.runtime.outputs import StepOutput
 from flexengine.runtime.weights.training_state import check_same_training, training_of
 
+Prompts = Sequence[str] | Mapping[str, str]
+"""Messages to answer at the end of a run, or these with the answers that are right."""
 DIVERGED = 1
 """Exit status of a run whose model is not worth keeping."""
 DATA_NOT_COUNTED = (
@@ -76,19 +77,18 @@ DATA_NOT_COUNTED = (
 """What a dry run, which reads no data, says of its host memory."""
 
 
-def train(
-    config: TrainConfig, prompts: Sequence[str] = (), replace: bool = False, callbacks: Sequence[Callback] = ()
-) -> int:
+def train(config: TrainConfig, prompts: Prompts = (), replace: bool = False, callbacks: Sequence[Callback] = ()) -> int:
     """Run one training from config to the exported model; returns the exit status.
 
-    prompts are answered greedily at the end and printed. replace allows a run folder whose final/ belongs to
+    prompts are answered greedily at the end and printed, and where they map to the right answers, these are counted.
+    replace allows a run folder whose final/ belongs to
     another config. callbacks are told of steps, evaluations and saves; of several ranks, those of the first.
     Writes config.yaml, plan.json, timeline.json (the simulated step: first round, accumulating round, update; for
     Perfetto), train_log.jsonl, with validation data eval_log.jsonl, with config.trace trace.json (a measured step in
     the same format) and, with config.save, final/ (and best/, of the lowest validation loss) in config.run_folder.
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
-    team = join()
+    config, team = config.with_data(), join()
     check_gpus(config, 1 if team is None else team.ranks.local_size)
     with contextlib.nullcontext() if config.dry_run else run_output():
         if team is None:
@@ -98,16 +98,18 @@ def train(
 
 
 def _train(
-    config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
+    config: TrainConfig, prompts: Prompts, replace: bool, callbacks: Sequence[Callback], team: Team | None
 ) -> int:
-    tell_what_was_not_given(config, is_demo=replace)
+    config = with_mode(config, team)
     source = first_rank_first(team, lambda: open_source(config.model, config, not config.dry_run))
+    print(model_line(config, source), flush=True)
     if config.dry_run:
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
     told = Callbacks([*open_trackers(config.report_to), *callbacks] if is_first(team) else ())
     dated = dataclasses.replace(config, template_date=told_by_first(team, lambda: date_of_run(config)))
     checked = first_rank_first(team, lambda: check_run(dated, source))
+    print(data_line(config, checked.data.description, checked.schedule.num_steps, is_demo=replace), flush=True)
     if checked.data.writes_date:
         config = dated  # the run keeps its day, for those that resume it
     elif config.template_date is not None:
@@ -115,7 +117,9 @@ def _train(
     points = told_by_first(team, lambda: check_folder(config, source, checked, replace), *POINT_RECORDS)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
-    print(planned.describe())
+    print(f"{planned.brief()}\n{files_line(config)}", flush=True)
+    if config.verbose:
+        print("\n".join([*checked.data.details, planned.describe()]), flush=True)
     with started_run_folder(config, planned, checked.data.records, replace), told:
         return told.ending_with(run(config, planned, checked.data, checked.schedule, prompts, told, points))
 
@@ -140,7 +144,6 @@ class CheckedRun(NamedTuple):
 def check_run(config: TrainConfig, source: ModelSource) -> CheckedRun:
     """Open the data and check what can be checked before anything is planned. Raises: ValueError."""
     data = open_data(config, source)
-    print(f"data: {data.description}")
     num_steps = data.batches.num_steps(config.steps, config.epochs)
     schedule = schedule_of(config, num_steps)
     check_recording(config, num_steps)
@@ -165,7 +168,7 @@ def run(
     planned: PlannedRun,
     data: TrainingData,
     schedule: LrSchedule,
-    prompts: Sequence[str],
+    prompts: Prompts,
     callbacks: Callbacks,
     points: list[ResumePoint],
 ) -> int:
@@ -183,7 +186,8 @@ def run(
         with watchers.saver.signals, watchers.saver.saving_first():
             status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
     if status == 0:
-        show_samples(engine, data.tokenizer, (*prompts, *(() if config.validates else config.sample_prompts)))
+        asked = (*prompts, *(() if config.validates else config.sample_prompts))
+        show_samples(engine, data.tokenizer, asked, prompts if isinstance(prompts, Mapping) else {})
     return status
 
 
@@ -230,7 +234,7 @@ def stop_status(saver: RunSaver, last_step: int) -> int:
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
     """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
-    return prepare_job(config.model, config.as_job(), needs_weights=not config.dry_run)
+    return prepare_job(config.model, config.as_job(), needs_weights=not config.dry_run, tell=config.dry_run)
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:
@@ -360,7 +364,7 @@ def run_steps(
     """
     num_steps, done = schedule.num_steps, []
     on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns  # 80 where the terminal reports 0
+    width, pace = shutil.get_terminal_size().columns, Pace()  # 80 where the terminal reports 0
     bar = tqdm(total=num_steps, initial=start, unit="step", ncols=width, disable=not (show and on_terminal))
     try:
         for index, batch in enumerate(batches.batches(num_steps, start), start=start):
@@ -369,7 +373,8 @@ def run_steps(
             log.write(metrics)
             done.append(metrics)
             if show and bar.disable:
-                print(metrics.describe(num_steps), flush=True)
+                left_s = pace.left_s(num_steps - metrics.step, metrics.predicted_step_s)
+                print(metrics.describe(num_steps, left_s), flush=True)
             bar.set_postfix_str(metrics.describe_shortly(), refresh=False)
             bar.update()
             show_evaluation(watchers.after_step(batch, metrics, update), show)
@@ -423,30 +428,6 @@ def take_step(
 # ---- after the steps ------------------------------------------------------------------------------------------
 
 
-def summary(engine: Engine, steps: Sequence[StepMetrics], undisturbed: Sequence[StepMetrics]) -> str:
-    """Describe the run in three lines: loss, speed, memory.
-
-    Rates leave out the first step, which warms up, and those that are not among the `undisturbed` ones, as they were
-    timed or profiled, as far as there are others.
-    """
-    if not steps:
-        return "no step was taken"
-    warm = [step for step in undisturbed if step is not steps[0]] or steps[1:] or steps
-    seconds = sum(s.step_s for s in warm)
-    flops_per_s = sum(s.effective_tflops * 1e12 * s.step_s for s in warm) / seconds
-    share = 100.0 * flops_per_s / engine.matmul_flops_per_s if engine.matmul_flops_per_s else float("nan")
-    last = steps[-1]
-    return "\n".join(
-        (
-            f"loss: {steps[0].loss:.4f} at step {steps[0].step}, {last.loss:.4f} at step {last.step}",
-            f"speed: {format_tokens_per_s(sum(s.num_tokens for s in warm) / seconds)},"
-            f" {format_seconds(seconds / len(warm))} a step, effective {format_tflops(flops_per_s)}"
-            f" ({share:.0f}% of this machine's matmul rate)",
-            f"peak memory: GPU {format_bytes(last.gpu_peak_bytes)}, host {format_bytes(last.host_peak_bytes)}",
-        )
-    )
-
-
 def is_worth_keeping(config: TrainConfig, health: RunHealth, last: StepMetrics) -> bool:
     """Judge the model after the last step; says why when it is not worth an export, and which steps were bad."""
     if health.diverged():
@@ -471,30 +452,3 @@ def export(
         return False
     tqdm.write(f"model: {folder}")
     return True
-
-
-def show_samples(engine: Engine, tokenizer: TokenizerProcess | None, prompts: Sequence[str]) -> None:
-    """Print the model's answers to prompts. Where the plan leaves no memory for them, the run goes on without."""
-    if tokenizer is None or not prompts:
-        return
-    try:
-        answers = answer(engine, tokenizer, prompts)
-    except ValueError as error:
-        tqdm.write(f"no samples: {error}")
-        return
-    for prompt, text in zip(prompts, answers, strict=True):
-        tqdm.write(f"sample: {prompt!r} -> {text!r}")
-
-
-def answer(engine: Engine, tokenizer: TokenizerProcess, prompts: Sequence[str], max_new_tokens: int = 32) -> list[str]:
-    """Answer user messages greedily, each up to a stop token, max_new_tokens or max_seq_len.
-
-    A message that leaves no room for an answer has an empty one.
-    """
-    ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    fitting = [i for i, row in enumerate(ids) if len(row) < engine.plan.request.max_seq_len]
-    answers = [""] * len(ids)
-    found = engine.generate([ids[i] for i in fitting], max_new_tokens, stop_ids=tokenizer.stop_ids)
-    for i, tokens in zip(fitting, found, strict=True):
-        answers[i] = tokenizer.decode(tokens).strip()
-    return answers

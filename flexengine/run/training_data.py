@@ -23,7 +23,6 @@ from flexengine.data import (
 )
 from flexengine.data.preview import MARKS, date_line, marked_text, shortened
 from flexengine.models.registry import ASSETS, ModelSource
-from flexengine.options.data import BUNDLED_DATA
 from flexengine.options.train_config import TrainConfig
 from flexengine.wording import without_folders
 
@@ -34,7 +33,8 @@ DEMO_FOLDER = ASSETS / "demo"
 class TrainingData:
     """Where batches come from, the tokenizer (None for synthetic data), and one line about both.
 
-    validation: None when the run evaluates nothing. records: what became of the records of each source, as JSON values.
+    validation: None when the run evaluates nothing. details: further lines, for --verbose. records: what became of the
+    records of each source, as JSON values.
     sources: what is trained, none for synthetic data.
     """
 
@@ -42,6 +42,7 @@ class TrainingData:
     tokenizer: TokenizerProcess | None
     description: str
     validation: ValidationBatches | None = None
+    details: Sequence[str] = ()
     records: Sequence[dict[str, Any]] = ()
     sources: Sequence[Prepared] = ()
 
@@ -56,14 +57,6 @@ class TrainingData:
     def writes_date(self) -> bool:
         """Whether conversations hold the day on which they are written."""
         return self.tokenizer is not None and self.tokenizer.date is not None
-
-
-def tell_what_was_not_given(config: TrainConfig, is_demo: bool) -> None:
-    """Say first what a run takes that nobody gave: random weights, and data that come with the package."""
-    if config.init == "random":
-        print(f"model {config.model}: RANDOM weights, drawn from --seed {config.seed} (init: random)")
-    if config.dataset == (str(BUNDLED_DATA),) and not is_demo:
-        print("data: the instructions that come with the package, to try a model; --dataset trains on your own")
 
 
 def check_sources(config: TrainConfig) -> None:
@@ -93,13 +86,13 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     elif source.support_folder is None:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
     batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
-    text += f"\n  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: "
-    text += shortened(marked_text(tokenizer, batches.sequences[0]))
-    text += f"\n  {date_line(tokenizer)}" if tokenizer.date is not None else ""
+    first = shortened(marked_text(tokenizer, batches.sequences[0]))
+    details = [f"  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: {first}"]
+    text += f"; {date_line(tokenizer)}" if tokenizer.date is not None else ""
     if validation is not None:
-        text += f"\n  evaluated, not trained: {len(validation.sequences)} sequences, {validation.num_tokens} tokens"
-        text += f"\n  of {_describe(evaluated)}" if evaluated else ""
-    return TrainingData(batches, tokenizer, text, validation, records, prepared)
+        text += f"; evaluated, not trained: {len(validation.sequences)} sequences, {validation.num_tokens} tokens"
+        text += f" of {_describe(evaluated)}" if evaluated else ""
+    return TrainingData(batches, tokenizer, text, validation, details, records, prepared)
 
 
 def most_bytes_of_data(max_host_mem_gib: float | None) -> int:

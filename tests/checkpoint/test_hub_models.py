@@ -10,6 +10,7 @@ from safetensors.torch import save
 
 from flexengine import cli
 from flexengine.checkpoint import hub_cache
+from flexengine.checkpoint.manifest import DownloadError
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS, build_model, open_model
 
@@ -64,7 +65,7 @@ def test_the_headline_command_from_an_empty_cache_and_offline(hub, repo, tmp_pat
     said = capsys.readouterr()
     assert "data: the instructions that come with the package" in said.out
     assert "step 20/20" in said.out
-    assert re.search("budgets found: host .*; left to the system: .* of host memory", said.err)
+    assert re.search("budgets found: host .*; left to the system: .* of host memory", said.out)
     assert open_model("runs/tiny-llama-full/final").spec.num_parameters
     asked = len(hub.requests)
     offline(monkeypatch)
@@ -140,3 +141,19 @@ def test_a_repository_without_safetensors(hub, repo):
         open_model(REPO)
     del repo["config.json"]
     hub_cache._commits.clear()
+
+
+def test_adapters_by_their_id(hub, repo, tmp_path, monkeypatch):
+    """They are what a run of ours wrote, uploaded; what is no adapter is refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
+    few = ["--dtype", "float32", "--max-seq-len", "64", "--max-global-batch-tokens", "128", "--device", "cpu"]
+    command = ["train", "--model", REPO, "--max-gpu-mem-gib", "1", *few, "--steps", "1", "--save"]
+    assert cli.main([*command, "--mode", "lora", "--lora-rank", "4"]) == 0
+    final = tmp_path / "runs/tiny-llama-lora/final"
+    hub.repos["models/org/adapter"] = {path.name: path.read_bytes() for path in final.iterdir() if path.is_file()}
+    assert cli.main([*command, "--adapter", "org/adapter", "--output-dir", "again"]) == 0
+    assert json.loads((tmp_path / "again/final/adapter_config.json").read_text())["r"] == 4
+    assert "adapter: org/adapter" in (tmp_path / "again/config.yaml").read_text()
+    with pytest.raises(DownloadError, match=r"org/tiny-llama: no adapter_config.json on the hub"):
+        hub_cache.cached_adapter(REPO)

@@ -1,6 +1,8 @@
 """The bundled demo and the shipped presets are what they say."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -8,6 +10,7 @@ from flexengine.data import ChatTokenizer, prepare_sequences, read_json_sft
 from flexengine.models.registry import ASSETS
 
 DEMO = ASSETS / "demo"
+BENCH = ASSETS.parent.parent / "bench" / "make_demo_assets.py"
 
 # Parameters of the published models, as their model cards count them; ours by their names.
 PARAMETERS = {
@@ -63,3 +66,12 @@ def test_demo_folder():
     assert data.stat().st_size < 800_000
     prepared = prepare_sequences(tokenizer.encode_records(read_json_sft(data)), 128, truncate_long=False)
     assert len(prepared.sequences) == prepared.cut.num_records == 3000
+
+
+@pytest.mark.skipif(not BENCH.is_file(), reason="bench/ is not beside the package")
+def test_generator_writes_the_shipped_bytes(tmp_path):
+    subprocess.run([sys.executable, str(BENCH), "--target", str(tmp_path)], check=True, capture_output=True)
+    for name in ("demo_instructions.jsonl", "demo_facts.jsonl", "config.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
+    new, shipped = (json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path, DEMO))
+    assert new["model"]["vocab"] == shipped["model"]["vocab"]

@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_its_day(model, tmp_path, on, capsys):
     def train(run, *more):
         sizes = ["--max-seq-len", "64", "--max-global-batch-tokens", "64", "--device", "cpu", "--dtype", "float32"]
         where = ["--dataset", str(tmp_path / "chat.jsonl"), "--output-dir", str(tmp_path / run), "--steps", "4"]
-        return cli.main(["train", "--model", str(model), *where, *sizes, "--save-steps", "2", *more])
+        return cli.main(["train", "--model", str(model), *where, *sizes, "--save-steps", "2", "-v", *more])
 
     def losses(run):
         return [json.loads(line)["loss"] for line in (tmp_path / run / "train_log.jsonl").read_text().splitlines()]

@@ -97,7 +97,7 @@ def test_data(case, command, known_machine, tmp_path):
 
 @cases(
     Case(
-        "data_part_of_a_split", "data.jsonl:train[:10%]", ("a part of a split is not read.*data.jsonl=0.1 takes a t",)
+        "data_part_of_a_split", "data.jsonl:train[3:40%]", (r"\[3:40%\] mixes records and percentages; give both lim",)
     ),
     Case(
         "data_split_of_a_file", "data.jsonl:test", ("data.jsonl is a file, which has no split test; leave :test out",)

@@ -66,6 +66,11 @@ FLAGS = (
         ["--dataset", "x.jsonl"],
         ("--dataset x.jsonl names records.*got --data-source synthetic",),
     ),
+    Case(
+        "mode_auto_without_yes",
+        ["--mode", "auto"],
+        ("--mode auto proposes --mode full; add --yes to take it, or give",),
+    ),
     Case("adapters_without_their_mode", ["--lora-rank", "16"], ("--lora-rank 16 is for adapters.*give --mode lora",)),
     Case(
         "constant_of_another_optimizer",

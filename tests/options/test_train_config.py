@@ -147,7 +147,7 @@ def test_bad_yaml(text, message):
     ("changes", "message"),
     [
         ({"model": ""}, "--model is missing"),
-        ({"mode": "qlora"}, "--mode must be one of full, lora, got 'qlora'"),
+        ({"mode": "frozen"}, "--mode must be one of full, lora, auto, got 'frozen'"),
         ({"max_seq_len": 0}, "--max-seq-len must be more than 0, got 0"),
         ({"max_seq_len": 64.0}, "--max-seq-len must be of type int, got 64.0"),
         ({"steps": True}, "--steps must be of type int, got True"),
@@ -227,9 +227,9 @@ def test_options_of_adapters_in_a_file_mean_adapters():
 
 
 def test_a_run_without_data_tries_the_model_on_the_bundled_set():
-    config = TrainConfig(model="org/name")
+    config = TrainConfig(model="org/name").with_data()
     assert (config.dataset, config.steps) == ((str(BUNDLED_DATA),), TRIAL_STEPS)
-    assert TrainConfig(model="org/name", epochs=2.0).steps is None
+    assert TrainConfig(model="org/name", epochs=2.0).with_data().steps is None
 
 
 def test_presets_say_that_their_weights_are_random():
@@ -237,7 +237,19 @@ def test_presets_say_that_their_weights_are_random():
 
 
 def test_dry_run_needs_no_data():
-    assert TrainConfig(model="preset:llama-3.1-8b", dry_run=True).dataset == ()
+    assert TrainConfig(model="preset:llama-3.1-8b", dry_run=True).with_data().dataset == ()
+
+
+def test_names_of_other_systems_are_understood_in_python():
+    config = TrainConfig(model="preset:demo", learning_rate=1e-3, num_train_epochs=2.0, bf16=True, optim="adamw_8bit")
+    assert (config.lr, config.epochs, config.dtype) == (1e-3, 2.0, "bfloat16")
+    assert config.optimizer_state_dtype == "int8"
+    with pytest.raises(TypeError, match=r"zero_stage is not an option: memory is planned here; give max_gpu_mem_gib"):
+        TrainConfig(model="preset:demo", zero_stage=3)
+    with pytest.raises(TypeError, match=r"lr is given twice, once by another name"):
+        TrainConfig(model="preset:demo", lr=1e-3, learning_rate=1e-4)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'max_seq_len_'; did you mean max_seq_len\?"):
+        TrainConfig(model="preset:demo", max_seq_len_=1)
 
 
 @pytest.mark.parametrize(

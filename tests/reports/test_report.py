@@ -13,6 +13,7 @@ from flexengine.plan import Plan, PlanReason, Request
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
+from flexengine.reports.charts.memory_file import memory_svg
 from flexengine.reports.charts.streams import kind_of, merged_bars
 from flexengine.reports.charts.svg import ticks
 from flexengine.reports.picture import Picture
@@ -301,3 +302,18 @@ def test_axis_marks_are_round():
 
 def test_json_of_the_plan_is_unchanged_by_reports(picture):
     assert Plan.from_json(picture.plan.to_json()) == picture.plan
+
+
+def test_the_picture_of_memory_is_a_file_of_its_own(picture):
+    """Both memories and their budgets, every category with its colour and peak, nothing from elsewhere."""
+    text = memory_svg(picture)
+    root = ElementTree.fromstring(text)
+    width, height = map(float, root.attrib["viewBox"].split()[2:])
+    said = ["".join(element.itertext()) for element in root.iter() if element.tag.endswith("text")]
+    assert sum(text.startswith("budget ") for text in said) == 2
+    assert {"GPU memory over one step", "host memory over one step"} <= set(said)
+    assert any(name.startswith("weight slots ") for name in said)
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    boxes = [element.attrib for element in root.iter() if element.tag.endswith("rect")]
+    assert all(float(box.get("x", 0)) + float(box["width"]) <= width for box in boxes)
+    assert height < 1000

@@ -58,6 +58,9 @@ class ScriptedEngine:
         self.plan = SimpleNamespace(predicted=Prediction(step_s=0.1), updates_on_cpu=False, to_json=lambda: "{}")
         self.matmul_flops_per_s, self.team, self.made_from = 1e12, None, {}
 
+    def brief(self):
+        return "the plan in brief"
+
     def describe(self):
         return "plan"
 
@@ -203,9 +206,9 @@ def test_answers_to_sample_prompts(start, capsys, monkeypatch, val_fraction, tim
     assert capsys.readouterr().out.count("sample: 'What is 2 plus 2?' -> '") == times
 
 
-def shown_without_plan(show, engine, tokenizer, prompts):
+def shown_without_plan(show, engine, *asked):
     engine.plan.request = SimpleNamespace(max_seq_len=64)
-    show(engine, tokenizer, prompts)
+    show(engine, *asked)
 
 
 def test_no_memory_for_samples_does_not_end_a_run(start, capsys, monkeypatch):

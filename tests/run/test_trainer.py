@@ -73,7 +73,10 @@ class FakeEngine:
     made_from: dict = field(default_factory=dict)
 
     def describe(self):
-        return "plan: everything streams"
+        return "the whole plan"
+
+    def brief(self):
+        return "plan: everything streams\nmachine: a CPU"
 
     def timeline(self):
         return json.dumps({"traceEvents": [self.plan.chunk_tokens, self.profile]})
@@ -197,7 +200,7 @@ def test_data_sets_are_mixed_by_weight_and_shown(engine, tmp_path, capsys):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     places = [str(tmp_path / "a.jsonl"), f"{tmp_path / 'b.jsonl'}=3"]
     options = {"train_on": "last", "data_cache": str(tmp_path / "cache"), "max_seq_len": 40, "steps": None}
-    config = config_in(tmp_path, data_source="json_sft", dataset=places, epochs=1.0, **options)
+    config = config_in(tmp_path, data_source="json_sft", dataset=places, epochs=1.0, verbose=True, **options)
     assert TrainConfig.from_yaml(config.to_yaml()) == config
     assert trainer.train(config) == 0
     assert sum(len(input_ids) for input_ids, _ in engine.batches) == 4
@@ -535,7 +538,7 @@ def test_end_to_end_on_the_real_engine(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "sample: 'What colour is snow?' -> " in printed
     assert "step 3: measured" in printed
-    assert "the plan" in printed
+    assert "plan: GPU" in printed
     plan = Plan.from_json((run / "plan.json").read_text())
     assert plan.request.max_seq_len == 32
     predicted = [json.loads(line)["predicted_step_s"] for line in (run / "train_log.jsonl").read_text().splitlines()]
@@ -551,7 +554,7 @@ def test_frozen_layers_from_the_command_line(tmp_path, capsys):
     groups = spec_of(tiny_config(num_hidden_layers=3)).groups
     flags = "--data-source synthetic --max-seq-len 16 --max-global-batch-tokens 64 --steps 3 --lr 1e-2 --save"
     machine = "--device cpu --dtype bfloat16 --max-gpu-mem-gib 1 --max-host-mem-gib 4"
-    line = f"train --model {model} --output-dir {run} {flags} {machine} --freeze embed block.0-1"
+    line = f"train --model {model} --output-dir {run} {flags} {machine} --freeze embed block.0-1 -v"
     assert cli.main(line.split()) == 0
     assert "frozen: 3 of 5 groups" in capsys.readouterr().out
     assert TrainConfig.from_yaml((run / "config.yaml").read_text()).freeze == ("embed", "block.0-1")
@@ -587,10 +590,3 @@ def test_a_full_disk_is_found_before_training(engine, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="the disk has 1000 bytes free"):
         trainer.train(config_in(tmp_path, save=True))
     assert not engine.batches
-
-
-def test_what_was_not_given_is_said_first(capsys):
-    training_data.tell_what_was_not_given(TrainConfig(model="preset:demo"), is_demo=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "model preset:demo: RANDOM weights, drawn from --seed 0 (init: random)"
-    assert lines[1].startswith("data: the instructions that come with the package")

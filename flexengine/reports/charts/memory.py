@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,9 +35,16 @@ BUDGET_IN_SIGHT = 2.5
 """A budget above this multiple of the peak is written above the chart: drawn, it would flatten all else."""
 
 
-def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budget_bytes: int) -> str:
-    """Draw one memory as stacked areas against its budget, with a legend and the data that the tooltip reads."""
-    series = _without_small(series)
+class Drawing(NamedTuple):
+    """The elements of a chart, its height in pixels, and what it shows in words."""
+
+    elements: list[str]
+    height: float
+    label: str
+
+
+def memory_drawing(series: MemorySeries, step: SimulatedStep, budget_bytes: int) -> Drawing:
+    """Draw one memory as stacked areas against its budget."""
     peak = int(series.totals.max())
     shows_budget = budget_bytes <= BUDGET_IN_SIGHT * peak
     top_bytes = 1.04 * max(peak, budget_bytes if shows_budget else 0)
@@ -54,6 +62,13 @@ def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budge
             f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">{budget}, above this chart</text>'
         )
     elements += time_axis(x, series.end_s, TOP + HEIGHT)
+    return Drawing(elements, height, f"bytes in use, peak {format_bytes(peak)}, {budget}")
+
+
+def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budget_bytes: int) -> str:
+    """Draw one memory with a legend and the data that the tooltip reads."""
+    series = without_small(series)
+    elements, height, label = memory_drawing(series, step, budget_bytes)
     elements.append(f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{TOP + HEIGHT}"/>')
     data = {
         "width": WIDTH,
@@ -67,7 +82,7 @@ def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budge
     }
     return "".join(
         (
-            svg(height, elements, f"bytes in use, peak {format_bytes(peak)}, {budget}"),
+            svg(height, elements, label),
             '<div class="tip"></div>',
             legend((f"{name} {format_bytes(num)}", colour(name)) for name, num in series.peaks.items()),
             f'<script type="application/json" id="{identity}">{embedded(data)}</script>',
@@ -75,7 +90,7 @@ def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budge
     )
 
 
-def _without_small(series: MemorySeries) -> MemorySeries:
+def without_small(series: MemorySeries) -> MemorySeries:
     """Merge the small categories into one, "other", at the bottom."""
     limit = SMALL_SHARE * series.totals.max()
     # One small category alone is clearer by its own name.
