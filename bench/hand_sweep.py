@@ -23,7 +23,7 @@ from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner.cost.cost_model import step_seconds
-from flexengine.planner.cost.memory import excess_bytes
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import savable_ops
 
@@ -86,7 +86,8 @@ def with_counts(prepared: PlannedRun, size: tuple[int, int], resident: int, kept
 
 def fits(prepared: PlannedRun, plan: Plan) -> bool:
     """Within both budgets, exactly."""
-    return max(excess_bytes(Layout(prepared.source.spec, plan), plan.request, prepared.profile)) <= 0
+    problem = Problem(prepared.source.spec, plan.request, prepared.profile)
+    return problem.fits(problem.layout(plan))
 
 
 def most(limit: int, works: Callable[[int], bool]) -> int:

@@ -18,7 +18,9 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Request
-from flexengine.planner.planner import Planner, make_plan
+from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
+from flexengine.planner.search import Search
 
 HOST_GIB, SEQ_LEN, BATCH_TOKENS = 2000, 2048, 65536
 
@@ -46,7 +48,7 @@ def measured(case: Case) -> dict[str, object]:
     request = Request(SEQ_LEN, BATCH_TOKENS, case.gpu_gib * GIB, int(0.95 * HOST_GIB) * GIB)
 
     def seconds(arranged: ModelSpec) -> float | None:
-        return _seconds(Planner(model, request, profile, arranged).plan())
+        return _seconds(Search(Problem(model, request, profile), arranged).plan())
 
     planned = make_plan(model, request, profile)
     return {

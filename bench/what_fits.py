@@ -20,6 +20,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, PlanError, Request
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-13b", "llama-3.1-70b")
 SEQ_LEN, BATCH_TOKENS = 2048, 131072
@@ -79,7 +80,7 @@ def longest_sequence(model: ModelSpec, request: Request, profile: HardwareProfil
     for length in reversed(lengths):
         longer = replace(request, max_seq_len=length, max_global_batch_tokens=max(BATCH_TOKENS, length))
         try:
-            if Feasibility(model, longer, profile).fits():
+            if Feasibility(Problem(model, longer, profile)).fits():
                 return length
         except PlanError:  # sizes that contradict each other
             continue

@@ -49,6 +49,7 @@ class SizeTables:
 
     def __init__(self, buffers: SharedBuffers, chunk_tokens: int, chunks_per_round: int, sets: SaveSets) -> None:
         self.buffers, self.model, self.request = buffers, buffers.model, buffers.request
+        self.limits = buffers.limits
         self.chunk_tokens, self.chunks_per_round, self.sets = chunk_tokens, chunks_per_round, sets
         self.cost = CostModel.of(self.request, buffers.profile, chunk_tokens)
         self.shape = full_round(self.request, chunk_tokens, chunks_per_round)

@@ -12,6 +12,7 @@ from flexengine.models.registry import open_model
 from flexengine.options.job import Job
 from flexengine.plan import Numerics, Request
 from flexengine.planner.planner import find_plan
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.programs import lower_update
 from flexengine.schedule.timeline import TimedRun
@@ -36,7 +37,7 @@ def test_one_layer_more_does_not_fit(host_gib):
 def test_bytes_of_updates_by_the_cpu(states):
     model, profile = open_model("preset:llama-3.2-1b").spec, preset("h100-80")
     request = Request(512, 1024, 3 * GIB, 64 * GIB, numerics=Numerics(state=states), clipping=True)
-    plan = find_plan(model, request, profile)
+    plan = find_plan(Problem(model, request, profile))
     assert plan is not None
     program = lower_update(Layout(model, plan))
     run = TimedRun(program, 0.0, [(0.0, 1.0)] * len(program.commands))

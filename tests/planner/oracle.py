@@ -9,7 +9,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.cost.cost_model import StepPricer
-from flexengine.planner.cost.memory import excess_bytes
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import savable_ops
 from tests.schedule.small_plans import homes_of
@@ -49,7 +49,7 @@ def best_step_s(model: ModelSpec, request: Request, profile: HardwareProfile, ch
     pricer, best = StepPricer(profile), None
     for plan in all_plans(model, request, chunk, chunks):
         layout = Layout(model, plan)
-        if max(excess_bytes(layout, request, profile)) <= 0:
+        if Problem(model, request, profile).fits(layout):
             step_s = pricer.step(layout).step_s
             best = step_s if best is None else min(best, step_s)
     return best

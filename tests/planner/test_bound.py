@@ -16,9 +16,10 @@ from flexengine.planner.bound.relaxation import TOLERANCE, Bound
 from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, speed_of_light, speed_of_light_s
 from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
 from flexengine.planner.cost.cost_model import StepPricer, step_seconds
-from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.cost.save_sets import Keeping, lower_hull
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import recomputed, save_sets
@@ -121,7 +122,7 @@ def test_never_above_any_plan_of_the_exhaustive_oracle(link, seq_len, budget_sha
     request = replace(request, max_gpu_bytes=budget)
     least_s = bound_of(model, request, profile).seconds
     layouts = [Layout(model, plan) for plan in all_plans(model, request, 64, 2)]
-    fitting = [layout for layout in layouts if max(excess_bytes(layout, request, profile)) <= 0]
+    fitting = [layout for layout in layouts if Problem(model, request, profile).fits(layout)]
     assert fitting
     assert least_s <= min(pricer.step(layout).step_s for layout in fitting)
 

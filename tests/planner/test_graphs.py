@@ -8,8 +8,8 @@ from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Plan, Request
 from flexengine.planner.cost.cost_model import issue_calls
-from flexengine.planner.graphs import graphs_may_pay
 from flexengine.planner.planner import make_plan
+from flexengine.planner.variants import graphs_may_pay
 from flexengine.reports.plan_text import describe
 from flexengine.reports.simulated_step import simulate_step
 from flexengine.request import with_cache

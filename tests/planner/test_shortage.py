@@ -11,6 +11,7 @@ from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from tests.schedule.small_plans import FLOAT32, small_model
 
 GIB = 1 << 30
@@ -67,7 +68,7 @@ def test_what_fits_is_planned_however_small_its_chunks_must_be(budget_gib):
     """A long sequence in a small budget fits only in so many chunks that the search would not look at them."""
     model, profile = open_model("preset:tiny-llama3-150m").spec, preset("h100")
     asked = Request(40000, 280000, int(budget_gib * GIB), 64 * GIB)
-    assert Feasibility(model, asked, profile).fits()
+    assert Feasibility(Problem(model, asked, profile)).fits()
     plan = make_plan(model, asked, profile)
     assert plan.predicted.gpu_bytes <= asked.max_gpu_bytes
 

@@ -13,6 +13,7 @@ from flexengine.plan import Plan, PlanReason, Request
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from flexengine.reports.charts.streams import kind_of, merged_bars
 from flexengine.reports.charts.svg import ticks
 from flexengine.reports.picture import Picture
@@ -36,7 +37,7 @@ VOID_TAGS = {"meta", "br", "rect", "line", "path"}
 def picture() -> Picture:
     """Four rounds of a model that streams over a slow link."""
     model, profile = small_model(hidden=128), slow_link(1e9)
-    least = Feasibility(model, replace(REQUEST, max_gpu_bytes=1 << 40), profile).least_gpu().gpu_bytes
+    least = Feasibility(Problem(model, replace(REQUEST, max_gpu_bytes=1 << 40), profile)).least_gpu().gpu_bytes
     request = replace(REQUEST, max_gpu_bytes=int(1.2 * least))
     return Picture(make_plan(model, request, profile), model, profile)
 
@@ -44,7 +45,7 @@ def picture() -> Picture:
 @pytest.fixture(scope="module")
 def error() -> ShortageError:
     model, profile = small_model(hidden=128), slow_link(1e9)
-    needs = Feasibility(model, replace(REQUEST, max_gpu_bytes=1 << 40), profile).least_gpu()
+    needs = Feasibility(Problem(model, replace(REQUEST, max_gpu_bytes=1 << 40), profile)).least_gpu()
     remedy = Remedy("--max-seq-len 16", replace(REQUEST, max_seq_len=16))
     request = replace(REQUEST, max_gpu_bytes=1000)
     return ShortageError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, "too little", request, needs, (remedy,))

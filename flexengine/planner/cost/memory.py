@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from flexengine.hardware.nodes import PEER_MEMORY_BYTES
 from flexengine.hardware.profile import HardwareProfile, PeerWay
@@ -12,7 +13,6 @@ from flexengine.ops.base import Op
 from flexengine.ops.delta.delta_rule import DeltaRule
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.layernorm import LayerNorm
-from flexengine.plan import Request
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.node_exchange import exchange_bytes
 from flexengine.schedule.replays import replay_bytes
@@ -119,9 +119,20 @@ def host_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
     return layout.host_bytes + -(-layout.node_bytes // layout.plan.request.ranks) + beside
 
 
-def excess_bytes(layout: Layout, request: Request, profile: HardwareProfile) -> tuple[int, int]:
-    """Bytes by which a layout exceeds the (GPU, host) budgets; negative where there is room."""
-    return (
-        gpu_required_bytes(layout, profile) - request.max_gpu_bytes,
-        host_required_bytes(layout, profile) - request.max_host_bytes,
+class ProcessBytes(NamedTuple):
+    """What a process takes of both memories, in all and by category, named as in `Prediction`."""
+
+    gpu_bytes: int
+    host_bytes: int
+    gpu_categories: dict[str, int]
+    host_categories: dict[str, int]
+
+
+def process_bytes(layout: Layout, profile: HardwareProfile) -> ProcessBytes:
+    """What the process that has a layout takes."""
+    return ProcessBytes(
+        gpu_required_bytes(layout, profile),
+        host_required_bytes(layout, profile),
+        gpu_categories(layout, profile),
+        host_categories(layout, profile),
     )
