@@ -8,7 +8,6 @@ on such a card. The published ones were measured by others, on hosts that we do 
 """
 
 import argparse
-from dataclasses import replace
 from typing import NamedTuple
 
 from bench.environment import write_json
@@ -61,13 +60,12 @@ RUNS = (
 
 def at_rate(profile: HardwareProfile, flops_per_s: float) -> HardwareProfile:
     """A preset with another rate of products, and of attention, whose rate it takes from that of products."""
-    gain = flops_per_s / profile.peak_matmul_flops_per_s
-    return replace(
-        profile,
+    gain = flops_per_s / profile.matmul.peak_flops_per_s
+    return profile.changed(
         peak_matmul_flops_per_s=flops_per_s,
-        matmul_flops_per_s=matmul_curve(flops_per_s, profile.memory_bytes_per_s),
-        attention_forward_flops_per_s=tuple((n, gain * rate) for n, rate in profile.attention_forward_flops_per_s),
-        attention_backward_flops_per_s=tuple((n, gain * rate) for n, rate in profile.attention_backward_flops_per_s),
+        matmul_flops_per_s=matmul_curve(flops_per_s, profile.memory.bytes_per_s),
+        attention_forward_flops_per_s=tuple((n, gain * rate) for n, rate in profile.attention.forward_flops_per_s),
+        attention_backward_flops_per_s=tuple((n, gain * rate) for n, rate in profile.attention.backward_flops_per_s),
     )
 
 

@@ -117,7 +117,7 @@ def row_of_card(model: str, card: str, tokens: int, gpus: int) -> dict[str, obje
     row: dict[str, object] = {"card": card, "gpus": gpus, "tokens_per_gpu": tokens, **shown(relay)}
     row["planning_cpu_s"] = round(process_time() - began, 1)
     step_s = {"relay": relay.predicted.step_s, **bounds_s(spec, relay)}
-    if profile.peer_bytes_per_s:
+    if profile.link.peer_bytes_per_s:
         split = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB), transport="split")
         step_s["split"] = split.predicted.step_s
     began = process_time()
@@ -219,7 +219,7 @@ def main() -> None:
     found: dict[str, object] = {
         "assumed": {
             "node_bytes_per_s": {card: {n: assumed_node_rate(preset(card), n) for n in (2, 4, 8)} for card in GPU_GIB},
-            "peer_bytes_per_s": {card: preset(card).peer_bytes_per_s for card in GPU_GIB},
+            "peer_bytes_per_s": {card: preset(card).link.peer_bytes_per_s for card in GPU_GIB},
             "network_gbit_per_s": NETWORKS_GBIT,
         }
     }

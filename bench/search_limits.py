@@ -23,10 +23,8 @@ from flexengine.planner.problem import Problem
 SAMPLE = (
     "llama-3.2-1b rtx-4090 8+60GiB 32768x2048 no-clipping",
     "llama-3.2-1b a100-40 6+60GiB 4096x2048 fp32-states",
-    "llama-3.2-3b rtx-4090 16+110GiB 131072x65536 stochastic",
     "llama-3.1-8b h200 24+110GiB 8192x2048 no-clipping",
-    "olmoe-1b-7b rtx-4090 12+100GiB 131072x2048",
-    "qwen3.5-9b h200 32+126GiB 131072x2048",
+    "gemma-3-4b rtx-4090 12+60GiB 32768x2048 no-clipping",
 )
 OF_RANKS = ("searches", "spare_bytes")
 
@@ -69,7 +67,10 @@ def main() -> None:
         ratios = [new / old for new, old in zip(seconds, before, strict=True)]
         row = {"limit": name, "step": statistics.fmean(ratios), "best": min(ratios), "worst": max(ratios)}
         rows.append({**row, "planning": took_s / cpu_s})
-        print(f"{name:22} step {row['step']:.5f} ({row['best']:.4f} to {row['worst']:.4f}), time {took_s / cpu_s:.2f}")
+        print(
+            f"{name:22} step {row['step']:.5f} ({row['best']:.4f} to {row['worst']:.4f}), time {took_s / cpu_s:.2f}",
+            flush=True,
+        )
     write_json(args.json, {"requests": [case.id for case in cases], "plan_cpu_s": cpu_s, "rows": rows})
 
 

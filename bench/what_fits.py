@@ -52,7 +52,9 @@ COLUMNS = (
 def what_fits(model: ModelSpec, column: Column, host_gib: float, numerics: Numerics) -> dict[str, object]:
     """One cell: the predicted speed and the longest sequence, or what is needed."""
     profile = with_memory(preset(column.card), host_total_bytes=int(host_gib * GIB))
-    budget = min(column.gpu_gib * GIB, profile.gpu_total_bytes - LEFT_BYTES)  # cards show less than their name says
+    budget = min(
+        column.gpu_gib * GIB, profile.memory.gpu_total_bytes - LEFT_BYTES
+    )  # cards show less than their name says
     request = Request(SEQ_LEN, BATCH_TOKENS, budget, int(host_gib * GIB), numerics=numerics)
     case: dict[str, object] = {"gpu_gib": column.gpu_gib, "card": column.card, "gpu_budget_gib": round(budget / GIB, 1)}
     try:

@@ -6,8 +6,8 @@ import pytest
 
 from bench.largest_model import most_layers, parameters_that_fit, update_traffic
 from bench.state_losses import compare
+from flexengine.hardware.parts import ADAMW_BYTES
 from flexengine.hardware.presets import preset
-from flexengine.hardware.profile import ADAMW_BYTES
 from flexengine.models.registry import open_model
 from flexengine.options.job import Job
 from flexengine.plan import Numerics, Request

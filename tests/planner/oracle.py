@@ -1,7 +1,6 @@
 """The exhaustive oracle: every placement of a small model from a short list of options, judged by the simulator."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 from flexengine.hardware.presets import preset
@@ -21,8 +20,7 @@ SLOTS = ((1, 1, 1), (2, 2, 2))
 def slow_link(bytes_per_s: float) -> HardwareProfile:
     """A machine whose link decides: one direction at `bytes_per_s`, both at once at 80% of it each."""
     both = 0.8 * bytes_per_s
-    return replace(
-        preset("cpu-test"),
+    return preset("cpu-test").changed(
         h2d_bytes_per_s=bytes_per_s,
         d2h_bytes_per_s=bytes_per_s,
         h2d_duplex_bytes_per_s=both,

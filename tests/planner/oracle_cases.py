@@ -65,9 +65,8 @@ class Case:
         """The machine: a small CPU whose matrix products run at some share of its rate, and its link."""
         plain = preset("cpu-test")
         both = self.duplex_share * self.link_bytes_per_s
-        return replace(
-            plain,
-            matmul_flops_per_s=tuple((n, self.compute_share * rate) for n, rate in plain.matmul_flops_per_s),
+        return plain.changed(
+            matmul_flops_per_s=tuple((n, self.compute_share * rate) for n, rate in plain.matmul.flops_per_s),
             h2d_bytes_per_s=self.link_bytes_per_s,
             d2h_bytes_per_s=self.link_bytes_per_s,
             h2d_duplex_bytes_per_s=both,

@@ -61,7 +61,7 @@ def test_more_gpu_memory_is_never_slower(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_more_host_memory_is_never_slower(seed):
     model, request, profile = drawn(seed)
-    profile = replace(profile, host_base_bytes=0)
+    profile = profile.changed(host_base_bytes=0)
     least_gpu = Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes
     request = replace(request, max_gpu_bytes=int(1.3 * least_gpu))
     least = Feasibility(Problem(model, request, profile)).least_host()

@@ -1,6 +1,5 @@
 """The planner's parts: dynamic programme against brute force, bytes against layouts, surrogate against simulator."""
 
-from dataclasses import replace
 from itertools import combinations_with_replacement
 from random import Random
 
@@ -181,18 +180,20 @@ def test_products_of_experts_run_at_a_share_of_the_rate_of_one_product():
     cost = CostModel(profile, 2, 8192, 2048)
     work = next(op for op in layer.ops if op.name == "experts_down").forward_work(8192, 2048, 2)
     assert work.flops == 2 * 8192 * 8 * 1024 * 2048
-    seconds = work.flops / (GROUPED_SHARE * profile.matmul_rate(8192)) + profile.launch_s
+    seconds = work.flops / (GROUPED_SHARE * profile.matmul.rate(8192)) + profile.host.launch_s
     assert cost.work_s(work) == cost.work_s(work.plus(Work())) == pytest.approx(seconds)
-    assert cost.work_s(work.shared(4)) == pytest.approx((seconds - profile.launch_s) / 4)
+    assert cost.work_s(work.shared(4)) == pytest.approx((seconds - profile.host.launch_s) / 4)
 
 
 def test_products_of_the_head_run_at_a_share_of_the_rate_of_linear_layers():
-    profile = replace(preset("h200"), head_shares=((1024, 1.25),))
+    profile = preset("h200").changed(head_shares=((1024, 1.25),))
     head = next(op for op in open_model("preset:llama-3.2-1b").spec.layers[-1].ops if op.name == "lm_head")
     work = head.backward_input_work(8192, 2048, 2)
     assert work.flops == work.head_flops == 6 * 8192 * 2048 * 128256
-    seconds = work.flops / (1.25 * profile.matmul_rate(8192)) + work.memory_bytes / profile.memory_bytes_per_s
-    assert CostModel(profile, 2, 8192, 2048).work_s(work) == pytest.approx(seconds + work.kernels * profile.launch_s)
+    seconds = work.flops / (1.25 * profile.matmul.rate(8192)) + work.memory_bytes / profile.memory.bytes_per_s
+    assert CostModel(profile, 2, 8192, 2048).work_s(work) == pytest.approx(
+        seconds + work.kernels * profile.host.launch_s
+    )
     assert work.plus(work).head_flops == 2 * work.head_flops == 8 * work.shared(4).head_flops
 
 

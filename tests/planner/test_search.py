@@ -215,7 +215,7 @@ def test_sizes_are_compared_by_what_all_seeds_reach():
         max_host_mem_gib=110.0,
         cuda_graphs="never",
     )
-    profile, model = replace(preset("h100-80"), **rates), described(open_model("preset:llama-3.1-8b").spec, job)
+    profile, model = preset("h100-80").changed(**rates), described(open_model("preset:llama-3.1-8b").spec, job)
     request = make_request(job, profile, "cuda")
     free, pinned = (
         make_plan(model, replace(request, **sizes), profile).predicted.step_s

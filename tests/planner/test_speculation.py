@@ -30,7 +30,7 @@ MODEL = open_model("preset:llama-3.2-1b").spec
 REQUEST = Request(2048, 8192, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
 
 
-PROFILE = replace(preset("h200"), cpu_adamw_parameters_per_s=(("float32", 9e9), ("bfloat16", 9e9)))
+PROFILE = preset("h200").changed(cpu_adamw_parameters_per_s=(("float32", 9e9), ("bfloat16", 9e9)))
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,7 @@ def test_a_plan_with_room_speculates_and_is_priced_as_it_runs(plan):
     assert 0.9 * busy[1] <= busy[0] <= 1.3 * busy[1]
 
 
-MEASURED = replace(
-    preset("h200"),
+MEASURED = preset("h200").changed(
     h2d_beside_cpu_bytes_per_s=33e9,
     d2h_beside_cpu_bytes_per_s=49e9,
     h2d_only_beside_cpu_bytes_per_s=41e9,
@@ -165,8 +164,8 @@ def test_only_the_plan_that_wins_is_searched_as_if_nothing_were_clipped(monkeypa
 
 
 def test_updates_into_second_planes_have_a_price_of_their_own(plan):
-    slower = replace(
-        PROFILE, cpu_adamw_parameters_per_s=(*PROFILE.cpu_adamw_parameters_per_s, ("bfloat16 into second planes", 3e9))
+    slower = PROFILE.changed(
+        cpu_adamw_parameters_per_s=(*PROFILE.host.adamw_parameters_per_s, ("bfloat16 into second planes", 3e9))
     )
     into, in_place = (
         [simulate_step(p, MODEL, profile) for profile in (PROFILE, slower)] for p in (plan, plan.after_clipping())

@@ -74,7 +74,7 @@ def test_time_of_a_step_adds_up(picture):
 
 def test_a_host_that_issues_slowly_is_named():
     """A model so small that the GPU waits for the next command; some of the commands also waited for a copy."""
-    model, profile = small_model(), replace(slow_link(1e12), issue_s=1e-3)
+    model, profile = small_model(), slow_link(1e12).changed(issue_s=1e-3)
     plan = make_plan(model, REQUEST, profile)
     picture = Picture(plan, model, profile)
     assert plan.predicted.limiter.startswith("the host, which issues commands, during ")

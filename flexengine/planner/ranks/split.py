@@ -17,7 +17,7 @@ from flexengine.planner.problem import Problem, Room
 
 def may_split(request: Request, profile: HardwareProfile) -> bool:
     """Whether a split plan is to be tried."""
-    wanted = request.transport == "split" or (request.transport == "auto" and profile.peer_bytes_per_s > 0)
+    wanted = request.transport == "split" or (request.transport == "auto" and profile.link.peer_bytes_per_s > 0)
     return wanted and request.ranks > 1
 
 

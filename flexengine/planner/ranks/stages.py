@@ -127,9 +127,9 @@ class _Search:
     def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
         self._model, self._request, self._profile, self._size = model, request, profile, request.ranks
         self._small = _with_small_edges(model)
-        rates = tuple((name, rate / self._size) for name, rate in profile.cpu_adamw_parameters_per_s)
+        rates = tuple((name, rate / self._size) for name, rate in profile.host.adamw_parameters_per_s)
         self._of_one = rank_profile(profile, self._size)
-        self._of_rank = replace(self._of_one, cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
+        self._of_rank = self._of_one.changed(cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
         self._judge = Problem(model, request.of_rank, self._of_rank)
         self._plans: dict[tuple, Plan | None] = {}
         self._reserved: dict[bool, tuple[int, int]] = {}  # by `share_edges`, what the last plan that fits left free
