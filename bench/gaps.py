@@ -206,7 +206,7 @@ def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
     return {
         "predicted_step_s": plan.predicted.step_s,
         "predicted_after_clipping_s": plan.predicted.after_clipping_s or plan.predicted.step_s,
-        "issue_s": planned.profile.issue_s,
+        "issue_s": planned.profile.host.issue_s,
         "profile": planned.profile.to_dict(),
         "steps": told,
         "timed_step": timed,

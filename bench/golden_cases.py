@@ -70,7 +70,7 @@ class Case:
         return Request(
             max_seq_len=self.seq_len,
             max_global_batch_tokens=self.tokens,
-            max_gpu_bytes=min(int(self.gpu_gib * GIB), self.profile.gpu_total_bytes),
+            max_gpu_bytes=min(int(self.gpu_gib * GIB), self.profile.memory.gpu_total_bytes),
             max_host_bytes=int(self.host_gib * GIB),
             chunk_tokens=chunk,
             round_tokens=chunk * chunks if chunk and chunks else None,

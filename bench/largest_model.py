@@ -40,6 +40,7 @@ from flexengine.optim import AdamW
 from flexengine.options.job import Job
 from flexengine.plan import PlanError
 from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.problem import Problem
 from flexengine.request import described, make_request, probe_shape
 from flexengine.runtime.engine import Engine
 from flexengine.schedule.commands import Command, Stream, UpdateTile
@@ -81,7 +82,7 @@ def parameters_that_fit(preset: str, layers: int, job: Job, profile: HardwarePro
     with tempfile.TemporaryDirectory() as folder:
         write_config(preset, layers, Path(folder))
         spec = described(open_initial(folder, "random").spec, job)
-    fits = Feasibility(spec, make_request(job, profile, profile.device_type), profile).fits()
+    fits = Feasibility(Problem(spec, make_request(job, profile, profile.device_type), profile)).fits()
     return spec.num_parameters if fits else 0
 
 

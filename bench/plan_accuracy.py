@@ -37,7 +37,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -268,7 +267,7 @@ def measured_row(
         "chunks_per_round": plan.chunks_per_round,
         "chunk_tokens": plan.chunk_tokens,
         "tokens_per_s": out.num_tokens / step_s,
-        "share_of_matmul_rate": out.model_flops / step_s / prepared.profile.peak_matmul_flops_per_s,
+        "share_of_matmul_rate": out.model_flops / step_s / prepared.profile.matmul.peak_flops_per_s,
         "step_s": step_s,
         "steps_s": seconds,
         "predicted_step_s": StepPredictor(plan, engine.model, prepared.profile).step_s(lengths),
@@ -287,12 +286,12 @@ def measured_row(
 def rates_of(profile: HardwareProfile) -> dict[str, Any]:
     """What a plan was made with and may have been mispriced: single figures, and rates of products, attention and
     updates by the CPU."""
-    scalars = {name: value for name, value in asdict(profile).items() if isinstance(value, int | float)}
+    scalars = {name: value for name, value in profile.values().items() if isinstance(value, int | float)}
     curves = ("matmul_flops_per_s", "attention_forward_flops_per_s", "attention_backward_flops_per_s")
     return {
         **scalars,
-        **{name: getattr(profile, name) for name in curves},
-        "cpu_adamw_parameters_per_s": dict(profile.cpu_adamw_parameters_per_s),
+        **{name: profile.values()[name] for name in curves},
+        "cpu_adamw_parameters_per_s": dict(profile.host.adamw_parameters_per_s),
     }
 
 

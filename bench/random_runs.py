@@ -36,6 +36,7 @@ from flexengine.models.in_parts import in_parts
 from flexengine.optim import OPTIMIZERS
 from flexengine.parallel.team import leave
 from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.problem import Problem
 from tests.parallel.ranks_helper import run_ranks
 
 MIB = 2**20
@@ -170,7 +171,7 @@ def budget_of(planned: PlannedRun, variant: Variant) -> int:
     if variant.share >= 1 or variant.options.get("transport") in ("split", "stages"):
         return MOST_BYTES
     model, request = in_parts(planned.source.spec), replace(planned.plan.request, **variant.options)
-    least = Feasibility(model, request, planned.profile).least_gpu().gpu_bytes
+    least = Feasibility(Problem(model, request, planned.profile)).least_gpu().gpu_bytes
     return int(least + variant.share * max(0, planned.plan.predicted.gpu_bytes - least))
 
 

@@ -20,6 +20,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, PlanError, Request
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-13b", "llama-3.1-70b")
 SEQ_LEN, BATCH_TOKENS = 2048, 131072
@@ -51,7 +52,9 @@ COLUMNS = (
 def what_fits(model: ModelSpec, column: Column, host_gib: float, numerics: Numerics) -> dict[str, object]:
     """One cell: the predicted speed and the longest sequence, or what is needed."""
     profile = with_memory(preset(column.card), host_total_bytes=int(host_gib * GIB))
-    budget = min(column.gpu_gib * GIB, profile.gpu_total_bytes - LEFT_BYTES)  # cards show less than their name says
+    budget = min(
+        column.gpu_gib * GIB, profile.memory.gpu_total_bytes - LEFT_BYTES
+    )  # cards show less than their name says
     request = Request(SEQ_LEN, BATCH_TOKENS, budget, int(host_gib * GIB), numerics=numerics)
     case: dict[str, object] = {"gpu_gib": column.gpu_gib, "card": column.card, "gpu_budget_gib": round(budget / GIB, 1)}
     try:
@@ -79,7 +82,7 @@ def longest_sequence(model: ModelSpec, request: Request, profile: HardwareProfil
     for length in reversed(lengths):
         longer = replace(request, max_seq_len=length, max_global_batch_tokens=max(BATCH_TOKENS, length))
         try:
-            if Feasibility(model, longer, profile).fits():
+            if Feasibility(Problem(model, longer, profile)).fits():
                 return length
         except PlanError:  # sizes that contradict each other
             continue

@@ -319,9 +319,9 @@ def build(
         seed=job.seed,
         deterministic=job.deterministic,
         # what a probe found fastest may differ from one machine to the next of its kind, and kernels differ in bits
-        attention="flash" if job.reproducible else planned.profile.attention_kernels,
-        attention_choices=() if job.reproducible else planned.profile.attention_choices,
-        matmul_flops_per_s=planned.profile.peak_matmul_flops_per_s,
+        attention="flash" if job.reproducible else planned.profile.attention.kernels,
+        attention_choices=() if job.reproducible else planned.profile.attention.choices,
+        matmul_flops_per_s=planned.profile.matmul.peak_flops_per_s,
         description=planned.describe(),
         adapter=None if job.adapter is None else Path(job.adapter),
         cache_bytes=planned.cache_bytes,
@@ -363,5 +363,5 @@ def _check_same_plan(planned: PlannedRun, job: Job) -> None:
 def _cap_allocator(planned: PlannedRun) -> None:
     """Hold torch's device allocator to what the budget leaves beside the CUDA context."""
     total = torch.cuda.get_device_properties(planned.device).total_memory
-    allowed = planned.plan.request.max_gpu_bytes - planned.profile.gpu_context_bytes
+    allowed = planned.plan.request.max_gpu_bytes - planned.profile.memory.gpu_context_bytes
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, allowed / total)), planned.device)

@@ -180,7 +180,7 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: in
     if job.transport != "auto" and ranks * nodes == 1:
         asked = job.words.setting("transport", job.transport)
         raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
-    if job.matmul_dtype == "fp8" and not profile.fp8_matmul_flops_per_s:
+    if job.matmul_dtype == "fp8" and not profile.matmul.fp8_flops_per_s:
         raise ValueError(
             f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
             " (L40S, RTX 4090, H100 and newer); leave it out"
@@ -246,9 +246,11 @@ ROOM = {"gpu": Room(1 / 32, GIB // 4, 2 * GIB), "host": Room(1 / 16, GIB, 8 * GI
 def _budgets(job: Job, profile: HardwareProfile, device_type: str) -> tuple[int, int]:
     """Budgets of GPU and host in bytes; on the CPU both are of the host's memory, half of it each."""
     gpu_room, host_room = system_room(profile, device_type)
-    free_host = profile.host_available_bytes + profile.host_base_bytes - host_room
+    free_host = profile.memory.host_available_bytes + profile.memory.host_base_bytes - host_room
     free_gpu = (
-        profile.gpu_free_bytes + profile.gpu_context_bytes - gpu_room if device_type == "cuda" else free_host // 2
+        profile.memory.gpu_free_bytes + profile.memory.gpu_context_bytes - gpu_room
+        if device_type == "cuda"
+        else free_host // 2
     )
     gpu_bytes = _budget_bytes("gpu", job.max_gpu_mem_gib, free_gpu)
     if device_type == "cpu":
@@ -258,9 +260,9 @@ def _budgets(job: Job, profile: HardwareProfile, device_type: str) -> tuple[int,
 
 def system_room(profile: HardwareProfile, device_type: str) -> tuple[int, int]:
     """Bytes of GPU and host memory that budgets which are not given leave to the system and others."""
-    free_gpu, free_host = profile.gpu_free_bytes, profile.host_available_bytes
-    gpu = ROOM["gpu"].of(profile.gpu_total_bytes, free_gpu) if device_type == "cuda" else 0
-    return gpu, ROOM["host"].of(profile.host_total_bytes, free_host)
+    free_gpu, free_host = profile.memory.gpu_free_bytes, profile.memory.host_available_bytes
+    gpu = ROOM["gpu"].of(profile.memory.gpu_total_bytes, free_gpu) if device_type == "cuda" else 0
+    return gpu, ROOM["host"].of(profile.memory.host_total_bytes, free_host)
 
 
 def budgets_found(job: Job, request: Request, profile: HardwareProfile, device_type: str) -> str:
@@ -310,13 +312,15 @@ def positive_budget(place: str, num_bytes: int) -> int:
 def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> None:
     """Raise PlanError when a plan within its budgets takes more than the machine that it is for has left now."""
     gpu_bytes, host_bytes = plan.predicted.gpu_bytes, plan.predicted.host_bytes
-    free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes
-    free_host = profile.host_available_bytes + plan.request.ranks * profile.host_base_bytes  # all ranks have begun
+    free_gpu = profile.memory.gpu_free_bytes + profile.memory.gpu_context_bytes
+    free_host = (
+        profile.memory.host_available_bytes + plan.request.ranks * profile.memory.host_base_bytes
+    )  # all ranks have begun
     if device_type == "cpu":  # both arenas are host memory
         gpu_bytes, host_bytes = 0, plan.request.ranks * gpu_bytes + host_bytes
     for needed, free, total, name, flag, reason in (
-        (gpu_bytes, free_gpu, profile.gpu_total_bytes, "GPU", "gpu", PlanReason.INSUFFICIENT_DEVICE_MEMORY),
-        (host_bytes, free_host, profile.host_total_bytes, "host", "host", PlanReason.INSUFFICIENT_HOST_MEMORY),
+        (gpu_bytes, free_gpu, profile.memory.gpu_total_bytes, "GPU", "gpu", PlanReason.INSUFFICIENT_DEVICE_MEMORY),
+        (host_bytes, free_host, profile.memory.host_total_bytes, "host", "host", PlanReason.INSUFFICIENT_HOST_MEMORY),
     ):
         if needed > free:
             raise PlanError(

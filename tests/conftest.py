@@ -82,12 +82,10 @@ def driven(driver, monkeypatch: pytest.MonkeyPatch):
 
 def search_quickly(patch: pytest.MonkeyPatch) -> None:
     """The planner takes a short race and simulates one finalist, in a fraction of the time."""
-    from flexengine.planner.planner import Race  # noqa: PLC0415 (with Triton's interpreter set above)
+    from flexengine.planner.limits import Race, SearchLimits  # noqa: PLC0415 (with Triton's interpreter set above)
 
-    patch.setattr("flexengine.planner.planner.RACE", (Race(3, 1.1, 10_000, 4),))
-    patch.setattr("flexengine.planner.planner.SIMULATED_COMMANDS", 1)
-    for module in ("local_search", "size_search"):
-        patch.setattr(f"flexengine.planner.{module}.BLOCKS_PER_EXPANSION", 1)
+    quick = SearchLimits(race=(Race(3, 1.1, 10_000, 4),), commands=1, expansion_blocks=1)
+    patch.setattr("flexengine.planner.limits.LIMITS", quick)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -319,8 +319,6 @@ MOST_PARAMETERS = 8
 """Of functions; what makes a value takes as many as it has fields, and a kernel as many as it has tensors."""
 TOO_LARGE = {
     "data/tokenizer.py:ChatTokenizer": 339,
-    "hardware/measure/gpu.py:measure_cuda": 53,
-    "hardware/profile.py": 458,
     "ops/base.py": 412,
     "optim/adamw.py:adamw_update": 54,
     "optim/adamw.py:adamw_update_reference": 52,

@@ -131,7 +131,7 @@ def test_the_option_in_flags_yaml_and_python(folder):
 
 
 def test_kernels_do_not_depend_on_what_a_probe_found(folder):
-    profile = replace(preset("cpu-test"), attention_kernels="cudnn")
+    profile = preset("cpu-test").changed(attention_kernels="cudnn")
     for reproducible, kernels in ((False, "cudnn"), (True, "flash")):
         with from_pretrained(folder, **{**CPU, "hardware": profile}, reproducible=reproducible) as engine:
             assert engine.settings.attention == kernels

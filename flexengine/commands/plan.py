@@ -134,8 +134,8 @@ def machine(asked: Asked, gpu: str | None) -> HardwareProfile:
     profile = with_gpus(profile, asked.flags.gpus, None if host_gb_per_s is None else host_gb_per_s * 1e9)
     gib = asked.flags.host_mem_gib
     if gib is not None:
-        if gib * GIB < profile.host_base_bytes:
-            taken = f"the process itself takes {format_bytes(profile.host_base_bytes)}"
+        if gib * GIB < profile.memory.host_base_bytes:
+            taken = f"the process itself takes {format_bytes(profile.memory.host_base_bytes)}"
             raise ValueError(f"--host-mem-gib {gib:g}: {taken}; give more")
         profile = with_memory(profile, host_total_bytes=int(gib * GIB))
     return profile

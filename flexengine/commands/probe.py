@@ -99,10 +99,12 @@ def _place(result: ProbeResult) -> str:
 def _chart_note(profile: HardwareProfile, origin: Sequence[str]) -> str:
     """Write the note below the chart's title: costs that are no curves, and the source of a preset's figures."""
     costs = (
-        f"kernel launch {format_seconds(profile.launch_s)}",
-        f"host time per command {format_seconds(profile.issue_s)}" if profile.issue_s else "",
-        f"fixed part of a copy {format_seconds(profile.copy_latency_s)}",
-        f"CUDA context and libraries {format_bytes(profile.gpu_context_bytes)}" if profile.gpu_context_bytes else "",
+        f"kernel launch {format_seconds(profile.host.launch_s)}",
+        f"host time per command {format_seconds(profile.host.issue_s)}" if profile.host.issue_s else "",
+        f"fixed part of a copy {format_seconds(profile.link.copy_latency_s)}",
+        f"CUDA context and libraries {format_bytes(profile.memory.gpu_context_bytes)}"
+        if profile.memory.gpu_context_bytes
+        else "",
     )
     source = "\n" + origin[1].strip() if profile.source == "preset" else ""
     return "; ".join(text for text in costs if text) + source
@@ -118,32 +120,34 @@ def describe(profile: HardwareProfile) -> list[str]:
 
 
 def _compute_lines(profile: HardwareProfile) -> list[str]:
-    hidden_size, intermediate_size = profile.matmul_shape
-    unit, scale = ("TFLOP/s", TERA) if profile.peak_matmul_flops_per_s >= TERA else ("GFLOP/s", GIGA)
+    hidden_size, intermediate_size = profile.matmul.shape
+    unit, scale = ("TFLOP/s", TERA) if profile.matmul.peak_flops_per_s >= TERA else ("GFLOP/s", GIGA)
     linear = [curve for curve in profile.curves if curve.x_unit == "tokens"]
-    attention = (profile.attention_forward_flops_per_s, profile.attention_backward_flops_per_s)
+    attention = (profile.attention.forward_flops_per_s, profile.attention.backward_flops_per_s)
     # Forward and backward may have been measured at different lengths; the header has all of them.
     lengths = sorted({length for points in attention for length, _ in points})
-    cube = profile.peak_matmul_flops_per_s
+    cube = profile.matmul.peak_flops_per_s
     return [
         "compute",
         _row("large cube, sustained", format_tflops(cube) if scale == TERA else f"{cube / GIGA:.1f} GFLOP/s"),
-        _header(f"linear layers {hidden_size} x {intermediate_size}, {unit} by tokens", profile.matmul_flops_per_s),
-        _cells("all, weighted by time", profile.matmul_flops_per_s, scale),
+        _header(f"linear layers {hidden_size} x {intermediate_size}, {unit} by tokens", profile.matmul.flops_per_s),
+        _cells("all, weighted by time", profile.matmul.flops_per_s, scale),
         *(_cells(curve.name, curve.points, scale) for curve in linear),
         *_fp8_lines(profile, unit, scale),
-        *_share_lines("experts' products", profile.grouped_shares),
-        *_share_lines("the head's products", profile.head_shares),
+        *_share_lines("experts' products", profile.matmul.grouped_shares),
+        *_share_lines("the head's products", profile.matmul.head_shares),
         _header(_attention_title(profile, unit), [(length, 0.0) for length in lengths]),
         *(_cells(name, points, scale) for name, points in zip(("forward", "backward"), attention, strict=True)),
         *_choice_lines(profile),
-        _row("kernel launch", format_seconds(profile.launch_s)),
-        _row("host time per command", format_seconds(profile.issue_s) if profile.issue_s else "runs in place"),
+        _row("kernel launch", format_seconds(profile.host.launch_s)),
+        _row(
+            "host time per command", format_seconds(profile.host.issue_s) if profile.host.issue_s else "runs in place"
+        ),
     ]
 
 
 def _fp8_lines(profile: HardwareProfile, unit: str, scale: float) -> list[str]:
-    points = profile.fp8_matmul_flops_per_s
+    points = profile.matmul.fp8_flops_per_s
     if not points:
         return [_row("the same with FP8 operands", "not on this card")]
     return [_header(f"the same with FP8 operands, {unit} by tokens", points), _cells("all", points, scale)]
@@ -159,7 +163,7 @@ def _share_lines(name: str, shares: Points) -> list[str]:
 def _choice_lines(profile: HardwareProfile) -> list[str]:
     """Tell the fastest attention kernels by tokens of a sequence, a line for each shape that was measured."""
     lines = []
-    for shape, orders in profile.attention_choices:
+    for shape, orders in profile.attention.choices:
         width = f"{shape.head_dim}" if shape.head_dim == shape.value_dim else f"{shape.head_dim}/{shape.value_dim}"
         style = f", window {shape.window}" * bool(shape.window) + ", soft cap" * shape.capped
         fastest = ", ".join(f"{length}: {order[0]}" for length, order in orders)
@@ -168,18 +172,24 @@ def _choice_lines(profile: HardwareProfile) -> list[str]:
 
 
 def _attention_title(profile: HardwareProfile, unit: str) -> str:
-    kernels = f"{profile.attention_kernels}, " if profile.device_type == "cuda" else ""
-    return f"attention ({kernels}head_dim {profile.attention_head_dim}), {unit} by length"
+    kernels = f"{profile.attention.kernels}, " if profile.device_type == "cuda" else ""
+    return f"attention ({kernels}head_dim {profile.attention.head_dim}), {unit} by length"
 
 
 def _copy_lines(profile: HardwareProfile) -> list[str]:
     curves = [curve for curve in profile.curves if curve.x_unit == "bytes"]
     lines = [
         "copies" if profile.device_type == "cpu" else "copies between GPU and page-locked host memory",
-        _row("host to device, alone / both busy", _pair(profile.h2d_bytes_per_s, profile.h2d_duplex_bytes_per_s)),
-        _row("device to host, alone / both busy", _pair(profile.d2h_bytes_per_s, profile.d2h_duplex_bytes_per_s)),
+        _row(
+            "host to device, alone / both busy",
+            _pair(profile.link.h2d_bytes_per_s, profile.link.h2d_duplex_bytes_per_s),
+        ),
+        _row(
+            "device to host, alone / both busy",
+            _pair(profile.link.d2h_bytes_per_s, profile.link.d2h_duplex_bytes_per_s),
+        ),
         *_beside_lines(profile),
-        _row("fixed part of a copy", format_seconds(profile.copy_latency_s)),
+        _row("fixed part of a copy", format_seconds(profile.link.copy_latency_s)),
     ]
     if curves:
         lines.append(_header("GB/s by size", curves[0].points, _size))
@@ -190,12 +200,12 @@ def _copy_lines(profile: HardwareProfile) -> list[str]:
 def _beside_lines(profile: HardwareProfile) -> list[str]:
     if profile.device_type == "cpu":
         return []
-    rates = profile.h2d_beside_cpu_bytes_per_s, profile.d2h_beside_cpu_bytes_per_s
+    rates = profile.link.h2d_beside_cpu_bytes_per_s, profile.link.d2h_beside_cpu_bytes_per_s
     lines = [_row("to device / to host beside AdamW on the CPU", _pair(*rates))]
-    if profile.cpu_share_beside_link:
+    if profile.link.cpu_share_beside_link:
         lines += [
-            _row("the same, other direction idle", _pair(*profile.only_beside_cpu_bytes_per_s)),
-            _row("speed that AdamW keeps, both busy", f"{100 * profile.cpu_share_beside_link:.0f}%"),
+            _row("the same, other direction idle", _pair(*profile.link.only_beside_cpu_bytes_per_s)),
+            _row("speed that AdamW keeps, both busy", f"{100 * profile.link.cpu_share_beside_link:.0f}%"),
         ]
     return lines
 
@@ -204,13 +214,13 @@ def _host_lines(profile: HardwareProfile) -> list[str]:
     curve = next((curve for curve in profile.curves if curve.x_unit == "threads"), None)
     lines = ["memory traffic, read + written"]
     if profile.device_type == "cuda":
-        lines.append(_row("copy within the GPU", _gb_per_s(profile.memory_bytes_per_s)))
-    lines.append(_row("copy within host memory, all threads", _gb_per_s(profile.host_bytes_per_s)))
+        lines.append(_row("copy within the GPU", _gb_per_s(profile.memory.bytes_per_s)))
+    lines.append(_row("copy within host memory, all threads", _gb_per_s(profile.host.bytes_per_s)))
     if curve is not None:
         lines += [_header("GB/s by threads", curve.points), _cells("copy within host memory", curve.points, GIGA)]
     lines += [
         _row(f"AdamW on the CPU, {masters_and_states(update)}", f"{rate / GIGA:.2f} G parameters/s")
-        for update, rate in profile.cpu_adamw_parameters_per_s
+        for update, rate in profile.host.adamw_parameters_per_s
     ]
     return lines
 
@@ -219,13 +229,13 @@ def _memory_lines(profile: HardwareProfile) -> list[str]:
     lines = ["memory"]
     if profile.device_type == "cuda":
         lines += [
-            _row("GPU, total / free", _sizes(profile.gpu_total_bytes, profile.gpu_free_bytes)),
-            _row("CUDA context, libraries and kernels", format_bytes(profile.gpu_context_bytes)),
+            _row("GPU, total / free", _sizes(profile.memory.gpu_total_bytes, profile.memory.gpu_free_bytes)),
+            _row("CUDA context, libraries and kernels", format_bytes(profile.memory.gpu_context_bytes)),
         ]
     return [
         *lines,
-        _row("host, limit / available", _sizes(profile.host_total_bytes, profile.host_available_bytes)),
-        _row("process before any training state", format_bytes(profile.host_base_bytes)),
+        _row("host, limit / available", _sizes(profile.memory.host_total_bytes, profile.memory.host_available_bytes)),
+        _row("process before any training state", format_bytes(profile.memory.host_base_bytes)),
     ]
 
 

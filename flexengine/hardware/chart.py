@@ -59,18 +59,18 @@ def _draw(figure: Figure, profile: HardwareProfile, note: str) -> None:
 
 
 def _draw_matmul(axes: Axes, profile: HardwareProfile) -> None:
-    unit, scale = _flops_unit(profile.peak_matmul_flops_per_s)
+    unit, scale = _flops_unit(profile.matmul.peak_flops_per_s)
     curves = [curve for curve in profile.curves if curve.x_unit == "tokens"]
     products = list(dict.fromkeys(_product_and_pass(curve)[0] for curve in curves))
     for curve in curves:
         product, name = _product_and_pass(curve)
         colour = COLOURS[products.index(product) % len(COLOURS)]
         _line(axes, curve.points, scale, color=colour, linestyle=PASS_STYLES.get(name, "-"), linewidth=1.0, alpha=0.8)
-    _line(axes, profile.matmul_flops_per_s, scale, color=LINE_COLOUR, linewidth=2.6, marker="o", markersize=4)
-    axes.axhline(profile.peak_matmul_flops_per_s / scale, color=NOTE_COLOUR, linewidth=1.0, linestyle=(0, (6, 3)))
-    hidden_size, intermediate_size = profile.matmul_shape
+    _line(axes, profile.matmul.flops_per_s, scale, color=LINE_COLOUR, linewidth=2.6, marker="o", markersize=4)
+    axes.axhline(profile.matmul.peak_flops_per_s / scale, color=NOTE_COLOUR, linewidth=1.0, linestyle=(0, (6, 3)))
+    hidden_size, intermediate_size = profile.matmul.shape
     _finish(axes, f"Linear layers of a block, {hidden_size} x {intermediate_size}", "tokens", unit)
-    _count_ticks(axes, [tokens for tokens, _ in profile.matmul_flops_per_s])
+    _count_ticks(axes, [tokens for tokens, _ in profile.matmul.flops_per_s])
     keys = [("all, weighted by time", LINE_COLOUR, "-", 2.6), ("large cube", NOTE_COLOUR, (0, (6, 3)), 1.0)]
     keys += [(product, COLOURS[i % len(COLOURS)], "-", 1.6) for i, product in enumerate(products)]
     keys += [(name, LINE_COLOUR, style, 1.0) for name, style in PASS_STYLES.items()] if curves else []
@@ -78,7 +78,7 @@ def _draw_matmul(axes: Axes, profile: HardwareProfile) -> None:
 
 
 def _draw_attention(axes: Axes, profile: HardwareProfile) -> None:
-    rates = (profile.attention_forward_flops_per_s, profile.attention_backward_flops_per_s)
+    rates = (profile.attention.forward_flops_per_s, profile.attention.backward_flops_per_s)
     unit, scale = _flops_unit(max(rate for points in rates for _, rate in points))
     for points, colour in zip(rates, COLOURS, strict=False):
         _line(axes, points, scale, color=colour, linewidth=2.0, marker="o", markersize=4)
@@ -110,10 +110,10 @@ def _draw_host(axes: Axes, profile: HardwareProfile) -> None:
         _line(axes, curve.points, GIGA, color=COLOURS[2], linewidth=2.0, marker="o", markersize=4)
         _count_ticks(axes, [threads for threads, _ in curve.points])
     else:
-        axes.axhline(profile.host_bytes_per_s / GIGA, color=COLOURS[2], linewidth=2.0)
+        axes.axhline(profile.host.bytes_per_s / GIGA, color=COLOURS[2], linewidth=2.0)
         axes.set_xticks([])
     _finish(axes, "Host memory, copy (read + written)", "threads" if curve else "all threads", "GB/s")
-    rates = profile.cpu_adamw_parameters_per_s
+    rates = profile.host.adamw_parameters_per_s
     adamw = "\n".join(f"{rate / 1e9:.2f} G/s with {masters_and_states(update)}" for update, rate in rates)
     text = f"AdamW on the CPU, parameters:\n{adamw}"
     box = {"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": "#cccccc"}
@@ -123,13 +123,13 @@ def _draw_host(axes: Axes, profile: HardwareProfile) -> None:
 def _planned_copies(profile: HardwareProfile) -> list[Curve]:
     sizes = [2**power for power in range(16, 29, 2)]
     rates = {
-        "host to device": profile.h2d_bytes_per_s,
-        "device to host": profile.d2h_bytes_per_s,
-        "host to device, both busy": profile.h2d_duplex_bytes_per_s,
-        "device to host, both busy": profile.d2h_duplex_bytes_per_s,
+        "host to device": profile.link.h2d_bytes_per_s,
+        "device to host": profile.link.d2h_bytes_per_s,
+        "host to device, both busy": profile.link.h2d_duplex_bytes_per_s,
+        "device to host, both busy": profile.link.d2h_duplex_bytes_per_s,
     }
     return [
-        Curve(name, "bytes", "bytes/s", tuple((n, n / (profile.copy_latency_s + n / rate)) for n in sizes))
+        Curve(name, "bytes", "bytes/s", tuple((n, n / (profile.link.copy_latency_s + n / rate)) for n in sizes))
         for name, rate in rates.items()
     ]
 

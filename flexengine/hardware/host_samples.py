@@ -8,7 +8,6 @@ per second in the probes of an hour, and steps that wait for it took what the me
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,8 @@ from statistics import median
 from flexengine.hardware.cache import read_remembered, write_remembered
 from flexengine.hardware.curve import as_points
 from flexengine.hardware.node_rates import LINK_FIELDS
-from flexengine.hardware.profile import ONE_RANK_FIELDS, SECONDS_FIELDS, HardwareProfile
+from flexengine.hardware.parts import ONE_RANK_FIELDS, SECONDS_FIELDS
+from flexengine.hardware.profile import HardwareProfile
 from flexengine.wording import parse_json
 
 RATES = (*LINK_FIELDS, *ONE_RANK_FIELDS, "host_bytes_per_s", *SECONDS_FIELDS)
@@ -32,11 +32,12 @@ def pooled(profile: HardwareProfile, path: Path | None, anew: bool = False) -> H
     """
     earlier = None if anew else read_remembered(path, partial(_read, profile))
     samples = [*(earlier or []), profile][-MOST_SAMPLES:]
-    write_remembered(path, json.dumps([{name: getattr(s, name) for name in (*RATES, UPDATES)} for s in samples]))
-    rates = {name: median(getattr(sample, name) for sample in samples) for name in RATES}
-    updates = [dict(sample.cpu_adamw_parameters_per_s) for sample in samples]
+    values = [sample.values() for sample in samples]
+    write_remembered(path, json.dumps([{name: found[name] for name in (*RATES, UPDATES)} for found in values]))
+    rates = {name: median(found[name] for found in values) for name in RATES}
+    updates = [dict(found[UPDATES]) for found in values]
     middle = tuple((name, median(rates_of[name] for rates_of in updates)) for name in _updates(profile))
-    return replace(profile, **rates, cpu_adamw_parameters_per_s=middle)
+    return profile.changed(**rates, cpu_adamw_parameters_per_s=middle)
 
 
 def _read(profile: HardwareProfile, text: str) -> list[HardwareProfile]:
@@ -47,9 +48,9 @@ def _read(profile: HardwareProfile, text: str) -> list[HardwareProfile]:
     found = parse_json(text, "rates of a host")
     if not isinstance(found, list) or any(not isinstance(s, dict) or s.keys() != {*RATES, UPDATES} for s in found):
         raise ValueError("rates of a host: expected a list of objects with one key per rate")
-    samples = [replace(profile, **{**sample, UPDATES: as_points(UPDATES, sample[UPDATES])}) for sample in found]
+    samples = [profile.changed(**{**sample, UPDATES: as_points(UPDATES, sample[UPDATES])}) for sample in found]
     return [sample for sample in samples if _updates(sample) == _updates(profile)]
 
 
 def _updates(profile: HardwareProfile) -> list[str]:
-    return [name for name, _ in profile.cpu_adamw_parameters_per_s]
+    return [name for name, _ in profile.host.adamw_parameters_per_s]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -19,8 +18,9 @@ from flexengine.hardware.host_memory import host_memory
 from flexengine.hardware.measure.node import AtOnce, measure_at_work
 from flexengine.hardware.memory_usage import gpu_used_bytes, release_unused_heap, resident_bytes
 from flexengine.hardware.node_rates import NodeRates, RankRates, slowest_of, with_node_rates
+from flexengine.hardware.parts import PeerWay
 from flexengine.hardware.probe import node_path
-from flexengine.hardware.profile import HardwareProfile, PeerWay
+from flexengine.hardware.profile import HardwareProfile
 from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.devices import gpus_of_ranks
 from flexengine.parallel.ranks import Ranks
@@ -80,7 +80,7 @@ def measure_rank(profile: HardwareProfile, team: Team, device: torch.device, dty
 
     before = at_once(lambda: _used(device))
     free_bytes = host_memory().available_bytes // team.ranks.local_size
-    host = measure_at_work(device, dtype, profile.cpu_adamw_parameters_per_s, free_bytes, at_once)
+    host = measure_at_work(device, dtype, profile.host.adamw_parameters_per_s, free_bytes, at_once)
     way, peer_bytes_per_s = _measure_peers(team, device, at_once)
     grown = [max(0, now - used) for now, used in zip(at_once(lambda: _used(device)), before, strict=True)]
     return Measured(RankRates(**host.rates, peer_bytes_per_s=peer_bytes_per_s), host.adamw_state, way, *grown)
@@ -146,11 +146,10 @@ def _used(device: torch.device) -> tuple[int, int]:
 
 def _grown(profile: HardwareProfile, measured: Measured, ranks: int) -> HardwareProfile:
     """The profile of processes that have all grown as the one that measured it."""
-    gpu, host = measured.grown_gpu_bytes, measured.grown_host_bytes
-    return replace(
-        profile,
-        gpu_free_bytes=max(0, profile.gpu_free_bytes - gpu),
-        gpu_context_bytes=min(profile.gpu_total_bytes, profile.gpu_context_bytes + gpu),
-        host_available_bytes=max(0, profile.host_available_bytes - ranks * host),
-        host_base_bytes=profile.host_base_bytes + host,
+    gpu, host, memory = measured.grown_gpu_bytes, measured.grown_host_bytes, profile.memory
+    return profile.changed(
+        gpu_free_bytes=max(0, memory.gpu_free_bytes - gpu),
+        gpu_context_bytes=min(memory.gpu_total_bytes, memory.gpu_context_bytes + gpu),
+        host_available_bytes=max(0, memory.host_available_bytes - ranks * host),
+        host_base_bytes=memory.host_base_bytes + host,
     )

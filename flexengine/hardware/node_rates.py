@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, get_args
 
 from flexengine.hardware.curve import check_rate
-from flexengine.hardware.profile import ONE_RANK_FIELDS, POINT_FIELDS, HardwareProfile, PeerWay
+from flexengine.hardware.parts import ONE_RANK_FIELDS, POINT_FIELDS, PeerWay
+from flexengine.hardware.profile import HardwareProfile
 from flexengine.wording import parse_json, shown
 
 
@@ -87,17 +87,17 @@ def with_node_rates(profile: HardwareProfile, found: NodeRates) -> HardwareProfi
     rates, ranks = found.slowest, found.ranks
     duplex = rates.h2d_duplex_bytes_per_s + rates.d2h_duplex_bytes_per_s
     most = max(rates.host_copy_bytes_per_s, duplex, rates.h2d_bytes_per_s, rates.d2h_bytes_per_s)
-    kept = min(1.0, rates.matmul_flops_per_s / profile.peak_matmul_flops_per_s)
-    computed = {name: tuple((x, kept * rate) for x, rate in getattr(profile, name)) for name in POINT_FIELDS}
-    faster = ranks * rates.adamw_parameters_per_s / profile.cpu_adamw_rate(found.adamw_state)
-    return replace(
-        profile,
+    kept = min(1.0, rates.matmul_flops_per_s / profile.matmul.peak_flops_per_s)
+    values = profile.values()
+    computed = {key: tuple((x, kept * rate) for x, rate in values[key]) for key in POINT_FIELDS}
+    faster = ranks * rates.adamw_parameters_per_s / profile.host.adamw_rate(found.adamw_state)
+    return profile.changed(
         **{name: getattr(rates, name) for name in LINK_FIELDS},
         **dict.fromkeys(ONE_RANK_FIELDS, 0.0),
         **computed,
-        peak_matmul_flops_per_s=kept * profile.peak_matmul_flops_per_s,
+        peak_matmul_flops_per_s=kept * profile.matmul.peak_flops_per_s,
         host_bytes_per_s=ranks * most,
-        cpu_adamw_parameters_per_s=tuple((state, rate * faster) for state, rate in profile.cpu_adamw_parameters_per_s),
+        cpu_adamw_parameters_per_s=profile.host.faster(faster),
         peer_bytes_per_s=rates.peer_bytes_per_s,
         peer_way=found.peer_way,
         measured_ranks=ranks,

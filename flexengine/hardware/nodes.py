@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexengine.hardware.profile import ONLY_FIELDS, HardwareProfile, PeerWay
+from flexengine.hardware.parts import ONLY_FIELDS, PeerWay
+from flexengine.hardware.profile import HardwareProfile
 
 SERVER_NODE_BYTES_PER_S = ((2, 230e9), (8, 480e9))
 """Host memory of a server with up to so many data-centre cards. Two: what links and updates on 32 cores moved together
@@ -41,10 +42,11 @@ def peer_s(profile: HardwareProfile, num_bytes: int, within: bool = False) -> fl
     """
     if not num_bytes:
         return 0.0
-    if profile.peer_bytes_per_s:
-        wait_s = PEER_WAIT_S[profile.peer_way] + (WITHIN_WAIT_S if within and profile.peer_way == "copies" else 0.0)
-        return wait_s + num_bytes / profile.peer_bytes_per_s
-    return profile.copy_latency_s + num_bytes / min(profile.d2h_duplex_bytes_per_s, profile.h2d_duplex_bytes_per_s)
+    link = profile.link
+    if link.peer_bytes_per_s:
+        wait_s = PEER_WAIT_S[link.peer_way] + (WITHIN_WAIT_S if within and link.peer_way == "copies" else 0.0)
+        return wait_s + num_bytes / link.peer_bytes_per_s
+    return link.copy_latency_s + num_bytes / min(link.d2h_duplex_bytes_per_s, link.h2d_duplex_bytes_per_s)
 
 
 def with_gpus(profile: HardwareProfile, gpus: int, host_bytes_per_s: float | None = None) -> HardwareProfile:
@@ -56,18 +58,17 @@ def with_gpus(profile: HardwareProfile, gpus: int, host_bytes_per_s: float | Non
     if gpus == 1 and host_bytes_per_s is None:
         return profile
     assumed = profile.source == "preset"
-    node = host_bytes_per_s or (assumed_node_rate(profile, gpus) if assumed else profile.host_bytes_per_s)
+    node = host_bytes_per_s or (assumed_node_rate(profile, gpus) if assumed else profile.host.bytes_per_s)
     cores = gpus if assumed else 1
-    faster = min(cores, node / profile.host_bytes_per_s)
+    faster = min(cores, node / profile.host.bytes_per_s)
     sizes = {}
     if assumed:
-        total = gpus * profile.host_total_bytes
-        sizes = {"host_total_bytes": total, "host_available_bytes": total - profile.host_base_bytes}
-    return replace(
-        profile,
+        total = gpus * profile.memory.host_total_bytes
+        sizes = {"host_total_bytes": total, "host_available_bytes": total - profile.memory.host_base_bytes}
+    return profile.changed(
         host_bytes_per_s=node,
         cpu_share_beside_link=0.0,
-        cpu_adamw_parameters_per_s=tuple((dtype, rate * faster) for dtype, rate in profile.cpu_adamw_parameters_per_s),
+        cpu_adamw_parameters_per_s=profile.host.faster(faster),
         **sizes,
     )
 
@@ -75,10 +76,10 @@ def with_gpus(profile: HardwareProfile, gpus: int, host_bytes_per_s: float | Non
 def assumed_node_rate(profile: HardwareProfile, gpus: int) -> float:
     """Bytes per second of host memory that are assumed of a node with so many cards of a preset."""
     if gpus == 1:
-        return profile.host_bytes_per_s
-    nodes = SERVER_NODE_BYTES_PER_S if profile.host_bytes_per_s >= 100e9 else DESKTOP_NODE_BYTES_PER_S
+        return profile.host.bytes_per_s
+    nodes = SERVER_NODE_BYTES_PER_S if profile.host.bytes_per_s >= 100e9 else DESKTOP_NODE_BYTES_PER_S
     rates = [rate for most, rate in nodes if gpus <= most] or [nodes[-1][1]]
-    return max(rates[0], profile.host_bytes_per_s)
+    return max(rates[0], profile.host.bytes_per_s)
 
 
 def exchange_s(gradient_bytes: int, nodes: int, network_bytes_per_s: float) -> float:
@@ -98,7 +99,7 @@ def rank_profile(profile: HardwareProfile, ranks: int) -> HardwareProfile:
     """
     if 1 < ranks <= profile.measured_ranks:
         return profile
-    alone, both = profile.host_bytes_per_s / ranks, profile.host_bytes_per_s / (2 * ranks)
+    alone, both = profile.host.bytes_per_s / ranks, profile.host.bytes_per_s / (2 * ranks)
     limits = {name: alone for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", *ONLY_FIELDS)}
     limits |= {
         name: both
@@ -107,4 +108,7 @@ def rank_profile(profile: HardwareProfile, ranks: int) -> HardwareProfile:
             "d2h_beside_cpu_bytes_per_s",
         )
     }  # fmt: skip
-    return replace(profile, **{name: min(getattr(profile, name), limit) for name, limit in limits.items()})
+    link = profile.link
+    return replace(
+        profile, link=replace(link, **{name: min(getattr(link, name), most) for name, most in limits.items()})
+    )

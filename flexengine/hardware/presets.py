@@ -6,7 +6,6 @@ starting point: on the machine itself `probe.probe` replaces it.
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from flexengine.hardware.cards import (
@@ -21,7 +20,15 @@ from flexengine.hardware.cards import (
     Host,
 )
 from flexengine.hardware.curve import Points
-from flexengine.hardware.profile import ADAMW_BYTES, HardwareProfile, ProbeShape, read_profile
+from flexengine.hardware.parts import (
+    ADAMW_BYTES,
+    AttentionProfile,
+    HostProfile,
+    LinkProfile,
+    MatmulProfile,
+    MemoryProfile,
+)
+from flexengine.hardware.profile import HardwareProfile, ProbeShape, read_profile
 from flexengine.wording import did_you_mean
 
 GIB = 2**30
@@ -72,39 +79,30 @@ def _published(card: Card) -> HardwareProfile:
     backward = attention_curve(peak * ATTENTION_BACKWARD_SHARE, FLASH_ATTENTION_BACKWARD)
     if card.hopper_attention:
         forward, backward = HOPPER_ATTENTION_FORWARD, HOPPER_ATTENTION_BACKWARD
+    link, context, base = card.link_bytes_per_s, card.gpu_context_bytes, PROCESS_HOST_BYTES
     return HardwareProfile(
-        name=card.name,
-        device_type="cuda",
-        source="preset",
-        matmul_flops_per_s=matmul_curve(peak, memory),
-        fp8_matmul_flops_per_s=fp8_matmul_curve(peak, memory) if card.multiplies_fp8 else (),
-        matmul_shape=SHAPE[:2],
-        peak_matmul_flops_per_s=peak,
-        attention_forward_flops_per_s=forward,
-        attention_backward_flops_per_s=backward,
-        attention_head_dim=SHAPE.head_dim,
-        attention_kernels="cudnn" if card.hopper_attention else "flash",
-        memory_bytes_per_s=memory,
-        h2d_bytes_per_s=card.link_bytes_per_s,
-        d2h_bytes_per_s=card.link_bytes_per_s,
-        h2d_duplex_bytes_per_s=card.link_bytes_per_s * DUPLEX_SHARE,
-        d2h_duplex_bytes_per_s=card.link_bytes_per_s * DUPLEX_SHARE,
-        h2d_beside_cpu_bytes_per_s=card.link_bytes_per_s * H2D_BESIDE_CPU_SHARE,
-        d2h_beside_cpu_bytes_per_s=card.link_bytes_per_s * D2H_BESIDE_CPU_SHARE,
-        host_bytes_per_s=card.host.bytes_per_s,
-        cpu_adamw_parameters_per_s=_adamw_rates(card.host),
-        launch_s=LAUNCH_S,
-        issue_s=ISSUE_S,
-        copy_latency_s=COPY_LATENCY_S,
-        gpu_total_bytes=card.gpu_total_bytes,
-        gpu_free_bytes=card.gpu_total_bytes - card.gpu_context_bytes,
-        gpu_context_bytes=card.gpu_context_bytes,
-        host_total_bytes=HOST_TOTAL_BYTES,
-        host_available_bytes=HOST_TOTAL_BYTES - PROCESS_HOST_BYTES,
-        host_base_bytes=PROCESS_HOST_BYTES,
-        curves=(),
-        peer_bytes_per_s=card.peer_bytes_per_s,
-    )
+        card.name,
+        "cuda",
+        "preset",
+        MatmulProfile(
+            flops_per_s=matmul_curve(peak, memory),
+            fp8_flops_per_s=fp8_matmul_curve(peak, memory) if card.multiplies_fp8 else (),
+            shape=SHAPE[:2],
+            peak_flops_per_s=peak,
+        ),
+        AttentionProfile(forward, backward, SHAPE.head_dim, "cudnn" if card.hopper_attention else "flash"),
+        LinkProfile(
+            *(link * share for share in (1, 1, DUPLEX_SHARE, DUPLEX_SHARE, H2D_BESIDE_CPU_SHARE, D2H_BESIDE_CPU_SHARE)),
+            copy_latency_s=COPY_LATENCY_S,
+            peer_bytes_per_s=card.peer_bytes_per_s,
+        ),
+        HostProfile(card.host.bytes_per_s, _adamw_rates(card.host), LAUNCH_S, ISSUE_S),
+        MemoryProfile(
+            memory,
+            card.gpu_total_bytes, card.gpu_total_bytes - context, context,
+            HOST_TOTAL_BYTES, HOST_TOTAL_BYTES - base, base,
+        ),
+    )  # fmt: skip
 
 
 def _adamw_rates(host: Host) -> tuple[tuple[str, float], ...]:
@@ -123,8 +121,7 @@ def _h200() -> HardwareProfile:
     Measured are products of Llama-3.1-8B at 8192 tokens and more (fewer follow a roofline), attention through cuDNN,
     256 MiB copies, and a host copy by 16 threads.
     """
-    return replace(
-        _published(CARDS["h200"]),
+    return _published(CARDS["h200"]).changed(
         matmul_flops_per_s=(*matmul_curve(670e12, 4.24e12)[:5], (8192, 675e12), (16384, 669e12), (32768, 671e12)),
         fp8_matmul_flops_per_s=fp8_matmul_curve(670e12, 4.24e12),
         peak_matmul_flops_per_s=670e12,
@@ -144,36 +141,14 @@ def _h200() -> HardwareProfile:
 
 # Round numbers, the same on every machine, so that tests of the planner are deterministic.
 _CPU_TEST = HardwareProfile(
-    name="cpu-test",
-    device_type="cpu",
-    source="synthetic",
-    matmul_flops_per_s=((16, 25e9), (256, 50e9)),
-    fp8_matmul_flops_per_s=((16, 25e9), (256, 50e9)),
-    matmul_shape=(256, 256),
-    peak_matmul_flops_per_s=50e9,
-    attention_forward_flops_per_s=((256, 20e9),),
-    attention_backward_flops_per_s=((256, 16e9),),
-    attention_head_dim=64,
-    attention_kernels="flash",
-    memory_bytes_per_s=20e9,
-    h2d_bytes_per_s=10e9,
-    d2h_bytes_per_s=10e9,
-    h2d_duplex_bytes_per_s=8e9,
-    d2h_duplex_bytes_per_s=8e9,
-    h2d_beside_cpu_bytes_per_s=10e9,
-    d2h_beside_cpu_bytes_per_s=10e9,
-    host_bytes_per_s=20e9,
-    cpu_adamw_parameters_per_s=(("float32", 0.5e9), ("bfloat16", 0.5e9)),
-    launch_s=1e-6,
-    issue_s=0.0,
-    copy_latency_s=1e-6,
-    gpu_total_bytes=8 * GIB,
-    gpu_free_bytes=8 * GIB,
-    gpu_context_bytes=0,
-    host_total_bytes=16 * GIB,
-    host_available_bytes=15 * GIB,
-    host_base_bytes=1 * GIB,
-    curves=(),
+    "cpu-test",
+    "cpu",
+    "synthetic",
+    MatmulProfile(((16, 25e9), (256, 50e9)), ((16, 25e9), (256, 50e9)), (256, 256), 50e9),
+    AttentionProfile(((256, 20e9),), ((256, 16e9),), 64, "flash"),
+    LinkProfile(10e9, 10e9, 8e9, 8e9, 10e9, 10e9, copy_latency_s=1e-6),
+    HostProfile(20e9, (("float32", 0.5e9), ("bfloat16", 0.5e9)), launch_s=1e-6, issue_s=0.0),
+    MemoryProfile(20e9, 8 * GIB, 8 * GIB, 0, 16 * GIB, 15 * GIB, 1 * GIB),
 )
 
 PRESETS: dict[str, HardwareProfile] = {
@@ -228,12 +203,12 @@ def with_memory(
     """
     sizes: dict[str, int] = {}
     if gpu_total_bytes is not None:
-        free_bytes = _remainder("gpu_total_bytes", gpu_total_bytes, "CUDA context", profile.gpu_context_bytes)
+        free_bytes = _remainder("gpu_total_bytes", gpu_total_bytes, "CUDA context", profile.memory.gpu_context_bytes)
         sizes |= {"gpu_total_bytes": gpu_total_bytes, "gpu_free_bytes": free_bytes}
     if host_total_bytes is not None:
-        free_bytes = _remainder("host_total_bytes", host_total_bytes, "process itself", profile.host_base_bytes)
+        free_bytes = _remainder("host_total_bytes", host_total_bytes, "process itself", profile.memory.host_base_bytes)
         sizes |= {"host_total_bytes": host_total_bytes, "host_available_bytes": free_bytes}
-    return replace(profile, **sizes)
+    return profile.changed(**sizes)
 
 
 def _remainder(name: str, total_bytes: int, taken_by: str, taken_bytes: int) -> int:

@@ -4,7 +4,6 @@ import logging
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,18 +151,8 @@ def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: ProbeShape, sca
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     release_unused_heap()
     host = host_memory()
-    return HardwareProfile(
-        name=torch.cuda.get_device_name(device),
-        device_type="cuda",
-        source="measured",
-        **rates._asdict(),
-        gpu_total_bytes=total_bytes,
-        gpu_free_bytes=free_bytes,
-        gpu_context_bytes=context_bytes,
-        host_total_bytes=host.total_bytes,
-        host_available_bytes=host.available_bytes,
-        host_base_bytes=_base_bytes(before_bytes),
-    )
+    sizes = (total_bytes, free_bytes, context_bytes, host.total_bytes, host.available_bytes, _base_bytes(before_bytes))
+    return rates.profile(torch.cuda.get_device_name(device), "cuda", *sizes)
 
 
 def _probe_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:
@@ -172,25 +161,18 @@ def _probe_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareP
     rates = measure_cpu(dtype, shape, scale)
     release_unused_heap()
     host = host_memory()
-    return HardwareProfile(
-        name=cpu_name(),
-        device_type="cpu",
-        source="measured",
-        **rates._asdict(),
-        gpu_total_bytes=host.available_bytes,
-        gpu_free_bytes=host.available_bytes,
-        gpu_context_bytes=0,
-        host_total_bytes=host.total_bytes,
-        host_available_bytes=host.available_bytes,
-        host_base_bytes=_base_bytes(before_bytes),
-    )
+    free_bytes = host.available_bytes
+    sizes = (free_bytes, free_bytes, 0, host.total_bytes, free_bytes, _base_bytes(before_bytes))
+    return rates.profile(cpu_name(), "cpu", *sizes)
 
 
 def _for_later(profile: HardwareProfile) -> HardwareProfile:
     """Give a profile as a process that does not measure will need it."""
     if profile.device_type != "cuda":
         return profile
-    return replace(profile, host_base_bytes=max(_AT_IMPORT_BYTES, profile.host_base_bytes - BENCHMARKS_HOST_BYTES))
+    return profile.changed(
+        host_base_bytes=max(_AT_IMPORT_BYTES, profile.memory.host_base_bytes - BENCHMARKS_HOST_BYTES)
+    )
 
 
 def _base_bytes(before_bytes: int) -> int:
@@ -211,20 +193,19 @@ def _with_current_memory(profile: HardwareProfile, device: torch.device) -> Hard
     """
     host, resident = host_memory(), resident_bytes()
     grown_bytes = max(0, resident - _at_first_probe_bytes.get(device.type, resident))
-    pending_bytes = max(0, profile.host_base_bytes - _AT_IMPORT_BYTES - grown_bytes)
-    base_bytes = max(profile.host_base_bytes, resident + pending_bytes)
+    pending_bytes = max(0, profile.memory.host_base_bytes - _AT_IMPORT_BYTES - grown_bytes)
+    base_bytes = max(profile.memory.host_base_bytes, resident + pending_bytes)
     free_host_bytes = max(0, host.available_bytes - (base_bytes - resident))
     free_bytes = total_bytes = free_host_bytes
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         loaded_bytes = gpu_used_bytes(device) - torch.cuda.memory_reserved(device)
-        free_bytes = max(0, free_bytes - max(0, profile.gpu_context_bytes - loaded_bytes))
-    return replace(
-        profile,
+        free_bytes = max(0, free_bytes - max(0, profile.memory.gpu_context_bytes - loaded_bytes))
+    return profile.changed(
         gpu_total_bytes=total_bytes,
         gpu_free_bytes=free_bytes,
-        gpu_context_bytes=min(profile.gpu_context_bytes, total_bytes),
+        gpu_context_bytes=min(profile.memory.gpu_context_bytes, total_bytes),
         host_total_bytes=host.total_bytes,
         host_available_bytes=free_host_bytes,
         host_base_bytes=base_bytes,

@@ -161,19 +161,19 @@ class BatchedSimulator:
         self.compute, self.h2d, self.d2h, self.host = (np.zeros(size) for _ in range(4))
         self.h2d_busy, self.d2h_busy = np.zeros(size), np.zeros(size)
         self.h2d_rate, self.d2h_rate = np.ones(size), np.ones(size)  # of that of a busy link
-        self.h2d_gain = profile.h2d_bytes_per_s / profile.h2d_duplex_bytes_per_s - 1
-        self.d2h_gain = profile.d2h_bytes_per_s / profile.d2h_duplex_bytes_per_s - 1
+        self.h2d_gain = profile.link.h2d_bytes_per_s / profile.link.h2d_duplex_bytes_per_s - 1
+        self.d2h_gain = profile.link.d2h_bytes_per_s / profile.link.d2h_duplex_bytes_per_s - 1
         self.since = np.zeros(size)
         self.cpu, self.cpu_share = -batch.done_s, np.ones(size)
         self.left = batch.pending_s.sum(axis=0)
         self.any_pending = self.any_pending_left = bool(self.left.any())
         self.any_updating = bool(batch.updating.any())
         self.work, self.worked_until, self.worked = np.zeros(batch.pending_s.shape), np.zeros(size), np.zeros(size)
-        self.h2d_beside = profile.h2d_beside_cpu_bytes_per_s / profile.h2d_duplex_bytes_per_s
-        self.d2h_beside = profile.d2h_beside_cpu_bytes_per_s / profile.d2h_duplex_bytes_per_s
+        self.h2d_beside = profile.link.h2d_beside_cpu_bytes_per_s / profile.link.h2d_duplex_bytes_per_s
+        self.d2h_beside = profile.link.d2h_beside_cpu_bytes_per_s / profile.link.d2h_duplex_bytes_per_s
         host_rate = profile.host_rate(state_dtype)  # of which each direction takes a share from the CPU
-        self.h2d_share = min(1.0, self.h2d_beside) * profile.h2d_duplex_bytes_per_s / host_rate
-        self.d2h_share = min(1.0, self.d2h_beside) * profile.d2h_duplex_bytes_per_s / host_rate
+        self.h2d_share = min(1.0, self.h2d_beside) * profile.link.h2d_duplex_bytes_per_s / host_rate
+        self.d2h_share = min(1.0, self.d2h_beside) * profile.link.d2h_duplex_bytes_per_s / host_rate
         self.chunks = round_costs.forward_s.shape[1]
         self.weights, self.grads, self.saves = (_Ring(count) for count in batch.slots)
         self.hidden = _Ring(np.full(size, self.chunks + 2))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from flexengine.hardware.parts import POINT_FIELDS
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_seconds
 from flexengine.models.spec import ModelSpec
@@ -149,30 +150,19 @@ def mended_profile(profile: HardwareProfile, factors: Factors) -> HardwareProfil
     """The profile with the rates of streams that were faster than it says, its peak included; slower ones stay."""
     faster = Factors(*(min(1.0, factor) for factor in factors))
     mended = corrected_profile(profile, faster)
-    return replace(mended, peak_matmul_flops_per_s=profile.peak_matmul_flops_per_s / faster.compute)
+    return mended.changed(peak_matmul_flops_per_s=profile.matmul.peak_flops_per_s / faster.compute)
 
 
 def corrected_profile(profile: HardwareProfile, factors: Factors) -> HardwareProfile:
     """The profile with every rate of a stream divided by its factor; memory sizes stay."""
 
-    def slower(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-        return tuple((x, rate / factors.compute) for x, rate in points)
-
-    return replace(
-        profile,
-        matmul_flops_per_s=slower(profile.matmul_flops_per_s),
-        fp8_matmul_flops_per_s=slower(profile.fp8_matmul_flops_per_s),
-        attention_forward_flops_per_s=slower(profile.attention_forward_flops_per_s),
-        attention_backward_flops_per_s=slower(profile.attention_backward_flops_per_s),
-        memory_bytes_per_s=profile.memory_bytes_per_s / factors.compute,
-        launch_s=profile.launch_s * factors.compute,
-        h2d_bytes_per_s=profile.h2d_bytes_per_s / factors.h2d,
-        h2d_duplex_bytes_per_s=profile.h2d_duplex_bytes_per_s / factors.h2d,
-        h2d_beside_cpu_bytes_per_s=profile.h2d_beside_cpu_bytes_per_s / factors.h2d,
-        h2d_only_beside_cpu_bytes_per_s=profile.h2d_only_beside_cpu_bytes_per_s / factors.h2d,
-        d2h_bytes_per_s=profile.d2h_bytes_per_s / factors.d2h,
-        d2h_duplex_bytes_per_s=profile.d2h_duplex_bytes_per_s / factors.d2h,
-        d2h_beside_cpu_bytes_per_s=profile.d2h_beside_cpu_bytes_per_s / factors.d2h,
-        d2h_only_beside_cpu_bytes_per_s=profile.d2h_only_beside_cpu_bytes_per_s / factors.d2h,
-        cpu_adamw_parameters_per_s=tuple((name, r / factors.cpu) for name, r in profile.cpu_adamw_parameters_per_s),
+    values = profile.values()
+    computed = {key: tuple((x, rate / factors.compute) for x, rate in values[key]) for key in POINT_FIELDS}
+    copied = {key: values[key] / getattr(factors, key[:3]) for key in values if key.startswith(("h2d_", "d2h_"))}
+    return profile.changed(
+        **computed,
+        **copied,
+        memory_bytes_per_s=profile.memory.bytes_per_s / factors.compute,
+        launch_s=profile.host.launch_s * factors.compute,
+        cpu_adamw_parameters_per_s=tuple((name, r / factors.cpu) for name, r in profile.host.adamw_parameters_per_s),
     )

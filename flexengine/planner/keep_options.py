@@ -25,9 +25,6 @@ from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.save_sets import savable_ops
 
-NUM_SPLITS = 4
-"""GPU shares of a save set that are tried beside all and nothing: 1/4, 1/2, 3/4 as near as its parts allow."""
-
 
 @dataclass(frozen=True, eq=False)
 class KeepOptions:
@@ -64,9 +61,11 @@ def keep_options(
     recompute: Literal["auto", "none", "full"],
     hidden_bytes: int,
     sliced: bool,
+    num_splits: int,
 ) -> tuple[KeepOptions, ...]:
     """Placements of input and save sets at the chunk size of `cost`, by kind of block; layers: one block of each.
 
+    num_splits: even shares of a save set, of which any may stay on the GPU, as near as its parts allow.
     recompute `none` keeps all that backward needs, `full` only the layer's input. sliced: the chunk is part of a
     sequence, whose key/value window backward must fill again.
     """
@@ -75,7 +74,7 @@ def keep_options(
     elif recompute == "none":
         sets = tuple((savable_ops(layer.ops),) for layer in layers)
     homes: tuple[Home, ...] = ("gpu", "host")
-    parts = [_splits_side_by_side(layers, together, cost) for together in zip(*sets, strict=True)]
+    parts = [_splits_side_by_side(layers, together, cost, num_splits) for together in zip(*sets, strict=True)]
     found = [(number, *pair) for number, on_gpu in enumerate(parts) for pair in product(on_gpu, homes)]
     return tuple(
         _options(
@@ -91,10 +90,10 @@ def keep_options(
 
 
 def _splits_side_by_side(
-    layers: Sequence[LayerSpec], together: tuple[tuple[str, ...], ...], cost: CostModel
+    layers: Sequence[LayerSpec], together: tuple[tuple[str, ...], ...], cost: CostModel, num_splits: int
 ) -> list[tuple[tuple[str, ...], ...]]:
     """What kinds keep on the GPU of save sets that go together: about the same share of each."""
-    sizes = (cost.chunk_tokens, cost.compute_bytes)
+    sizes = (cost.chunk_tokens, cost.compute_bytes, num_splits)
     shares = zip(*(splits(layer.ops, ops, *sizes) for layer, ops in zip(layers, together, strict=True)), strict=True)
     return list(dict.fromkeys(shares))
 
@@ -130,11 +129,13 @@ def _options(
 
 
 @lru_cache(maxsize=4096)
-def splits(ops: tuple[Op, ...], kept: tuple[str, ...], chunk_tokens: int, compute_bytes: int) -> list[tuple[str, ...]]:
+def splits(
+    ops: tuple[Op, ...], kept: tuple[str, ...], chunk_tokens: int, compute_bytes: int, num_splits: int
+) -> list[tuple[str, ...]]:
     """Parts of a save set to keep on the GPU: those nearest to even shares of its bytes, from nothing to all."""
     sizes = {op.name: output_bytes(op, chunk_tokens, compute_bytes) for op in ops if op.name in kept}
     parts = [part for count in range(len(kept) + 1) for part in combinations(kept, count)]
     taken = np.array([sum(sizes[name] for name in part) for part in parts])
     # of parts equally near the one with the fewest ops, as they come ordered by their number
-    shares = taken[-1] * np.arange(NUM_SPLITS + 1) / NUM_SPLITS
+    shares = taken[-1] * np.arange(num_splits + 1) / num_splits
     return [parts[int(np.abs(taken - share).argmin())] for share in shares]

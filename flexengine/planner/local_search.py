@@ -17,25 +17,6 @@ from flexengine.planner.seeds import Seed
 from flexengine.planner.size_tables import NUM_RESIDENCIES
 from flexengine.planner.surrogate import Surrogate
 
-COUNT_RATIO = 4
-"""Changes are tried on 1, 4, 16, ... blocks and on all that are alike. A ratio of 2 takes a third longer and gains less
-than 0.1%."""
-BLOCKS_PER_EXPANSION = 30_000
-"""Blocks times chunks that an expansion may simulate, which limits how many options it tries; options of the best
-candidates are always tried. Small models try every option."""
-ELITE = 64
-"""Best candidates whose options are tried first."""
-NUM_SPENDING, NUM_PAIRS = 96, 96
-"""Changes over the budget that are paired, and pairs that are simulated."""
-MAX_SLOTS, MAX_SWAPS = 4, 8
-"""Slots of a kind at the most, and borders between unlike blocks at which two are swapped."""
-NEAR = 1.005
-"""Candidates within this factor of the best are expanded as well, so that the search leaves local optima."""
-NUM_KEPT = 2000
-"""Candidates remembered."""
-FINALIST_NEAR, FINALIST_DIFFERENCE = 1.025, 6
-"""Finalists are within this factor of the best, and differ from each other in one of so many blocks, or in edges."""
-
 
 class Expanded(NamedTuple):
     """The candidates made from one, with seconds [P] and bytes [P] on both sides; `start` has a row for the one."""
@@ -53,7 +34,7 @@ class LocalSearch:
     def __init__(self, surrogate: Surrogate, options: list[int]) -> None:
         """options: those that are tried first, beside the best candidates' own."""
         self.surrogate, self.memory, self.tables = surrogate, surrogate.memory, surrogate.tables
-        self.options = options
+        self.limits, self.options = self.tables.limits, options
         self.found, self.seconds = self.memory.none, np.zeros(0)
         self.expanded: set[bytes] = set()
         self.simulated_blocks = 0
@@ -82,9 +63,9 @@ class LocalSearch:
 
         The surrogate errs alike on candidates that are alike, so a few unlike ones are worth more than many like ones.
         """
-        near = int(np.searchsorted(self.seconds, FINALIST_NEAR * self.best_s, side="right"))
+        near = int(np.searchsorted(self.seconds, self.limits.finalist_near * self.best_s, side="right"))
         choices, edges, rest = self.found.choices[:near], self.found.edges[:near], np.ones(near, dtype=bool)
-        alike = max(1, choices.shape[1] // FINALIST_DIFFERENCE)
+        alike = max(1, choices.shape[1] // self.limits.finalist_difference)
         chosen: list[int] = []
         while rest.any() and len(chosen) < count:
             index = int(rest.argmax())
@@ -107,12 +88,12 @@ class LocalSearch:
     def _add(self, candidates: Candidates, seconds: np.ndarray) -> None:
         """Remember candidates that fit, fastest first."""
         seconds = np.concatenate((self.seconds, seconds))
-        order = np.argsort(seconds, kind="stable")[:NUM_KEPT]
+        order = np.argsort(seconds, kind="stable")[: self.limits.remembered]
         self.found, self.seconds = Candidates.joined([self.found, candidates]).take(order), seconds[order]
 
     def _next(self) -> int | None:
         """The best candidate near the best of all that was not expanded yet."""
-        near = int(np.searchsorted(self.seconds, NEAR * self.best_s, side="right"))
+        near = int(np.searchsorted(self.seconds, self.limits.near * self.best_s, side="right"))
         return next((i for i in range(near) if self._key(i) not in self.expanded), None)
 
     def _key(self, index: int) -> bytes:
@@ -141,7 +122,7 @@ class LocalSearch:
         for choice in used.tolist():
             places = np.flatnonzero(choices == choice)
             targets = self._targets(choice, options)
-            for where in _some(places):
+            for where in _some(places, self.limits.count_ratio):
                 for target in targets:
                     changed = choices.copy()
                     changed[where] = target
@@ -151,11 +132,11 @@ class LocalSearch:
 
     def _options(self, num_used: int) -> np.ndarray:
         """Options to try: those of the best candidates, then promising ones, then others, as far as time allows."""
-        elite = np.unique(self.found.choices[:ELITE] // NUM_RESIDENCIES)
+        elite = np.unique(self.found.choices[: self.limits.elite] // NUM_RESIDENCIES)
         ordered = dict.fromkeys((*elite.tolist(), *self.options, *range(self.tables.num_options)))
         blocks = self.tables.num_blocks
         changes = num_used * min(6, 2 * blocks)  # of about so many groups of blocks
-        count = BLOCKS_PER_EXPANSION // (changes * blocks * self.tables.chunks_per_round)
+        count = self.limits.expansion_blocks // (changes * blocks * self.tables.chunks_per_round)
         return np.array(list(ordered)[: max(len(elite), count)])
 
     def _targets(self, choice: int, options: np.ndarray) -> list[int]:
@@ -172,11 +153,11 @@ class LocalSearch:
         for kind, change in product(range(len(slots)), (1, -1)):
             changed = slots.copy()
             changed[kind] += change
-            if 1 <= changed[kind] <= MAX_SLOTS:
+            if 1 <= changed[kind] <= self.limits.slots:
                 made.append((choices, edge, changed))
         made += [(choices, other, slots) for other in range(len(self.memory.edge_choices)) if other != edge]
         borders = np.flatnonzero(choices[1:] != choices[:-1])
-        spread = np.unique(np.linspace(0, len(borders) - 1, MAX_SWAPS).astype(int)) if len(borders) else []
+        spread = np.unique(np.linspace(0, len(borders) - 1, self.limits.swaps).astype(int)) if len(borders) else []
         for border in borders[spread].tolist():
             swapped = choices.copy()
             swapped[[border, border + 1]] = choices[[border + 1, border]]
@@ -189,7 +170,7 @@ class LocalSearch:
         over = (around.num_bytes > self.memory.budgets[:, None]).any(axis=0)
         same_frame = (around.made.edges == around.start.edges) & (around.made.slots == around.start.slots).all(axis=1)
         spending, freeing = np.flatnonzero(over & (gain > 0) & same_frame), np.flatnonzero(~over)
-        spending = spending[np.argsort(-gain[spending], kind="stable")][:NUM_SPENDING]
+        spending = spending[np.argsort(-gain[spending], kind="stable")][: self.limits.pairs]
         if not len(spending) or not len(freeing):
             return self.memory.none
         before = self.memory.num_bytes(around.start)[:, :, None]
@@ -201,8 +182,8 @@ class LocalSearch:
     def _joined(self, around: Expanded, spending: np.ndarray, freeing: np.ndarray, total: np.ndarray) -> Candidates:
         """The best pairs by `total` [spending * freeing] whose changes do not touch the same blocks."""
         choices, seeds = around.start.choices[0], list[Seed]()
-        for pair in np.argsort(-total, kind="stable")[: 4 * NUM_PAIRS]:
-            if not total[pair] > 0 or len(seeds) == NUM_PAIRS:
+        for pair in np.argsort(-total, kind="stable")[: 4 * self.limits.pairs]:
+            if not total[pair] > 0 or len(seeds) == self.limits.pairs:
                 break
             one, other = divmod(int(pair), len(freeing))
             first, second = around.made.choices[spending[one]], around.made.choices[freeing[other]]
@@ -213,12 +194,12 @@ class LocalSearch:
         return Candidates.of(seeds) if seeds else self.memory.none
 
 
-def _some(places: np.ndarray) -> list[np.ndarray]:
-    """All places, and 1, COUNT_RATIO, ... of them: the first, the last, and evenly spread ones."""
+def _some(places: np.ndarray, ratio: int) -> list[np.ndarray]:
+    """All places, and 1, `ratio`, its square, ... of them: the first, the last, and evenly spread ones."""
     found, count = [places], 1
     while count < len(places):
         found += [places[:count], places[len(places) - count :]]
         if count > 1:
             found.append(places[(np.arange(count) * 2 + 1) * len(places) // (2 * count)])
-        count *= COUNT_RATIO
+        count *= ratio
     return found

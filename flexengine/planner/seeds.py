@@ -26,14 +26,8 @@ from flexengine.planner.surrogate import Surrogate
 PHASES = ((FC, FH, FD, FI), (BC, BH, BD, BI), (UC, UH, UD))
 """Columns of loads that run side by side; phases follow each other."""
 LINKS = [FH, FD, BH, BD, UH, UD]
-HIDDEN_SHARE = 0.7
-"""Of a phase's seconds, the share in which the CPU's updates are hidden under it, as the link takes host memory's rate
-too. Lower values move updates to the GPU in the seeds."""
-LEAST_LINK_PRICE = 0.2
-"""Of a second of compute. Copies that the relaxation hides still make something wait; lower values give seeds that wait
-for the link, higher ones seeds that recompute."""
 HIDDEN_COPY_PRICE = 0.02
-"""The same within the relaxation, where it only breaks ties."""
+"""Of a second of compute, for a second of the link within the relaxation, where it only breaks ties."""
 BUDGET_SHARES = (1.0, 0.9, 0.75)
 """Parts of the GPU budget that the dynamic programme fills: what a smaller budget has, a larger one tries as well."""
 USUAL_SLOTS, LEAST_SLOTS = (2, 2, 2), (1, 1, 1)
@@ -103,8 +97,9 @@ class Seeder:
         """Rows of the CPU's seconds and of both memories, as shares of the budgets."""
         tables, request = self.tables, self.request
         cpu_s, gpu, host = (table[:, choices].ravel() for table in self._scarce)
-        hidden = HIDDEN_SHARE / tables.full_rounds
-        under = (-hidden, 0.0 if request.clipping else -hidden, -HIDDEN_SHARE)
+        share = tables.limits.hidden_share
+        hidden = share / tables.full_rounds
+        under = (-hidden, 0.0 if request.clipping else -hidden, -share)
         gpu_fixed = int(self.memory.fixed_gpu_bytes(USUAL_SLOTS, *self._shared_bytes(choices))[edge])
         host_fixed = tables.activations.host_bytes + int(self.memory.edge_host[edge])
         host_fixed += self.buffers.cpu_update_host_bytes
@@ -156,7 +151,7 @@ class Seeder:
         cost = tables.choice_loads.by_kind @ prices + cpu_price * cpu_s + host_price * host
         edge_cost = memory.edge_loads @ prices + host_price * memory.edge_host
         limit = budget - int(memory.fixed_gpu_bytes((0, 0, 1), *shared).min())
-        frontier = frontier_of(gpu, cost, choices, tables.choice_gpu.counts.tolist(), limit)
+        frontier = frontier_of(gpu, cost, choices, tables.choice_gpu.counts.tolist(), limit, tables.limits.points)
         if frontier is None:
             return
         weights, grads = (0 if held else 1 for held in resident)

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import BLOCK_CLASSES, ModelSpec
-from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
+from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner.blocks import block_kinds
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_bytes
@@ -32,6 +31,7 @@ from flexengine.planner.cost.stream_loads import (
     residencies_of,
 )
 from flexengine.planner.keep_options import KeepOptions, keep_options
+from flexengine.planner.problem import Problem
 from flexengine.schedule.fixed_slots import host_scalar_bytes, norm_square_bytes
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage, tile_offsets
 from flexengine.schedule.group_uses import group_uses
@@ -87,10 +87,11 @@ class SharedBuffers:
     second_planes: the host has them for all that the CPU updates, whether or not a plan speculates.
     """
 
-    def __init__(
-        self, model: ModelSpec, request: Request, profile: HardwareProfile, second_planes: bool = False
-    ) -> None:
-        self.model, self.request, self.profile = model, request, profile
+    def __init__(self, problem: Problem, second_planes: bool = False) -> None:
+        self.limits = problem.limits
+        self.model, self.request, self.profile = model, request, profile = (
+            problem.model, problem.request, problem.profile
+        )  # fmt: skip
         self.second_planes = second_planes
         self._acc_bytes = max(4, DTYPE_BYTES[request.numerics.compute])
         self.block_layers = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
@@ -204,7 +205,9 @@ class SharedBuffers:
             hidden = align(cost.chunk_tokens * self.model.hidden_size * cost.compute_bytes)
             sliced = self.request.max_seq_len > cost.chunk_tokens
             layers = [kind.layer for kind in self.kinds]
-            self._options[key] = keep_options(layers, sets, cost, self.request.recompute, hidden, sliced)
+            self._options[key] = keep_options(
+                layers, sets, cost, self.request.recompute, hidden, sliced, self.limits.splits
+            )
         return self._options[key]
 
     # -- plans -------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import numpy as np
 from flexengine.plan import Plan
 from flexengine.planner.bound.relaxation import Bound
 from flexengine.planner.candidates import CandidateMemory
-from flexengine.planner.local_search import BLOCKS_PER_EXPANSION, LocalSearch
-from flexengine.planner.seeds import LEAST_LINK_PRICE, LINKS, SLOT_CHOICES, Relaxed, Seed, Seeder
+from flexengine.planner.local_search import LocalSearch
+from flexengine.planner.seeds import LINKS, SLOT_CHOICES, Relaxed, Seed, Seeder
 from flexengine.planner.size_tables import NUM_RESIDENCIES, SizeTables
 from flexengine.planner.surrogate import Surrogate
 
@@ -82,7 +82,7 @@ class SizeSearch:
             found = found or self.seeder.relaxed(self._edges(streamed=True), staged_bytes)
             if found is not None:
                 prices = found.prices.copy()
-                prices[LINKS] = np.maximum(prices[LINKS], LEAST_LINK_PRICE)
+                prices[LINKS] = np.maximum(prices[LINKS], self.tables.limits.link_price)
                 seeds = self._under_all_edges(found)
                 choices = self.seeder.staging(staged_bytes)
                 seeds += self.seeder.priced(prices, found.cpu_price, found.host_price, choices)
@@ -113,7 +113,7 @@ class SizeSearch:
         tables, promising = self.tables, self.seeder.promising_options
         ordered = dict.fromkeys((*promising, *range(tables.num_options)))
         blocks = tables.num_blocks * tables.chunks_per_round * len(tables.buffers.residencies)
-        return list(ordered)[: max(len(promising), BLOCKS_PER_EXPANSION // blocks)]
+        return list(ordered)[: max(len(promising), tables.limits.expansion_blocks // blocks)]
 
     def _edges(self, streamed: bool) -> int:
         """The edge choice that streams the edges through the blocks' slots, which takes the least GPU memory, or that

@@ -49,6 +49,7 @@ class SizeTables:
 
     def __init__(self, buffers: SharedBuffers, chunk_tokens: int, chunks_per_round: int, sets: SaveSets) -> None:
         self.buffers, self.model, self.request = buffers, buffers.model, buffers.request
+        self.limits = buffers.limits
         self.chunk_tokens, self.chunks_per_round, self.sets = chunk_tokens, chunks_per_round, sets
         self.cost = CostModel.of(self.request, buffers.profile, chunk_tokens)
         self.shape = full_round(self.request, chunk_tokens, chunks_per_round)
@@ -215,8 +216,8 @@ class BlockTables:
         p, options = self.cost.profile, self.options
         chunks, fetches = self.full_rounds * len(self.shape.chunks), 2 if self.sliced else 1
         table = np.zeros((len(options.plans), NUM_LOADS))
-        table[:, FD] = chunks * options.host_bytes / p.d2h_duplex_bytes_per_s
-        table[:, BH] = fetches * chunks * options.host_bytes / p.h2d_duplex_bytes_per_s
+        table[:, FD] = chunks * options.host_bytes / p.link.d2h_duplex_bytes_per_s
+        table[:, BH] = fetches * chunks * options.host_bytes / p.link.h2d_duplex_bytes_per_s
         table[:, BC] = self.full_rounds * self.recompute_s
         copies_s = chunks * issue_s(self.cost, "copy") * self.copies
         table[:, FI] = copies_s

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan, Request
+from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import StepPricer
-from flexengine.planner.cost.memory import excess_bytes
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.second_planes import second_plane_bytes
 from flexengine.schedule.step_parts import StepEstimate
@@ -22,18 +21,6 @@ from flexengine.schedule.step_parts import StepEstimate
 FIRST_SHARES, OTHER_SHARES = (1.0, 0.75), (0.5, 0.25)
 """Shares of what fits that are tried of all plans, and of the fastest then. Fewer groups leave host memory and the link
 alone while backward runs."""
-OTHER_SIZES, NOT_FAR = 4, 1.2
-"""Sizes that are tried beside the fastest plan's, and how much slower than the best of them they may be without
-speculation. It may gain a quarter; each costs two simulations, a third of a second on an old server."""
-ALIKE = 2
-"""Plans of the same size as the best one that are tried as well: less of what is kept leaves more host memory."""
-SPECULATED_COMMANDS = 8_000
-"""Commands after which no more of the plans given at a time are tried; a second has about 20,000. Short steps, which
-gain most, are tried in all sizes; without a limit 1 of 12 requests had a faster plan, by 0.2%."""
-MOST_CHUNK_LAYERS = 256
-"""Largest chunks per round times blocks of other sizes that are tried: a simulation takes as long as its program."""
-HOPELESS = 1.05
-"""Try no fewer groups of a plan where more of them take so much longer than the best so far."""
 AFTER_CLIPPING = 0.25
 """Share of steps that are taken to follow one that was clipped: they wait for their norm. Without them plans would give
 up any amount of these steps' speed for some of the others'."""
@@ -56,13 +43,12 @@ class Speculation:
     waiting: a plan without speculation and its estimate. best: the fastest so far, at first that plan.
     """
 
-    def __init__(
-        self, model: ModelSpec, request: Request, profile: HardwareProfile, pricer: StepPricer, waiting: Priced
-    ) -> None:
-        self._model, self._request, self._profile, self._pricer = model, request, profile, pricer
+    def __init__(self, problem: Problem, pricer: StepPricer, waiting: Priced) -> None:
+        self._problem, self._pricer = problem, pricer
         self.waiting = self.best = waiting
         self._waiting_s = waiting[1].step_s  # of the best one, in a step after one that was clipped
         self._layout: Layout | None = None  # of the best one without speculation; None before one is faster
+        self._fewer: Layout | None = None  # of which fewer groups were tried
 
     @property
     def chosen(self) -> Priced:
@@ -71,23 +57,23 @@ class Speculation:
 
     def try_plans(self, plans: Iterable[Plan]) -> None:
         """Try FIRST_SHARES of what the plans have room for; plans that do not fit themselves are left out."""
-        most_commands = self._pricer.simulated_commands + SPECULATED_COMMANDS
-        for layout in (Layout(self._model, plan) for plan in plans if plan.updates_on_cpu):
+        most_commands = self._pricer.simulated_commands + self._problem.limits.speculated_commands
+        for layout in (self._problem.layout(plan) for plan in plans if plan.updates_on_cpu):
             if self._pricer.simulated_commands > most_commands:
                 return
-            if max(excess_bytes(layout, self._request, self._profile)) <= 0:
+            if self._problem.fits(layout):
                 self._try(layout, FIRST_SHARES)
 
     def try_fewer_groups(self) -> None:
-        """Try OTHER_SHARES of what the best one's plan has room for."""
-        if self._layout is not None:
+        """Try OTHER_SHARES of what the best one's plan has room for, once."""
+        if self._layout is not None and self._layout is not self._fewer:
+            self._fewer = self._layout
             self._try(self._layout, OTHER_SHARES)
 
     def has_room(self, plan: Plan) -> bool:
         """Whether host memory is left for the second planes of all that a plan has the CPU update."""
-        layout = Layout(self._model, plan)
-        second_bytes = sum(map(second_plane_bytes, layout.groups, plan.groups))
-        return second_bytes <= -excess_bytes(layout, self._request, self._profile)[1]
+        layout = self._problem.layout(plan)
+        return sum(map(second_plane_bytes, layout.groups, plan.groups)) <= self._problem.room(layout).host_bytes
 
     @property
     def mean_s(self) -> float:
@@ -95,11 +81,11 @@ class Speculation:
         return mean_s(self.best[1].step_s, self._waiting_s)
 
     def _try(self, layout: Layout, shares: Sequence[float]) -> None:
-        spare_bytes = -excess_bytes(layout, self._request, self._profile)[1]
+        spare_bytes = self._problem.room(layout).host_bytes
         waiting_s = self._waiting_s if layout is self._layout else None
         for plan in speculating_plans(layout, spare_bytes, shares):
-            estimate = self._pricer.step(Layout(self._model, plan))
-            if estimate.step_s > HOPELESS * self.best[1].step_s:
+            estimate = self._pricer.step(self._problem.layout(plan))
+            if estimate.step_s > self._problem.limits.far * self.best[1].step_s:  # fewer groups gain no more than that
                 break
             if estimate.step_s >= self.mean_s:
                 continue

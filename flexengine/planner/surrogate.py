@@ -57,7 +57,7 @@ class Surrogate:
     def _one_slot_s(self) -> float:
         """Seconds that blocks wait where ranks relay gradients in pieces and one slot has none for the last piece."""
         in_pieces = self.tables.request.shares_node and self.buffers.slot_bytes[1].max() > PIECE_BYTES
-        piece_s = 2 * PIECE_BYTES / self.profile.h2d_duplex_bytes_per_s
+        piece_s = 2 * PIECE_BYTES / self.profile.link.h2d_duplex_bytes_per_s
         return in_pieces * self.tables.full_rounds * self.tables.num_blocks * piece_s
 
     # -- rounds ------------------------------------------------------------------------------------------------------
@@ -116,15 +116,17 @@ class Surrogate:
         if not gradients:
             return 0.0
         touched = group.numel * self.cost.acc_bytes + 2 * group.plane_bytes["grad"]
-        return touched / self.profile.memory_bytes_per_s + 2 * self.profile.launch_s
+        return touched / self.profile.memory.bytes_per_s + 2 * self.profile.host.launch_s
 
     def _copy_s(self, num_bytes: np.ndarray, up: bool) -> np.ndarray:
         """Seconds of copies to (`up`) or from the device at the rate of a busy link; 0 for nothing."""
         p = self.profile
         alone, busy = (
-            (p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s) if up else (p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
+            (p.link.h2d_bytes_per_s, p.link.h2d_duplex_bytes_per_s)
+            if up
+            else (p.link.d2h_bytes_per_s, p.link.d2h_duplex_bytes_per_s)
         )
-        return np.where(num_bytes > 0, (num_bytes + p.copy_latency_s * alone) / busy, 0.0)
+        return np.where(num_bytes > 0, (num_bytes + p.link.copy_latency_s * alone) / busy, 0.0)
 
     @cached_property
     def choice_costs(self) -> dict[str, PerKind]:
@@ -180,7 +182,7 @@ class Surrogate:
             if edge == 0 and group in other:
                 again += self._copy_s(streams * planes["grad"], True)
             finish_s += self._finish_s(buffers.edge_layouts[i], buffers.uses[group].gradients)
-        sent = grads * self.profile.h2d_duplex_bytes_per_s / self.profile.d2h_duplex_bytes_per_s
+        sent = grads * self.profile.link.h2d_duplex_bytes_per_s / self.profile.link.d2h_duplex_bytes_per_s
         seconds = tables.edge_seconds[edge]
         return EdgeCosts(
             seconds.forward_s,

@@ -217,12 +217,12 @@ def _machine_rows(profile: HardwareProfile) -> list[tuple[str, str]]:
     return [
         ("name", profile.name),
         ("figures", SOURCE_WORDS.get(profile.source, profile.source)),
-        ("matrix products", format_tflops(profile.peak_matmul_flops_per_s)),
-        ("device memory", f"{profile.memory_bytes_per_s / 1e9:.0f} GB/s"),
-        ("link to the GPU", _link_words(profile.h2d_bytes_per_s, profile.h2d_duplex_bytes_per_s)),
-        ("link to the host", _link_words(profile.d2h_bytes_per_s, profile.d2h_duplex_bytes_per_s)),
-        ("GPU memory", format_bytes(profile.gpu_total_bytes)),
-        ("host memory", format_bytes(profile.host_total_bytes)),
+        ("matrix products", format_tflops(profile.matmul.peak_flops_per_s)),
+        ("device memory", f"{profile.memory.bytes_per_s / 1e9:.0f} GB/s"),
+        ("link to the GPU", _link_words(profile.link.h2d_bytes_per_s, profile.link.h2d_duplex_bytes_per_s)),
+        ("link to the host", _link_words(profile.link.d2h_bytes_per_s, profile.link.d2h_duplex_bytes_per_s)),
+        ("GPU memory", format_bytes(profile.memory.gpu_total_bytes)),
+        ("host memory", format_bytes(profile.memory.host_total_bytes)),
     ]
 
 

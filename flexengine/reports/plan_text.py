@@ -35,9 +35,9 @@ def brief(plan: Plan, model: ModelSpec) -> list[str]:
 
 def machine_line(profile: HardwareProfile, device_type: str, budgets: str) -> str:
     """Tell what a machine has, and which budgets were found on it."""
-    gpu = f"{format_bytes(profile.gpu_total_bytes)} GPU and " if device_type == "cuda" else ""
+    gpu = f"{format_bytes(profile.memory.gpu_total_bytes)} GPU and " if device_type == "cuda" else ""
     found = f"; {budgets}" if budgets else ""
-    return f"machine: {profile.name}, {gpu}{format_bytes(profile.host_total_bytes)} host memory{found}"
+    return f"machine: {profile.name}, {gpu}{format_bytes(profile.memory.host_total_bytes)} host memory{found}"
 
 
 def report(picture: Picture) -> str:
@@ -78,13 +78,13 @@ def _answer_lines(picture: Picture) -> list[str]:
 
 def _hardware_line(picture: Picture) -> str:
     """Describe the machine that the plan is for."""
-    profile, fp8 = picture.profile, ""
+    profile, memory, fp8 = picture.profile, picture.profile.memory, ""
     if picture.plan.request.numerics.matmul == "fp8":
-        fp8 = f" ({format_tflops(profile.fp8_matmul_rate(picture.plan.chunk_tokens))} with FP8 operands)"
+        fp8 = f" ({format_tflops(profile.matmul.fp8_rate(picture.plan.chunk_tokens))} with FP8 operands)"
     return (
-        f"{profile.name} ({profile.source}): {format_tflops(profile.peak_matmul_flops_per_s)} in matrix products{fp8},"
-        f" link {profile.h2d_bytes_per_s / 1e9:.1f} GB/s in and {profile.d2h_bytes_per_s / 1e9:.1f} GB/s out,"
-        f" {format_bytes(profile.gpu_total_bytes)} GPU and {format_bytes(profile.host_total_bytes)} host memory"
+        f"{profile.name} ({profile.source}): {format_tflops(profile.matmul.peak_flops_per_s)} in matrix products{fp8},"
+        f" link {profile.link.h2d_bytes_per_s / 1e9:.1f} GB/s in and {profile.link.d2h_bytes_per_s / 1e9:.1f} GB/s out,"
+        f" {format_bytes(memory.gpu_total_bytes)} GPU and {format_bytes(memory.host_total_bytes)} host memory"
     )
 
 

@@ -195,7 +195,7 @@ class Reviewer:
             return
         mended = partial(mended_profile, factors=found.factors)
         if planned.mend_rates(mended):
-            rate = mended(planned.profile).peak_matmul_flops_per_s
+            rate = mended(planned.profile).matmul.peak_flops_per_s
             engine.settings = replace(engine.settings, matmul_flops_per_s=rate)
             tqdm.write(
                 f"step {metrics.step} took {format_seconds(metrics.step_s)}, less than the {format_seconds(bound_s)}"

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from bench.largest_model import most_layers, parameters_that_fit, update_traffic
+from flexengine.hardware.parts import ADAMW_BYTES
 from flexengine.hardware.presets import preset
-from flexengine.hardware.profile import ADAMW_BYTES
 from flexengine.models.registry import open_model
 from flexengine.options.job import Job
 from flexengine.plan import Numerics, Request
 from flexengine.planner.planner import find_plan
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.programs import lower_update
 from flexengine.schedule.timeline import TimedRun
@@ -35,7 +36,7 @@ def test_one_layer_more_does_not_fit(host_gib):
 def test_bytes_of_updates_by_the_cpu(states):
     model, profile = open_model("preset:llama-3.2-1b").spec, preset("h100-80")
     request = Request(512, 1024, 3 * GIB, 64 * GIB, numerics=Numerics(state=states), clipping=True)
-    plan = find_plan(model, request, profile)
+    plan = find_plan(Problem(model, request, profile))
     assert plan is not None
     program = lower_update(Layout(model, plan))
     run = TimedRun(program, 0.0, [(0.0, 1.0)] * len(program.commands))

@@ -22,8 +22,8 @@ def plan_of(recipe: str) -> Plan:
 def test_a_recipe_fits_its_machine(recipe):
     """Its plan keeps to the budgets, which leave room for the system."""
     predicted = plan_of(recipe.name).predicted
-    assert predicted.gpu_bytes <= recipe.request.max_gpu_bytes < recipe.profile.gpu_total_bytes
-    assert predicted.host_bytes <= recipe.request.max_host_bytes < 0.95 * recipe.profile.host_total_bytes
+    assert predicted.gpu_bytes <= recipe.request.max_gpu_bytes < recipe.profile.memory.gpu_total_bytes
+    assert predicted.host_bytes <= recipe.request.max_host_bytes < 0.95 * recipe.profile.memory.host_total_bytes
 
 
 def test_there_are_recipes_for_all_machines_and_many_models():

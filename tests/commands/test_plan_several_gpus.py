@@ -122,10 +122,10 @@ def test_gpus_of_a_node_share_host_memory():
     card = preset("rtx4090")
     assert with_gpus(card, 1) == card
     node = with_gpus(card, 4)
-    assert node.host_bytes_per_s == assumed_node_rate(card, 4) == 150e9
-    assert node.host_total_bytes == 4 * card.host_total_bytes
-    assert with_gpus(card, 4, 300e9).host_bytes_per_s == 300e9
+    assert node.host.bytes_per_s == assumed_node_rate(card, 4) == 150e9
+    assert node.memory.host_total_bytes == 4 * card.memory.host_total_bytes
+    assert with_gpus(card, 4, 300e9).host.bytes_per_s == 300e9
     measured = replace(card, source="measured")
     assert with_gpus(measured, 4) == measured
-    assert rank_profile(node, 4).h2d_duplex_bytes_per_s == 150e9 / 8
-    assert rank_profile(node, 4).h2d_bytes_per_s == card.h2d_bytes_per_s
+    assert rank_profile(node, 4).link.h2d_duplex_bytes_per_s == 150e9 / 8
+    assert rank_profile(node, 4).link.h2d_bytes_per_s == card.link.h2d_bytes_per_s

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import stat
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ from flexengine.hardware.profile import HardwareProfile, ProbeShape, read_profil
 from flexengine.ops.attention.choice import AttentionChoice
 from flexengine.ops.attention.style import AttentionShape
 
-MEASURED = replace(
-    preset("h200"),
+MEASURED = preset("h200").changed(
     source="measured",
     issue_s=21.5e-6,
     gpu_context_bytes=3 * 2**28,

@@ -103,8 +103,8 @@ def test_gpu_that_others_fill(model, monkeypatch):
     plan = prepare(model, device="cpu", dtype="float32", hardware="cpu-test", max_seq_len=16).plan
     with_little = with_memory(preset("rtx-4090"), host_total_bytes=64 * GIB)
     check_is_free(plan, with_little, "cuda")
-    object.__setattr__(with_little, "gpu_free_bytes", 0)
-    object.__setattr__(with_little, "gpu_context_bytes", 1000)
+    object.__setattr__(with_little.memory, "gpu_free_bytes", 0)
+    object.__setattr__(with_little.memory, "gpu_context_bytes", 1000)
     says = ("takes \\S+ \\S+ of GPU memory, but 1000 bytes of 23.50 GiB are left", "give --max-gpu-mem-gib")
     check_error(lambda: check_is_free(plan, with_little, "cuda"), says, PlanError)
 
@@ -114,10 +114,10 @@ def test_what_ranks_have_taken_already_counts_as_theirs(model):
     plan = prepare(model, device="cpu", dtype="float32", hardware="cpu-test", max_seq_len=16).plan
     plan = replace(plan, request=replace(plan.request, ranks=2))
     needed = plan.predicted.host_bytes + 2 * plan.predicted.gpu_bytes
-    exact = replace(preset("cpu-test"), host_base_bytes=1000, host_available_bytes=needed - 2000)
+    exact = preset("cpu-test").changed(host_base_bytes=1000, host_available_bytes=needed - 2000)
     check_is_free(plan, exact, "cpu")
     with pytest.raises(PlanError, match="of host memory, but"):
-        check_is_free(plan, replace(exact, host_available_bytes=needed - 2001), "cpu")
+        check_is_free(plan, exact.changed(host_available_bytes=needed - 2001), "cpu")
 
 
 class Refusing:

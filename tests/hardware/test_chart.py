@@ -59,7 +59,7 @@ def test_preset_is_marked_and_its_copies_are_what_the_planner_takes_them_to_be()
     assert "(preset, not measured)" in figure.get_suptitle()
     assert len(link.lines) == 4
     size, rate = link.lines[0].get_xdata()[0], link.lines[0].get_ydata()[0]
-    assert rate == pytest.approx(size / (profile.copy_latency_s + size / profile.h2d_bytes_per_s) / 1e9)
+    assert rate == pytest.approx(size / (profile.link.copy_latency_s + size / profile.link.h2d_bytes_per_s) / 1e9)
     assert host.get_xlabel() == "all threads"
     assert any("float32 states" in text.get_text() for text in host.texts)
 

@@ -15,7 +15,7 @@ from flexengine.hardware.measure import matmul as measure_matmul
 from flexengine.hardware.measure import node as measure_node
 from flexengine.hardware.measure import timing
 from flexengine.hardware.node_rates import RankRates
-from flexengine.hardware.profile import HardwareProfile, ProbeShape
+from flexengine.hardware.profile import ProbeShape
 from flexengine.native import allocate_host
 from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.linear_shape import HeadShape, LinearShape
@@ -97,21 +97,18 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_every_field_is_measured_and_the_profile_accepts_it(fake_cuda: SimpleNamespace):
     rates = measure.measure_cuda(CPU, torch.bfloat16, ProbeShape(64, 96, 24), host_free_bytes=8 * MIB, scale=0.01)
-    memory = dict.fromkeys(("gpu_total_bytes", "gpu_free_bytes", "host_total_bytes", "host_available_bytes"), 2**40)
-    profile = HardwareProfile(
-        "fake", "cuda", "measured", **rates._asdict(), **memory, gpu_context_bytes=1, host_base_bytes=1
-    )
-    assert profile.matmul_shape == (64, 96)
-    assert profile.attention_head_dim == 24
-    assert min(profile.h2d_beside_cpu_bytes_per_s, profile.d2h_beside_cpu_bytes_per_s) > 0
-    assert min(profile.only_beside_cpu_bytes_per_s) > 0
-    assert 0 < profile.cpu_share_beside_link <= 1
-    assert [tokens for tokens, _ in profile.matmul_flops_per_s] == [8, 16, 32]
-    assert [length for length, _ in profile.attention_backward_flops_per_s] == [16, 32]
-    assert profile.issue_s > 0
+    profile = rates.profile("fake", "cuda", 2**40, 2**40, 1, 2**40, 2**40, 1)
+    assert profile.matmul.shape == (64, 96)
+    assert profile.attention.head_dim == 24
+    assert min(profile.link.h2d_beside_cpu_bytes_per_s, profile.link.d2h_beside_cpu_bytes_per_s) > 0
+    assert min(profile.link.only_beside_cpu_bytes_per_s) > 0
+    assert 0 < profile.link.cpu_share_beside_link <= 1
+    assert [tokens for tokens, _ in profile.matmul.flops_per_s] == [8, 16, 32]
+    assert [length for length, _ in profile.attention.backward_flops_per_s] == [16, 32]
+    assert profile.host.issue_s > 0
     assert [curve.x_unit for curve in profile.curves] == ["tokens"] * 12 + ["bytes"] * 4 + ["threads"]
-    assert profile.curves[-5].points[-1] == (MIB, profile.h2d_bytes_per_s)
-    assert profile.host_bytes_per_s == profile.curves[-1].points[-1][1]
+    assert profile.curves[-5].points[-1] == (MIB, profile.link.h2d_bytes_per_s)
+    assert profile.host.bytes_per_s == profile.curves[-1].points[-1][1]
     assert fake_cuda.stream.waits > 20  # the commands whose issue was timed
 
 
@@ -120,8 +117,11 @@ def test_experts_are_measured_beside_linear_layers(fake_cuda: SimpleNamespace, m
     shapes = (ExpertShape(4, 2, 64, 96), ExpertShape(4, 2, 48, 64))
     shape = ProbeShape(64, 96, 24, experts=shapes)
     rates = measure.measure_cuda(CPU, torch.bfloat16, shape, host_free_bytes=8 * MIB, scale=0.01)
-    assert [tokens for tokens, _ in rates.grouped_shares] == [16, 32]  # linear layers were measured with up to 32
-    assert all(share > 0 for _, share in rates.grouped_shares)
+    assert [tokens for tokens, _ in rates.matmul.grouped_shares] == [
+        16,
+        32,
+    ]  # linear layers were measured with up to 32
+    assert all(share > 0 for _, share in rates.matmul.grouped_shares)
     most = measure_experts.Buffers.num_bytes(shapes[0], 16, 2, torch.bfloat16)
     fewer = measure_experts.Buffers(shapes[0], 16, torch.bfloat16, CPU, most)
     assert (fewer.shape.experts, fewer.rows, fewer.bounds[-1]) == (2, 16, 16)
@@ -136,8 +136,8 @@ def test_a_models_own_layers_and_head_are_measured(fake_cuda: SimpleNamespace, m
     rates = measure.measure_cuda(CPU, torch.bfloat16, shape, host_free_bytes=8 * MIB, scale=0.01)
     names = [curve.name for curve in rates.curves if curve.x_unit == "tokens"]
     assert names == [f"{layer} {name}" for layer in ("fc", "proj") for name in measure_matmul.PASSES]
-    assert [tokens for tokens, _ in rates.head_shares] == [16, 32]  # a block of logits, and the longest chunk
-    assert all(share > 0 for _, share in rates.head_shares)
+    assert [tokens for tokens, _ in rates.matmul.head_shares] == [16, 32]  # a block of logits, and the longest chunk
+    assert all(share > 0 for _, share in rates.matmul.head_shares)
 
 
 def test_short_calls_are_issued_behind_a_gate(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):

@@ -3,8 +3,8 @@
 import pytest
 
 from flexengine.hardware.cards import CARDS
+from flexengine.hardware.parts import ADAMW_BYTES
 from flexengine.hardware.presets import PRESETS, preset, preset_source, with_memory
-from flexengine.hardware.profile import ADAMW_BYTES
 
 GIB = 2**30
 
@@ -49,17 +49,17 @@ def test_the_profiles_own_name_finds_it():
 def test_presets_are_plausible(name: str):
     profile, card = PRESETS[name], CARDS[name]
     assert profile.source == "preset"
-    rates = [rate for _, rate in profile.matmul_flops_per_s]
+    rates = [rate for _, rate in profile.matmul.flops_per_s]
     assert rates[0] < rates[-1]
-    assert max(rates) < 1.02 * profile.peak_matmul_flops_per_s
-    assert profile.peak_matmul_flops_per_s <= card.bf16_flops_per_s
-    assert profile.memory_bytes_per_s < card.memory_bytes_per_s
+    assert max(rates) < 1.02 * profile.matmul.peak_flops_per_s
+    assert profile.matmul.peak_flops_per_s <= card.bf16_flops_per_s
+    assert profile.memory.bytes_per_s < card.memory_bytes_per_s
     for length in (512, 2048, 32768):
-        assert profile.attention_backward_rate(length) < profile.attention_forward_rate(length)
-        assert profile.attention_forward_rate(length) < profile.peak_matmul_flops_per_s
-    assert profile.h2d_duplex_bytes_per_s < profile.h2d_bytes_per_s < profile.host_bytes_per_s
-    assert profile.cpu_adamw_rate("float32") < profile.cpu_adamw_rate("bfloat16")
-    assert profile.gpu_free_bytes + profile.gpu_context_bytes == profile.gpu_total_bytes
+        assert profile.attention.backward_rate(length) < profile.attention.forward_rate(length)
+        assert profile.attention.forward_rate(length) < profile.matmul.peak_flops_per_s
+    assert profile.link.h2d_duplex_bytes_per_s < profile.link.h2d_bytes_per_s < profile.host.bytes_per_s
+    assert profile.host.adamw_rate("float32") < profile.host.adamw_rate("bfloat16")
+    assert profile.memory.gpu_free_bytes + profile.memory.gpu_context_bytes == profile.memory.gpu_total_bytes
     assert profile.curves == ()
 
 
@@ -73,13 +73,13 @@ def test_presets_are_plausible(name: str):
 )
 def test_arithmetic_bounds_updates_with_8_bit_states(names: tuple[str, ...], int8: tuple, stochastic: tuple):
     for profile in map(preset, names):
-        assert int8[0] < profile.cpu_adamw_rate("int8") < int8[1]
-        assert stochastic[0] < profile.cpu_adamw_rate("int8 stochastic") < stochastic[1]
-        bytes_per_s = profile.cpu_adamw_bytes_per_s("int8")
-        assert bytes_per_s == pytest.approx(ADAMW_BYTES["int8"] * profile.cpu_adamw_rate("int8"))
-        assert bytes_per_s <= (1 + 1e-9) * profile.host_bytes_per_s  # nor more than memory allows
-        if profile.host_bytes_per_s > 50e9:  # DDR4 is so slow that memory bounds bfloat16 states before
-            assert profile.cpu_adamw_rate("int8") < profile.cpu_adamw_rate("bfloat16")
+        assert int8[0] < profile.host.adamw_rate("int8") < int8[1]
+        assert stochastic[0] < profile.host.adamw_rate("int8 stochastic") < stochastic[1]
+        bytes_per_s = profile.host.adamw_bytes_per_s("int8")
+        assert bytes_per_s == pytest.approx(ADAMW_BYTES["int8"] * profile.host.adamw_rate("int8"))
+        assert bytes_per_s <= (1 + 1e-9) * profile.host.bytes_per_s  # nor more than memory allows
+        if profile.host.bytes_per_s > 50e9:  # DDR4 is so slow that memory bounds bfloat16 states before
+            assert profile.host.adamw_rate("int8") < profile.host.adamw_rate("bfloat16")
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -91,14 +91,14 @@ def test_every_card_names_its_source(name: str):
 def test_published_memory_is_what_the_label_says():
     labels = {"h200": 141, "h100-80": 80, "a100-40": 40, "l40s": 48, "rtx-pro-6000": 96, "rtx-3090": 24}
     for name, label in labels.items():  # labels count in 10**9 on data-centre cards and in 2**30 on GDDR ones
-        assert 0.85 * label * 1e9 < PRESETS[name].gpu_total_bytes <= label * GIB
+        assert 0.85 * label * 1e9 < PRESETS[name].memory.gpu_total_bytes <= label * GIB
 
 
 def test_with_memory_changes_sizes_only():
     profile = with_memory(preset("h200"), gpu_total_bytes=24 * GIB, host_total_bytes=64 * GIB)
-    assert profile.gpu_free_bytes == 24 * GIB - preset("h200").gpu_context_bytes
-    assert profile.host_available_bytes == 64 * GIB - preset("h200").host_base_bytes
-    assert profile.matmul_flops_per_s == preset("h200").matmul_flops_per_s
+    assert profile.memory.gpu_free_bytes == 24 * GIB - preset("h200").memory.gpu_context_bytes
+    assert profile.memory.host_available_bytes == 64 * GIB - preset("h200").memory.host_base_bytes
+    assert profile.matmul.flops_per_s == preset("h200").matmul.flops_per_s
     assert with_memory(preset("h200")) == preset("h200")
     with pytest.raises(ValueError, match="CUDA context"):
         with_memory(preset("h200"), gpu_total_bytes=1)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,17 +30,23 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def rates_of(profile: HardwareProfile) -> Rates:
+    """A profile as if it had been measured."""
+    parts = (profile.matmul, profile.attention, profile.link, profile.host)
+    return Rates(*parts, profile.memory.bytes_per_s, profile.curves)
+
+
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """Replaces the CPU benchmarks by fixed figures; the list grows by the dtype of each measurement."""
     calls: list[torch.dtype] = []
-    rates = Rates(*(getattr(preset("cpu-test"), name) for name in Rates._fields))
+    rates = rates_of(preset("cpu-test"))
 
     def measure(dtype: torch.dtype, shape: ProbeShape, scale: float) -> Rates:
         assert scale > 0
         calls.append(dtype)
         torch.randn(3)
-        return rates._replace(matmul_shape=shape[:2])
+        return rates._replace(matmul=replace(rates.matmul, shape=shape[:2]))
 
     monkeypatch.setattr(probe_module, "measure_cpu", measure)
     return calls
@@ -49,8 +55,8 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 def assert_measured(profile: HardwareProfile, device_type: str) -> None:
     assert profile.source == "measured"
     assert profile.device_type == device_type
-    assert 0 < profile.host_base_bytes < profile.host_total_bytes
-    assert 0 < profile.gpu_free_bytes <= profile.gpu_total_bytes
+    assert 0 < profile.memory.host_base_bytes < profile.memory.host_total_bytes
+    assert 0 < profile.memory.gpu_free_bytes <= profile.memory.gpu_total_bytes
 
 
 def test_cpu_probe_is_valid():
@@ -59,28 +65,28 @@ def test_cpu_probe_is_valid():
         CPU, torch.float32, ProbeShape(64, 96), seconds_budget=2.0, force=True
     )  # the profile checks every rate
     assert_measured(profile, "cpu")
-    assert (profile.gpu_context_bytes, profile.issue_s) == (0, 0.0)
-    assert profile.matmul_shape == (256, 256)
-    assert profile.matmul_flops_per_s[0][0] == 64
-    assert [name for name, _ in profile.cpu_adamw_parameters_per_s][:3] == ["float32", "bfloat16", "int8"]
+    assert (profile.memory.gpu_context_bytes, profile.host.issue_s) == (0, 0.0)
+    assert profile.matmul.shape == (256, 256)
+    assert profile.matmul.flops_per_s[0][0] == 64
+    assert [name for name, _ in profile.host.adamw_parameters_per_s][:3] == ["float32", "bfloat16", "int8"]
     names = [curve.name for curve in profile.curves]
     assert names[0] == "qkv_proj forward"
     assert names[-2:] == ["copy between arenas", "host memory copy"]
-    assert profile.curves[-1].points[-1] == (threads, profile.host_bytes_per_s)
+    assert profile.curves[-1].points[-1] == (threads, profile.host.bytes_per_s)
     assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_measured_fields_are_fields_of_the_profile(dtype: torch.dtype):
-    assert set(Rates._fields) <= {field.name for field in fields(HardwareProfile)}
-    assert measure_cpu(dtype, ProbeShape(256, 256), scale=0.02).launch_s > 0
+def test_what_is_measured_is_a_profile(dtype: torch.dtype):
+    rates = measure_cpu(dtype, ProbeShape(256, 256), scale=0.02)
+    assert rates.profile("here", "cpu", 2, 2, 0, 2, 2, 1).host.launch_s > 0
 
 
 def test_second_probe_reads_the_cache(measurements: list[torch.dtype]):
     first = probe(CPU, torch.float32)
     second = probe(CPU, torch.float32)
     assert measurements == [torch.float32]
-    assert second.matmul_flops_per_s == first.matmul_flops_per_s
+    assert second.matmul.flops_per_s == first.matmul.flops_per_s
     probe(CPU, torch.float32, force=True)
     probe(CPU, torch.bfloat16)
     assert measurements == [torch.float32, torch.float32, torch.bfloat16]
@@ -102,23 +108,23 @@ def test_result_says_where_the_profile_comes_from(cache_folder: Path, measuremen
 def test_shapes_have_profiles_of_their_own_and_small_cpu_ones_share(
     cache_folder: Path, measurements: list[torch.dtype]
 ):
-    assert probe(CPU, torch.float32, ProbeShape(64, 172)).matmul_shape == (256, 256)
-    assert probe(CPU, torch.float32, ProbeShape(256, 200)).matmul_shape == (256, 256)
+    assert probe(CPU, torch.float32, ProbeShape(64, 172)).matmul.shape == (256, 256)
+    assert probe(CPU, torch.float32, ProbeShape(256, 200)).matmul.shape == (256, 256)
     assert len(measurements) == 1
-    assert probe(CPU, torch.float32, ProbeShape(512, 1500)).matmul_shape == (512, 1024)
-    assert probe(CPU, torch.float32).matmul_shape == (1024, 1024)
+    assert probe(CPU, torch.float32, ProbeShape(512, 1500)).matmul.shape == (512, 1024)
+    assert probe(CPU, torch.float32).matmul.shape == (1024, 1024)
     assert len(measurements) == 3
     assert len(list((cache_folder / "profiles").iterdir())) == 3
 
 
 def test_rates_of_the_host_are_medians_over_models(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    rates, launch_s = Rates(*(getattr(preset("cpu-test"), name) for name in Rates._fields)), iter((1e-5, 3e-5, 9e-5))
-    monkeypatch.setattr(probe_module, "measure_cpu", lambda *_: rates._replace(launch_s=next(launch_s), issue_s=0.0))
+    found = (rates_of(preset("cpu-test").changed(launch_s=launch_s)) for launch_s in (1e-5, 3e-5, 9e-5))
+    monkeypatch.setattr(probe_module, "measure_cpu", lambda *_: next(found))
     with caplog.at_level(logging.INFO, logger="flexengine"):
-        assert probe(CPU, torch.float32).launch_s == 1e-5
-        assert probe(CPU, torch.float32, ProbeShape(256, 256)).launch_s == pytest.approx(2e-5)
-        assert probe(CPU, torch.float32).launch_s == 1e-5  # as it was measured
-        assert probe(CPU, torch.float32, force=True).launch_s == 9e-5
+        assert probe(CPU, torch.float32).host.launch_s == 1e-5
+        assert probe(CPU, torch.float32, ProbeShape(256, 256)).host.launch_s == pytest.approx(2e-5)
+        assert probe(CPU, torch.float32).host.launch_s == 1e-5  # as it was measured
+        assert probe(CPU, torch.float32, force=True).host.launch_s == 9e-5
     assert "cannot be used" not in caplog.text
 
 
@@ -152,18 +158,18 @@ def test_memory_is_read_anew(measurements: list[torch.dtype], monkeypatch: pytes
     monkeypatch.setattr(probe_module, "resident_bytes", lambda: 2**38)
     profile = probe(CPU, torch.float32)
     assert len(measurements) == 1
-    assert profile.host_base_bytes == 2**38
-    assert (profile.host_total_bytes, profile.host_available_bytes) == (2**40, 2**39)
-    assert (profile.gpu_total_bytes, profile.gpu_free_bytes) == (2**39, 2**39)
+    assert profile.memory.host_base_bytes == 2**38
+    assert (profile.memory.host_total_bytes, profile.memory.host_available_bytes) == (2**40, 2**39)
+    assert (profile.memory.gpu_total_bytes, profile.memory.gpu_free_bytes) == (2**39, 2**39)
 
 
 def test_what_libraries_will_still_take_is_not_free(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe_module, "resident_bytes", lambda: 5000)
-    assert probe(CPU, torch.float32).host_base_bytes == 5000
+    assert probe(CPU, torch.float32).memory.host_base_bytes == 5000
     monkeypatch.setattr(probe_module, "host_memory", lambda: HostMemory(2**40, 2**39))
     monkeypatch.setattr(probe_module, "resident_bytes", lambda: 4000)
     profile = probe(CPU, torch.float32)
-    assert (profile.host_base_bytes, profile.host_available_bytes) == (5000, 2**39 - 1000)
+    assert (profile.memory.host_base_bytes, profile.memory.host_available_bytes) == (5000, 2**39 - 1000)
 
 
 def test_data_of_one_run_is_not_remembered_for_the_next(measurements: list[torch.dtype], monkeypatch):
@@ -181,23 +187,23 @@ def test_data_of_one_run_is_not_remembered_for_the_next(measurements: list[torch
         return measure(*arguments)
 
     monkeypatch.setattr(probe_module, "measure_cpu", measure_and_load)
-    assert probe(CPU, torch.float32).host_base_bytes == 5500
+    assert probe(CPU, torch.float32).memory.host_base_bytes == 5500
     for data_bytes in (0, 700):
         monkeypatch.setattr(probe_module, "_at_first_probe_bytes", {})
         resident[0] = 1000 + data_bytes
         profile = probe(CPU, torch.float32)
-        assert profile.host_base_bytes == 1500 + data_bytes
-        assert profile.host_available_bytes == 2**39 - 500
+        assert profile.memory.host_base_bytes == 1500 + data_bytes
+        assert profile.memory.host_available_bytes == 2**39 - 500
     assert len(measurements) == 1
 
 
 def test_a_process_that_finds_the_rates_needs_less_than_one_that_measured_a_gpu():
-    measured = replace(preset("h100"), host_base_bytes=3 * 2**30)
+    measured = preset("h100").changed(host_base_bytes=3 * 2**30)
     later = probe_module._for_later(measured)
-    assert measured.host_base_bytes - later.host_base_bytes == 96 * 2**20
-    assert replace(later, host_base_bytes=measured.host_base_bytes) == measured
-    least = replace(measured, host_base_bytes=1)
-    assert probe_module._for_later(least).host_base_bytes == probe_module._AT_IMPORT_BYTES
+    assert measured.memory.host_base_bytes - later.memory.host_base_bytes == 96 * 2**20
+    assert later.changed(host_base_bytes=measured.memory.host_base_bytes) == measured
+    least = measured.changed(host_base_bytes=1)
+    assert probe_module._for_later(least).memory.host_base_bytes == probe_module._AT_IMPORT_BYTES
     assert probe_module._for_later(preset("cpu-test")) == preset("cpu-test")
 
 
@@ -328,23 +334,24 @@ def test_cuda_probe(dtype: torch.dtype):
     threads = torch.get_num_threads()
     profile = probe(device, dtype, ProbeShape(2048, 8192), seconds_budget=4.0, force=True)
     assert_measured(profile, "cuda")
-    assert profile.matmul_shape == (2048, 8192)
-    assert 2**26 < profile.gpu_context_bytes < 4 * 2**30
-    assert profile.matmul_rate(16384) > 0.9 * profile.matmul_rate(256)
-    assert profile.matmul_rate(8192) < 1.25 * profile.peak_matmul_flops_per_s
-    assert profile.h2d_duplex_bytes_per_s < 1.1 * profile.h2d_bytes_per_s
-    assert 0 < profile.issue_s < 1e-3
-    assert profile.launch_s < 1e-3
+    assert profile.matmul.shape == (2048, 8192)
+    assert 2**26 < profile.memory.gpu_context_bytes < 4 * 2**30
+    assert profile.matmul.rate(16384) > 0.9 * profile.matmul.rate(256)
+    assert profile.matmul.rate(8192) < 1.25 * profile.matmul.peak_flops_per_s
+    assert profile.link.h2d_duplex_bytes_per_s < 1.1 * profile.link.h2d_bytes_per_s
+    assert 0 < profile.host.issue_s < 1e-3
+    assert profile.host.launch_s < 1e-3
     assert torch.cuda.memory_allocated() <= held_bytes + 2**27  # cuBLAS workspaces stay
     assert torch.cuda.max_memory_reserved() <= held_bytes + 1.75 * 2**30
     assert torch.get_num_threads() == threads
     by_size = {curve.name: curve.points for curve in profile.curves}
-    assert by_size["host to device, both busy"][-1] == (2**27, profile.h2d_duplex_bytes_per_s)
+    assert by_size["host to device, both busy"][-1] == (2**27, profile.link.h2d_duplex_bytes_per_s)
     assert by_size["device to host"][0][1] < by_size["device to host"][-1][1]
     result = run_probe(device, dtype, ProbeShape(2048, 8192))
     assert result.from_cache
     memory_names = ("gpu_free_bytes", "host_total_bytes", "host_available_bytes", "host_base_bytes")
-    assert replace(result.profile, **{name: getattr(profile, name) for name in memory_names}) == profile
+    memory = {name: getattr(profile.memory, name) for name in memory_names}
+    assert result.profile.changed(**memory) == profile
 
 
 @pytest.mark.gpu
@@ -355,18 +362,18 @@ def test_cuda_probe_of_a_large_model_stays_in_its_memory():
     held_bytes = torch.cuda.memory_reserved()
     profile = probe(torch.device("cuda"), torch.bfloat16, ProbeShape(8192, 28672), seconds_budget=2.0, force=True)
     assert torch.cuda.max_memory_reserved() <= held_bytes + 1.75 * 2**30
-    assert profile.matmul_flops_per_s[-1][0] >= 4096
-    lengths = [length for length, _ in profile.attention_forward_flops_per_s]
+    assert profile.matmul.flops_per_s[-1][0] >= 4096
+    lengths = [length for length, _ in profile.attention.forward_flops_per_s]
     assert lengths == [512, 2048, 8192, 32768]
 
 
 def test_a_remembered_profile_is_mended(measurements: list[torch.dtype], cache_folder: Path):
     shape = ProbeShape(300, 800)  # measured as one of few sizes, and found again by them
-    faster = lambda profile: replace(profile, peak_matmul_flops_per_s=3e12)  # noqa: E731
+    faster = lambda profile: profile.changed(peak_matmul_flops_per_s=3e12)  # noqa: E731
     assert not mend(CPU, torch.float32, shape, faster), "nothing is remembered yet"
     probe(CPU, torch.float32, shape)
     assert mend(CPU, torch.float32, shape, faster)
-    assert probe(CPU, torch.float32, shape).peak_matmul_flops_per_s == 3e12
+    assert probe(CPU, torch.float32, shape).matmul.peak_flops_per_s == 3e12
     assert measurements == [torch.float32]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from flexengine.plan import Request
 from flexengine.planner.ranks.plan import plan_for_ranks
 
 CARD = replace(preset("h100"), source="measured")
-PEAK = CARD.peak_matmul_flops_per_s
+PEAK = CARD.matmul.peak_flops_per_s
 RATES = [
     RankRates(50e9, 51e9, 40e9, 41e9, 20e9, 31e9, 90e9, 5e9, 0.9 * PEAK, 300e9),
     RankRates(49e9, 52e9, 39e9, 42e9, 21e9, 30e9, 95e9, 4e9, 0.95 * PEAK, 301e9),
@@ -83,22 +84,25 @@ def test_the_slowest_rank_counts_and_is_remembered(tmp_path):
     expected = with_node_rates(CARD, NodeRates(2, "bfloat16", SLOWEST, "nccl"))
     for first, second, _ in outcomes:
         assert second == expected
-        grown = (first.gpu_context_bytes - CARD.gpu_context_bytes, first.host_base_bytes - CARD.host_base_bytes)
+        grown = (
+            first.memory.gpu_context_bytes - CARD.memory.gpu_context_bytes,
+            first.memory.host_base_bytes - CARD.memory.host_base_bytes,
+        )
         assert grown == (100, 1000)  # what the measurement has left in this process
-        assert first.host_available_bytes == CARD.host_available_bytes - 2 * 1000
-        assert replace(first, **_memory(second)) == second
-    assert {name: getattr(expected, name) for name in LINK_FIELDS} == {n: getattr(SLOWEST, n) for n in LINK_FIELDS}
-    assert expected.host_bytes_per_s == 2 * 90e9
-    assert expected.cpu_adamw_rate("bfloat16") == pytest.approx(2 * 4e9)
-    for rate in ("matmul_rate", "fp8_matmul_rate", "attention_forward_rate", "attention_backward_rate"):
-        assert getattr(expected, rate)(3000) == pytest.approx(0.9 * getattr(CARD, rate)(3000))
-    assert expected.peak_matmul_flops_per_s == pytest.approx(0.9 * PEAK)
+        assert first.memory.host_available_bytes == CARD.memory.host_available_bytes - 2 * 1000
+        assert first.changed(**_memory(second)) == second
+    assert {name: getattr(expected.link, name) for name in LINK_FIELDS} == {n: getattr(SLOWEST, n) for n in LINK_FIELDS}
+    assert expected.host.bytes_per_s == 2 * 90e9
+    assert expected.host.adamw_rate("bfloat16") == pytest.approx(2 * 4e9)
+    for rate in ("matmul.rate", "matmul.fp8_rate", "attention.forward_rate", "attention.backward_rate"):
+        assert attrgetter(rate)(expected)(3000) == pytest.approx(0.9 * attrgetter(rate)(CARD)(3000))
+    assert expected.matmul.peak_flops_per_s == pytest.approx(0.9 * PEAK)
     assert HardwareProfile.from_json(expected.to_json()) == expected
 
 
 def _memory(profile: HardwareProfile) -> dict[str, int]:
     names = ("gpu_free_bytes", "gpu_context_bytes", "host_available_bytes", "host_base_bytes")
-    return {name: getattr(profile, name) for name in names}
+    return {name: getattr(profile.memory, name) for name in names}
 
 
 def without(rank: int) -> bool:
@@ -143,7 +147,7 @@ def planned(rank: int, cache: Path) -> tuple[HardwareProfile, bool]:
 def test_runs_are_planned_with_what_was_measured(tmp_path):
     (first, first_split), second = values_of(run_ranks(planned, 2, tmp_path))
     assert second == (first, first_split)
-    assert (first.peer_bytes_per_s, first.measured_ranks) == (300e9, 2)
+    assert (first.link.peer_bytes_per_s, first.measured_ranks) == (300e9, 2)
 
 
 @pytest.mark.usefixtures("quick_search")
@@ -161,8 +165,8 @@ def test_links_of_measured_ranks_are_as_measured():
     found = with_node_rates(CARD, NodeRates(4, "bfloat16", SLOWEST))
     assert rank_profile(found, 4) is found
     assert with_gpus(found, 4) == found  # as `plan --gpus 4` has it
-    assert rank_profile(found, 8).h2d_duplex_bytes_per_s == found.host_bytes_per_s / 16
-    assert rank_profile(found, 1).h2d_bytes_per_s == found.h2d_bytes_per_s
+    assert rank_profile(found, 8).link.h2d_duplex_bytes_per_s == found.host.bytes_per_s / 16
+    assert rank_profile(found, 1).link.h2d_bytes_per_s == found.link.h2d_bytes_per_s
 
 
 @pytest.mark.parametrize("change", ['"ranks": 1', '"h2d_bytes_per_s": -1', '"other": 3'])

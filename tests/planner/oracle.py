@@ -1,7 +1,6 @@
 """The exhaustive oracle: every placement of a small model from a short list of options, judged by the simulator."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 from flexengine.hardware.presets import preset
@@ -9,7 +8,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.cost.cost_model import StepPricer
-from flexengine.planner.cost.memory import excess_bytes
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import savable_ops
 from tests.schedule.small_plans import homes_of
@@ -21,8 +20,7 @@ SLOTS = ((1, 1, 1), (2, 2, 2))
 def slow_link(bytes_per_s: float) -> HardwareProfile:
     """A machine whose link decides: one direction at `bytes_per_s`, both at once at 80% of it each."""
     both = 0.8 * bytes_per_s
-    return replace(
-        preset("cpu-test"),
+    return preset("cpu-test").changed(
         h2d_bytes_per_s=bytes_per_s,
         d2h_bytes_per_s=bytes_per_s,
         h2d_duplex_bytes_per_s=both,
@@ -49,7 +47,7 @@ def best_step_s(model: ModelSpec, request: Request, profile: HardwareProfile, ch
     pricer, best = StepPricer(profile), None
     for plan in all_plans(model, request, chunk, chunks):
         layout = Layout(model, plan)
-        if max(excess_bytes(layout, request, profile)) <= 0:
+        if Problem(model, request, profile).fits(layout):
             step_s = pricer.step(layout).step_s
             best = step_s if best is None else min(best, step_s)
     return best

@@ -25,6 +25,7 @@ from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
 from tests.planner.wide_oracle import Verdict, judge
 from tests.schedule.small_plans import FLOAT32, resident_plan, small_model
@@ -64,9 +65,8 @@ class Case:
         """The machine: a small CPU whose matrix products run at some share of its rate, and its link."""
         plain = preset("cpu-test")
         both = self.duplex_share * self.link_bytes_per_s
-        return replace(
-            plain,
-            matmul_flops_per_s=tuple((n, self.compute_share * rate) for n, rate in plain.matmul_flops_per_s),
+        return plain.changed(
+            matmul_flops_per_s=tuple((n, self.compute_share * rate) for n, rate in plain.matmul.flops_per_s),
             h2d_bytes_per_s=self.link_bytes_per_s,
             d2h_bytes_per_s=self.link_bytes_per_s,
             h2d_duplex_bytes_per_s=both,
@@ -82,11 +82,11 @@ class Case:
         )
         chunk = self.chunk_tokens or self.batch_tokens
         resident = Layout(model, resident_plan(model, request, chunk, max(1, (self.round_tokens or chunk) // chunk)))
-        least = Feasibility(model, request, profile).least_gpu()
+        least = Feasibility(Problem(model, request, profile)).least_gpu()
         most_bytes = max(least.gpu_bytes, gpu_required_bytes(resident, profile))
         gpu_bytes = least.gpu_bytes + int(self.gpu_share * (most_bytes - least.gpu_bytes))
         request = replace(request, max_gpu_bytes=gpu_bytes)
-        on_host = Feasibility(model, request, profile).least_host()
+        on_host = Feasibility(Problem(model, request, profile)).least_host()
         assert on_host is not None
         everything = host_required_bytes(Layout(model, least.plan), profile)
         host_bytes = on_host.host_bytes + int(self.host_share * max(1 << 16, everything - on_host.host_bytes))

@@ -12,9 +12,10 @@ from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light
 from flexengine.planner.cost.cost_model import step_seconds
-from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
 from tests.planner.oracle import best_step_s, slow_link
 from tests.schedule.small_plans import FLOAT32, homes_of, mixed_model, random_plan, small_model
@@ -36,7 +37,7 @@ def request_of(base, seq_len=32, **changes):
 def test_matches_the_exhaustive_oracle():
     model, profile = model_of("nf4", ("blocks",), small_model(blocks=2)), slow_link(1e8)
     request = request_of("nf4", round_tokens=128)
-    least = Feasibility(model, request, profile).least_gpu().gpu_bytes
+    least = Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes
     request = replace(request, max_gpu_bytes=int(1.3 * least))
     best_s = best_step_s(model, request, profile, 64, 2)
     assert best_s is not None
@@ -70,11 +71,11 @@ def test_plans_keep_their_promises(base, seq_len, kind):
     """Budgets hold on the exact layout, and the prediction is the simulator's."""
     model = model_of(base, FROZEN[seq_len % 3], mixed_model(3) if kind == "mixed" else small_model(3))
     profile, request = slow_link(1e9), request_of(base, seq_len)
-    least = Feasibility(model, request, profile).least_gpu().gpu_bytes
+    least = Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes
     request = replace(request, max_gpu_bytes=int(1.3 * least))
     plan = make_plan(model, request, profile)
     layout = Layout(model, plan)
-    assert max(excess_bytes(layout, request, profile)) <= 0
+    assert Problem(model, request, profile).fits(layout)
     assert plan.predicted.gpu_bytes == gpu_required_bytes(layout, profile)
     assert step_seconds(layout, profile).step_s == pytest.approx(plan.predicted.step_s)
     assert 0 < plan.predicted.speed_of_light_s <= plan.predicted.step_s
@@ -88,7 +89,9 @@ def test_a_base_in_fewer_bytes_takes_less_of_the_host():
     bytes_of = {}
     for base in ("compute", "fp8", "nf4"):
         asked = replace(request, numerics=replace(request.numerics, base=base))
-        bytes_of[base] = Feasibility(with_base_dtype(frozen, base), asked, preset("rtx-4090")).least_host().host_bytes
+        bytes_of[base] = (
+            Feasibility(Problem(with_base_dtype(frozen, base), asked, preset("rtx-4090"))).least_host().host_bytes
+        )
     numel = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
     assert bytes_of["compute"] - bytes_of["fp8"] == pytest.approx(numel, rel=0.01)
     assert bytes_of["compute"] - bytes_of["nf4"] == pytest.approx((2 - 0.516) * numel, rel=0.01)

@@ -16,9 +16,10 @@ from flexengine.planner.bound.relaxation import TOLERANCE, Bound
 from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, speed_of_light, speed_of_light_s
 from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
 from flexengine.planner.cost.cost_model import StepPricer, step_seconds
-from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.cost.save_sets import Keeping, lower_hull
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import recomputed, save_sets
@@ -54,7 +55,7 @@ def test_never_above_a_random_plan_that_just_fits(seed):
     random = Random(seed)
     model = small_model(random.randint(1, 4), seed % 2 == 0, random.choice([64, 128]), random.choice([64, 256, 1024]))
     profile = slow_link(random.choice([1e7, 1e8, 1e9, 1e11])) if seed % 4 else preset("rtx-4090")
-    profile = replace(profile, h2d_duplex_bytes_per_s=profile.h2d_bytes_per_s * random.choice([0.5, 0.9, 1.1]))
+    profile = profile.changed(h2d_duplex_bytes_per_s=profile.link.h2d_bytes_per_s * random.choice([0.5, 0.9, 1.1]))
     plan = random_plan(random, model, sliced=seed % 3 == 0)
     plan = tight(plan, model, profile, max_global_batch_tokens=random.choice([128, 256, 640, 1000]))
     step_s = step_seconds(Layout(model, plan), profile).step_s
@@ -66,8 +67,7 @@ def test_never_above_a_plan_with_a_busy_host(seed):
     """Updates by CPUs of all speeds, which slow the link down and are slowed down by it."""
     random = Random(seed)
     link, adamw = random.choice([1e7, 1e9, 2.5e10]), random.choice([1e6, 1e7, 1e8, 1e9])
-    profile = replace(
-        slow_link(link),
+    profile = slow_link(link).changed(
         device_type="cuda",
         d2h_duplex_bytes_per_s=link * random.choice([0.5, 0.9]),
         h2d_beside_cpu_bytes_per_s=link * random.choice([0.2, 0.5, 2.0]),
@@ -91,7 +91,7 @@ def test_never_above_an_update_by_tiles_on_a_link_that_is_faster_when_busy(gain)
     rates = {"h2d_duplex_bytes_per_s": gain * 1e7, "d2h_duplex_bytes_per_s": gain * 1e7}
     compute = {"matmul_flops_per_s": ((16, 1e14),), "memory_bytes_per_s": 1e12, "launch_s": 1e-12}
     compute |= {"cpu_adamw_parameters_per_s": (("float32", 1e4),)}  # nothing for the CPU
-    profile = replace(slow_link(1e7), **rates, **compute, copy_latency_s=1e-13, device_type="cuda", gpu_context_bytes=0)
+    profile = slow_link(1e7).changed(**rates, **compute, copy_latency_s=1e-13, device_type="cuda", gpu_context_bytes=0)
     model = small_model(12, False, 128, 64)
     request = Request(32, 64, ROOMY, ROOMY, numerics=FLOAT32, recompute="full", chunk_tokens=64, round_tokens=64)
     groups, layers = (GroupPlan("gpu", "gpu", "host"),) * len(model.groups), (LayerPlan(),) * 14
@@ -121,7 +121,7 @@ def test_never_above_any_plan_of_the_exhaustive_oracle(link, seq_len, budget_sha
     request = replace(request, max_gpu_bytes=budget)
     least_s = bound_of(model, request, profile).seconds
     layouts = [Layout(model, plan) for plan in all_plans(model, request, 64, 2)]
-    fitting = [layout for layout in layouts if max(excess_bytes(layout, request, profile)) <= 0]
+    fitting = [layout for layout in layouts if Problem(model, request, profile).fits(layout)]
     assert fitting
     assert least_s <= min(pricer.step(layout).step_s for layout in fitting)
 
@@ -157,7 +157,7 @@ def test_counts_what_must_cross_a_slow_link():
     # the room is for the operands of one command; at most that much of what must be fetched can be there before
     least_bytes = states + grads + weights - 3 * (head + size.head_bytes + size.block_bytes)
     assert least_bytes > 0
-    assert found.seconds > least_bytes / profile.h2d_bytes_per_s
+    assert found.seconds > least_bytes / profile.link.h2d_bytes_per_s
     assert "the host-to-device link" in found.limits
 
 
@@ -175,9 +175,9 @@ def test_a_faster_link_never_raises_it():
     model = open_model("preset:llama-3.2-1b").spec
     request = Request(2048, 8192, 5 << 30, 60 << 30)
     by_cpu = (("float32", 1e6),)  # too slow to spare the link the update
-    card = replace(preset("rtx-4090"), cpu_adamw_parameters_per_s=by_cpu)
+    card = preset("rtx-4090").changed(cpu_adamw_parameters_per_s=by_cpu)
     links = ("h2d_bytes_per_s", "d2h_bytes_per_s", "h2d_duplex_bytes_per_s", "d2h_duplex_bytes_per_s")
-    cards = [replace(card, **{name: factor * getattr(card, name) for name in links}) for factor in (0.25, 1.0, 4.0)]
+    cards = [card.changed(**{name: factor * getattr(card.link, name) for name in links}) for factor in (0.25, 1.0, 4.0)]
     bounds = [speed_of_light_s(model, request, c) for c in cards]
     assert bounds[0] > 1.5 * bounds[2] > 0
     assert bounds == sorted(bounds, reverse=True)

@@ -30,7 +30,7 @@ REQUEST = Request(2048, 32768, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloa
 def machine(parameters_per_s: float):
     """An H200 beside a CPU that updates so many parameters a second."""
     rates = tuple((dtype, parameters_per_s) for dtype in ("float32", "bfloat16"))
-    return replace(preset("h200"), cpu_adamw_parameters_per_s=rates)
+    return preset("h200").changed(cpu_adamw_parameters_per_s=rates)
 
 
 def num_by_cpu(plan: Plan) -> int:
@@ -155,7 +155,7 @@ def test_steps_one_after_another_take_what_is_predicted(rate):
 
     The host takes no time: on end it issues ahead, where it really waits for a step's loss before the next one.
     """
-    profile = replace(machine(rate), issue_s=0.0)
+    profile = machine(rate).changed(issue_s=0.0)
     plan = make_plan(MODEL, replace(REQUEST, max_global_batch_tokens=8192, chunk_tokens=8192, clipping=False), profile)
     groups = tuple(GroupPlan(update="cpu") if g.states == "host" else g for g in plan.groups)
     layout = Layout(MODEL, replace(plan, groups=groups))

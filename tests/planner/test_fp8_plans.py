@@ -29,8 +29,8 @@ from flexengine.schedule.save_sets import savable_ops
 GIB = 2**30
 pytestmark = pytest.mark.usefixtures("quick_search")
 FP8 = Numerics(state="bfloat16", matmul="fp8")
-RATES = replace(
-    preset("h200"), matmul_flops_per_s=((1024, 500e12),), fp8_matmul_flops_per_s=((1024, 1000e12),), launch_s=1e-9
+RATES = preset("h200").changed(
+    matmul_flops_per_s=((1024, 500e12),), fp8_matmul_flops_per_s=((1024, 1000e12),), launch_s=1e-9
 )
 
 
@@ -42,7 +42,7 @@ def test_the_price_of_a_linear_layer_by_hand():
     op = next(op for op in llama().blocks[0].ops if op.name == "down_proj")
     tokens, d, f = 1024, 14336, 4096
     cost = CostModel(RATES, 2, tokens, 2048)
-    flops_s, bytes_s = 2 * tokens * d * f / 1000e12, 1 / RATES.memory_bytes_per_s
+    flops_s, bytes_s = 2 * tokens * d * f / 1000e12, 1 / RATES.memory.bytes_per_s
     read, result = 2 * 2, 1  # bytes of an element: for the maximum and to be rounded, and of the result
     forward = (tokens * d + d * f) * (read + result) + 3 * 2 * tokens * f  # and the residual
     inputs = d * f * (read + result) + tokens * f * (read + 2 * result)
@@ -68,14 +68,14 @@ def test_chunks_after_the_first_pay_for_the_sum():
 
 
 def test_fp8_rates_are_corrected_with_compute():
-    assert corrected_profile(RATES, Factors(2.0, 1.0, 1.0)).fp8_matmul_rate(1024) == 500e12
+    assert corrected_profile(RATES, Factors(2.0, 1.0, 1.0)).matmul.fp8_rate(1024) == 500e12
 
 
 def test_presets_multiply_fp8_where_the_card_does():
-    without = {name for name, profile in PRESETS.items() if not profile.fp8_matmul_flops_per_s}
+    without = {name for name, profile in PRESETS.items() if not profile.matmul.fp8_flops_per_s}
     assert without == {"rtx-3090", "a100-40", "a100-80"}
     for name in set(PRESETS) - without - {"cpu-test"}:
-        assert PRESETS[name].fp8_matmul_rate(16384) == pytest.approx(1.8 * PRESETS[name].matmul_rate(16384), rel=0.03)
+        assert PRESETS[name].matmul.fp8_rate(16384) == pytest.approx(1.8 * PRESETS[name].matmul.rate(16384), rel=0.03)
 
 
 def test_plans_are_faster_and_no_faster_than_the_bound():

@@ -11,9 +11,10 @@ from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light
 from flexengine.planner.cost.cost_model import step_seconds
-from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json
 from flexengine.reports.plan_page import html_page
@@ -35,7 +36,7 @@ def request_of(seq_len: int = 32, **changes) -> Request:
 
 def tight_request(model, profile, factor: float, **changes) -> Request:
     request = request_of(**changes)
-    least = Feasibility(model, request, profile).least_gpu().gpu_bytes
+    least = Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes
     return replace(request, max_gpu_bytes=int(factor * least))
 
 
@@ -79,7 +80,7 @@ def test_plans_keep_their_promises(names, seq_len, kind):
     request = tight_request(model, profile, 1.3, seq_len=seq_len)
     plan = make_plan(model, request, profile)
     layout = Layout(model, plan)
-    assert max(excess_bytes(layout, request, profile)) <= 0
+    assert Problem(model, request, profile).fits(layout)
     assert plan.predicted.gpu_bytes == gpu_required_bytes(layout, profile)
     assert step_seconds(layout, profile).step_s == pytest.approx(plan.predicted.step_s)
     assert 0 < plan.predicted.speed_of_light_s <= plan.predicted.step_s
@@ -105,7 +106,7 @@ def test_frozen_layers_take_less_time_and_memory():
     steps = [plan.predicted.step_s for plan in plans]
     assert steps[1] < 0.75 * steps[0]
     assert steps[1] < steps[2] < steps[0]
-    least = [Feasibility(model, request, preset("rtx-4090")).least_host() for model in (whole, half)]
+    least = [Feasibility(Problem(model, request, preset("rtx-4090"))).least_host() for model in (whole, half)]
     assert least[0] is not None
     assert least[1] is not None
     assert least[1].host_bytes < 0.6 * least[0].host_bytes

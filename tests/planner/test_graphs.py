@@ -8,8 +8,8 @@ from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Plan, Request
 from flexengine.planner.cost.cost_model import issue_calls
-from flexengine.planner.graphs import graphs_may_pay
 from flexengine.planner.planner import make_plan
+from flexengine.planner.variants import graphs_may_pay
 from flexengine.reports.plan_text import describe
 from flexengine.reports.simulated_step import simulate_step
 from flexengine.request import with_cache
@@ -60,7 +60,7 @@ def test_batches_of_other_lengths_are_predicted_without_graphs(plan):
 
 def test_the_drawn_step_is_priced_as_the_plan_is():
     """With updates by the GPU, which begin when the host has read the loss."""
-    slow_cpu = replace(PROFILE, cpu_adamw_parameters_per_s=(("bfloat16", 1e6),))
+    slow_cpu = PROFILE.changed(cpu_adamw_parameters_per_s=(("bfloat16", 1e6),))
     on_gpu = make_plan(MODEL, REQUEST, slow_cpu)
     assert not on_gpu.updates_on_cpu
     assert simulate_step(on_gpu, MODEL, slow_cpu).total_s == pytest.approx(on_gpu.predicted.step_s, rel=1e-6)
@@ -74,7 +74,7 @@ def test_other_budgets_leave_graphs_decided(plan):
 def test_what_is_not_replayed(plan):
     assert not Request(2048, 4096, GIB, GIB, graphs="always").replays(1024), "slices of a sequence"
     assert may_replay(MODEL)
-    assert graphs_may_pay(MODEL, plan.for_request(REQUEST), replace(PROFILE, issue_s=1e-3))
-    assert not graphs_may_pay(MODEL, plan, replace(PROFILE, issue_s=1e-3, device_type="cpu"))
-    assert not graphs_may_pay(MODEL, plan, replace(PROFILE, issue_s=1e-9))
+    assert graphs_may_pay(MODEL, plan.for_request(REQUEST), PROFILE.changed(issue_s=1e-3))
+    assert not graphs_may_pay(MODEL, plan, PROFILE.changed(issue_s=1e-3, device_type="cpu"))
+    assert not graphs_may_pay(MODEL, plan, PROFILE.changed(issue_s=1e-9))
     assert not may_replay(replace(MODEL, balancing=object()))  # type: ignore[arg-type]

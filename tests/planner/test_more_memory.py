@@ -19,6 +19,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Request
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 
@@ -52,7 +53,7 @@ def drawn(seed: int) -> tuple[ModelSpec, Request, HardwareProfile]:
 @pytest.mark.parametrize("seed", range(4))
 def test_more_gpu_memory_is_never_slower(seed):
     model, request, profile = drawn(seed)
-    least = Feasibility(model, request, profile).least_gpu().gpu_bytes
+    least = Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes
     requests = [replace(request, max_gpu_bytes=int(least * factor)) for factor in RAISES[seed % 2]]
     assert_never_slower(steps_s(model, requests, profile))
 
@@ -60,10 +61,10 @@ def test_more_gpu_memory_is_never_slower(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_more_host_memory_is_never_slower(seed):
     model, request, profile = drawn(seed)
-    profile = replace(profile, host_base_bytes=0)
-    least_gpu = Feasibility(model, request, profile).least_gpu().gpu_bytes
+    profile = profile.changed(host_base_bytes=0)
+    least_gpu = Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes
     request = replace(request, max_gpu_bytes=int(1.3 * least_gpu))
-    least = Feasibility(model, request, profile).least_host()
+    least = Feasibility(Problem(model, request, profile)).least_host()
     assert least is not None
     requests = [replace(request, max_host_bytes=int(least.host_bytes * factor)) for factor in RAISES[seed % 2]]
     assert_never_slower(steps_s(model, requests, profile))

@@ -1,6 +1,5 @@
 """The planner's parts: dynamic programme against brute force, bytes against layouts, surrogate against simulator."""
 
-from dataclasses import replace
 from itertools import combinations_with_replacement
 from random import Random
 
@@ -18,7 +17,9 @@ from flexengine.planner.cost.memory import gpu_required_bytes, host_required_byt
 from flexengine.planner.cost.save_sets import ever_smaller_sets, frontier, recompute_s
 from flexengine.planner.cost.stream_loads import STREAMED
 from flexengine.planner.dynamic_program import frontier_of
-from flexengine.planner.planner import Planner, make_plan
+from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
+from flexengine.planner.search import Search
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_tables import SizeTables
 from flexengine.planner.surrogate import Surrogate
@@ -37,7 +38,7 @@ from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 def test_the_dynamic_programme_finds_the_best_multiset(seed):
     random = np.random.default_rng(seed)
     num_bytes, cost = random.integers(0, 100, 6), random.random(6)
-    frontier = frontier_of(num_bytes[None], cost[None], np.arange(6), [5], 10_000)
+    frontier = frontier_of(num_bytes[None], cost[None], np.arange(6), [5], 10_000, 48)
     for budget in (0, 100, 200, 300, 500):
         fitting = [c for c in combinations_with_replacement(range(6), 5) if num_bytes[list(c)].sum() <= budget]
         best = min((cost[list(c)].sum() for c in fitting), default=None)
@@ -53,7 +54,7 @@ def test_the_dynamic_programme_finds_the_best_multiset(seed):
 def test_the_dynamic_programme_of_two_kinds_is_that_of_all_blocks():
     random = np.random.default_rng(7)
     num_bytes, cost = random.integers(0, 50, (2, 4)), random.random((2, 4))
-    frontier = frontier_of(num_bytes, cost, np.arange(4), [2, 3], 10_000)
+    frontier = frontier_of(num_bytes, cost, np.arange(4), [2, 3], 10_000, 48)
     for budget in (60, 100, 150):
         best = min(
             (
@@ -67,12 +68,12 @@ def test_the_dynamic_programme_of_two_kinds_is_that_of_all_blocks():
         point = int(frontier.best_within(np.array([budget]))[0])
         assert (point < 0) == (best is None)
         assert best is None or frontier.cost[point] == pytest.approx(best, rel=0.02)
-    assert frontier_of(num_bytes, cost, np.arange(4), [2, 3], -1) is None
+    assert frontier_of(num_bytes, cost, np.arange(4), [2, 3], -1, 48) is None
 
 
 def memory_of(model, profile, seq_len=32, chunk=64, chunks=2, numerics=FLOAT32, **request) -> CandidateMemory:
     asked = Request(seq_len, 512, 1 << 40, 1 << 40, numerics=numerics, **request)
-    buffers = SharedBuffers(model, asked, profile)
+    buffers = SharedBuffers(Problem(model, asked, profile))
     return CandidateMemory(
         SizeTables(buffers, chunk, chunks, ever_smaller_sets([kind.layer for kind in buffers.kinds]))
     )
@@ -139,7 +140,7 @@ def test_the_surrogate_knows_updates_by_the_cpu(gib, clipping):
     model, profile = open_model("preset:llama-3.1-8b").spec, preset("h200")
     numerics = Numerics(state="bfloat16")
     request = Request(2048, 16384, gib << 30, 110 << 30, 8192, 16384, numerics=numerics, clipping=clipping)
-    size = next(Planner(model, request, profile).bounded())
+    size = next(Search(Problem(model, request, profile)).bounded())
     size.start()
     size.search.run(1, 1)
     plan = size.search.memory.plan(size.search.found, 0)
@@ -179,18 +180,20 @@ def test_products_of_experts_run_at_a_share_of_the_rate_of_one_product():
     cost = CostModel(profile, 2, 8192, 2048)
     work = next(op for op in layer.ops if op.name == "experts_down").forward_work(8192, 2048, 2)
     assert work.flops == 2 * 8192 * 8 * 1024 * 2048
-    seconds = work.flops / (GROUPED_SHARE * profile.matmul_rate(8192)) + profile.launch_s
+    seconds = work.flops / (GROUPED_SHARE * profile.matmul.rate(8192)) + profile.host.launch_s
     assert cost.work_s(work) == cost.work_s(work.plus(Work())) == pytest.approx(seconds)
-    assert cost.work_s(work.shared(4)) == pytest.approx((seconds - profile.launch_s) / 4)
+    assert cost.work_s(work.shared(4)) == pytest.approx((seconds - profile.host.launch_s) / 4)
 
 
 def test_products_of_the_head_run_at_a_share_of_the_rate_of_linear_layers():
-    profile = replace(preset("h200"), head_shares=((1024, 1.25),))
+    profile = preset("h200").changed(head_shares=((1024, 1.25),))
     head = next(op for op in open_model("preset:llama-3.2-1b").spec.layers[-1].ops if op.name == "lm_head")
     work = head.backward_input_work(8192, 2048, 2)
     assert work.flops == work.head_flops == 6 * 8192 * 2048 * 128256
-    seconds = work.flops / (1.25 * profile.matmul_rate(8192)) + work.memory_bytes / profile.memory_bytes_per_s
-    assert CostModel(profile, 2, 8192, 2048).work_s(work) == pytest.approx(seconds + work.kernels * profile.launch_s)
+    seconds = work.flops / (1.25 * profile.matmul.rate(8192)) + work.memory_bytes / profile.memory.bytes_per_s
+    assert CostModel(profile, 2, 8192, 2048).work_s(work) == pytest.approx(
+        seconds + work.kernels * profile.host.launch_s
+    )
     assert work.plus(work).head_flops == 2 * work.head_flops == 8 * work.shared(4).head_flops
 
 

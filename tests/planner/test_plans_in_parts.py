@@ -8,9 +8,11 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.in_parts import in_parts
 from flexengine.plan import Numerics, Plan, PlanError, Request
-from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
-from flexengine.planner.planner import Planner, make_plan
+from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
+from flexengine.planner.variants import OF_WHOLE_EXPERTS, fastest
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -53,7 +55,7 @@ def test_small_budgets_are_met_in_parts(factor, seq_len):
     assert plan.in_parts
     assert Plan.from_json(plan.to_json()) == plan
     layout = Layout(model, plan)
-    assert max(excess_bytes(layout, request, profile)) <= 0
+    assert Problem(model, request, profile).fits(layout)
     assert plan.predicted.gpu_bytes == gpu_required_bytes(layout, profile)
     assert plan.predicted.host_bytes == host_required_bytes(layout, profile)
     assert 0 < plan.predicted.speed_of_light_s <= plan.predicted.step_s
@@ -68,7 +70,7 @@ def test_small_budgets_are_met_in_parts(factor, seq_len):
 
 def least_bytes(model, request, profile):
     """GPU bytes of the smallest plan."""
-    return Feasibility(model, request, profile).least_gpu().gpu_bytes
+    return Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes
 
 
 @pytest.mark.usefixtures("quick_search")
@@ -76,6 +78,6 @@ def test_the_faster_of_both_where_whole_blocks_hardly_fit():
     profile, model = slow_link(1e9), divided_model(4)
     request = Request(32, 256, ROOMY, ROOMY, numerics=FLOAT32)
     request = replace(request, max_gpu_bytes=int(1.02 * least_bytes(model, request, profile)))
-    plan, whole = make_plan(model, request, profile), Planner(model, request, profile).plan()
+    plan, whole = make_plan(model, request, profile), fastest(OF_WHOLE_EXPERTS, Problem(model, request, profile))
     assert plan.in_parts
     assert plan.predicted.step_s < whole.predicted.step_s

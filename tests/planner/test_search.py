@@ -9,9 +9,10 @@ from flexengine.models.registry import open_model
 from flexengine.options.job import Job
 from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, PlanReason, Request
 from flexengine.planner.cost.cost_model import step_seconds
-from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from flexengine.reports.simulated_step import simulate_step
 from flexengine.request import described, make_request
 from flexengine.schedule.checker import check_program
@@ -30,7 +31,7 @@ def request_of(gpu_bytes: int, seq_len: int = 32, host_bytes: int = ROOMY, **cha
 
 
 def least_gpu_bytes(model, request, profile) -> int:
-    return Feasibility(model, replace(request, max_gpu_bytes=ROOMY), profile).least_gpu().gpu_bytes
+    return Feasibility(Problem(model, replace(request, max_gpu_bytes=ROOMY), profile)).least_gpu().gpu_bytes
 
 
 LINKS, FACTORS = (1e8, 4e8, 2e9, 1e10), (1.0, 1.25, 1.5)
@@ -72,7 +73,7 @@ def test_plans_keep_their_promises(factor, model, seq_len):
     request = replace(request, max_gpu_bytes=int(factor * least_gpu_bytes(model, request, profile)))
     plan = make_plan(model, request, profile)
     layout, predicted = Layout(model, plan), plan.predicted
-    assert max(excess_bytes(layout, request, profile)) <= 0
+    assert Problem(model, request, profile).fits(layout)
     assert (predicted.gpu_bytes, predicted.host_bytes) == (
         gpu_required_bytes(layout, profile),
         host_required_bytes(layout, profile),
@@ -212,7 +213,7 @@ def test_sizes_are_compared_by_what_all_seeds_reach():
         max_host_mem_gib=110.0,
         cuda_graphs="never",
     )
-    profile, model = replace(preset("h100-80"), **rates), described(open_model("preset:llama-3.1-8b").spec, job)
+    profile, model = preset("h100-80").changed(**rates), described(open_model("preset:llama-3.1-8b").spec, job)
     request = make_request(job, profile, "cuda")
     free, pinned = (
         make_plan(model, replace(request, **sizes), profile).predicted.step_s

@@ -11,6 +11,7 @@ from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from tests.schedule.small_plans import FLOAT32, small_model
 
 GIB = 1 << 30
@@ -45,7 +46,7 @@ def test_too_little_gpu_memory(name):
 
 def test_too_little_host_memory():
     profile = preset("cpu-test")
-    request = Request(64, 512, 8 << 20, profile.host_base_bytes + 1024, numerics=FLOAT32)
+    request = Request(64, 512, 8 << 20, profile.memory.host_base_bytes + 1024, numerics=FLOAT32)
     error = refused(request, profile)
     assert error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
     budget = int(advised(error, "--max-host-mem-gib") * GIB)
@@ -67,15 +68,15 @@ def test_what_fits_is_planned_however_small_its_chunks_must_be(budget_gib):
     """A long sequence in a small budget fits only in so many chunks that the search would not look at them."""
     model, profile = open_model("preset:tiny-llama3-150m").spec, preset("h100")
     asked = Request(40000, 280000, int(budget_gib * GIB), 64 * GIB)
-    assert Feasibility(model, asked, profile).fits()
+    assert Feasibility(Problem(model, asked, profile)).fits()
     plan = make_plan(model, asked, profile)
     assert plan.predicted.gpu_bytes <= asked.max_gpu_bytes
 
 
 def test_advice_beyond_the_machine_says_so():
     """A card without the memory that the model takes, beside a host with hardly any."""
-    profile = with_memory(preset("rtx-4090"), gpu_total_bytes=preset("rtx-4090").gpu_context_bytes + 1024)
-    request = Request(64, 512, profile.gpu_total_bytes, profile.host_total_bytes, numerics=FLOAT32)
+    profile = with_memory(preset("rtx-4090"), gpu_total_bytes=preset("rtx-4090").memory.gpu_context_bytes + 1024)
+    request = Request(64, 512, profile.memory.gpu_total_bytes, profile.memory.host_total_bytes, numerics=FLOAT32)
     first = refused(request, profile).remedies[0]
     assert first.flags.startswith("--max-gpu-mem-gib ")
     assert re.fullmatch(r"more than this card's [0-9.]+ [GM]iB", first.note)

@@ -10,7 +10,10 @@ from flexengine.hardware.presets import preset
 from flexengine.metrics import format_seconds
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
-from flexengine.planner.planner import LEAST_LEFT, Planner, make_plan
+from flexengine.planner import variants
+from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
+from flexengine.planner.search import Search, Unclipped
 from flexengine.planner.speculation import Speculation, completed_order, speculating_plans
 from flexengine.reports.plan_text import describe
 from flexengine.reports.simulated_step import simulate_step
@@ -27,7 +30,7 @@ MODEL = open_model("preset:llama-3.2-1b").spec
 REQUEST = Request(2048, 8192, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
 
 
-PROFILE = replace(preset("h200"), cpu_adamw_parameters_per_s=(("float32", 9e9), ("bfloat16", 9e9)))
+PROFILE = preset("h200").changed(cpu_adamw_parameters_per_s=(("float32", 9e9), ("bfloat16", 9e9)))
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +58,7 @@ def test_a_plan_with_room_speculates_and_is_priced_as_it_runs(plan):
     assert 0.9 * busy[1] <= busy[0] <= 1.3 * busy[1]
 
 
-MEASURED = replace(
-    preset("h200"),
+MEASURED = preset("h200").changed(
     h2d_beside_cpu_bytes_per_s=33e9,
     d2h_beside_cpu_bytes_per_s=49e9,
     h2d_only_beside_cpu_bytes_per_s=41e9,
@@ -71,14 +73,14 @@ MEASURED = replace(
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, float]]:
     """Searches for updates inside backward: whether second planes are counted, and the seconds of the fastest plan."""
     told: list[tuple[bool, float]] = []
-    inside = Planner._updating_in_backward
+    inside = Search._updating_in_backward
 
-    def search(self: Planner, second_planes: bool = False) -> tuple[list[Plan], float]:
-        plans, least_s = inside(self, second_planes)
-        told.append((second_planes, least_s))
-        return plans, least_s
+    def search(self: Search, second_planes: bool) -> Unclipped:
+        found = inside(self, second_planes)
+        told.append((second_planes, found.least_s))
+        return found
 
-    monkeypatch.setattr(Planner, "_updating_in_backward", search)
+    monkeypatch.setattr(Search, "_updating_in_backward", search)
     return told
 
 
@@ -107,10 +109,10 @@ def test_a_step_that_waits_for_updates_is_planned_as_if_they_began_in_backward(s
 
 
 @pytest.mark.usefixtures("quick_search")
-@pytest.mark.parametrize(("least_left", "counted"), [(LEAST_LEFT, [False, True]), (0.0, [False])])
-def test_second_planes_are_searched_for_where_they_may_gain(least_left, counted, searches, monkeypatch):
+@pytest.mark.parametrize(("gain", "counted"), [(variants.LEAST_LEFT_GAIN, [False, True]), (1.0, [False])])
+def test_second_planes_are_searched_for_where_they_may_gain(gain, counted, searches, monkeypatch):
     """8B parameters and 8192 tokens, whose updates inside backward gain more than there is room for."""
-    monkeypatch.setattr("flexengine.planner.planner.LEAST_LEFT", least_left)
+    monkeypatch.setattr(variants, "LEAST_LEFT_GAIN", gain)
     model = open_model("preset:llama-3.1-8b").spec
     request = Request(2048, 8192, 24 * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
     make_plan(model, request, MEASURED)
@@ -142,28 +144,28 @@ def test_a_step_in_four_is_taken_to_wait(plan, other, taken):
     tokens = waiting.chunk_tokens
     prices = Prices({tokens: (1.0, 1.0), tokens // 2: other})
     estimate = StepEstimate(1.0, {}, 0.0, {})
-    bold = Speculation(MODEL, REQUEST, PROFILE, cast("StepPricer", prices), (waiting, estimate))
+    bold = Speculation(Problem(MODEL, REQUEST, PROFILE), cast("StepPricer", prices), (waiting, estimate))
     bold.try_plans([waiting, replace(waiting, chunk_tokens=tokens // 2, chunks_per_round=2 * waiting.chunks_per_round)])
     assert (bold.chosen[0].chunk_tokens == tokens // 2) is taken
     assert bold.chosen[0].speculates is taken
 
 
 def test_only_the_plan_that_wins_is_searched_as_if_nothing_were_clipped(monkeypatch: pytest.MonkeyPatch):
-    found, refined = Planner.found, Planner.refined
+    found = Search.plan
     calls: list[str] = []
-    monkeypatch.setattr(Planner, "found", lambda self: (calls.append(f"found, {self.request.graphs}"), found(self))[1])
-    monkeypatch.setattr(Planner, "refined", lambda self, plan: (calls.append("refined"), refined(self, plan))[1])
-    monkeypatch.setattr(Planner, "_updating_in_backward", lambda self: ([], inf))
+    monkeypatch.setattr(Search, "plan", lambda self: (calls.append(f"found, {self.request.graphs}"), found(self))[1])
+    monkeypatch.setattr(Search, "may_gain_in_backward", property(lambda self: not calls.append("without clipping")))
+    monkeypatch.setattr(Search, "_updating_in_backward", lambda self, second_planes: Unclipped([], inf))
     model = open_model("preset:tiny-llama3-150m").spec
     request = Request(512, 4096, 2 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
     plan = make_plan(model, request, preset("h200"))
-    assert calls == ["found, auto", "found, always", "refined"]
+    assert calls == ["found, auto", "found, always", "without clipping"]
     assert plan.replays
 
 
 def test_updates_into_second_planes_have_a_price_of_their_own(plan):
-    slower = replace(
-        PROFILE, cpu_adamw_parameters_per_s=(*PROFILE.cpu_adamw_parameters_per_s, ("bfloat16 into second planes", 3e9))
+    slower = PROFILE.changed(
+        cpu_adamw_parameters_per_s=(*PROFILE.host.adamw_parameters_per_s, ("bfloat16 into second planes", 3e9))
     )
     into, in_place = (
         [simulate_step(p, MODEL, profile) for profile in (PROFILE, slower)] for p in (plan, plan.after_clipping())

@@ -10,7 +10,8 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.cost.cost_model import CostModel
-from flexengine.planner.planner import Planner
+from flexengine.planner.problem import Problem
+from flexengine.planner.search import Search
 from flexengine.planner.shared_buffers import LEAST_TILE
 from flexengine.reports.charts.streams import kind_of
 from flexengine.reports.picture import Picture
@@ -38,7 +39,8 @@ def model(monkeypatch):
 def search_of(model, tokens, max_gpu_bytes=1 << 30):
     """For rounds of so many tokens in two chunks."""
     sizes = {"chunk_tokens": tokens // 2, "round_tokens": tokens}
-    return Planner(model, Request(tokens // 2, 2 * tokens, max_gpu_bytes, 1 << 40, numerics=FLOAT32, **sizes), PROFILE)
+    request = Request(tokens // 2, 2 * tokens, max_gpu_bytes, 1 << 40, numerics=FLOAT32, **sizes)
+    return Search(Problem(model, request, PROFILE))
 
 
 def streamed(search, **decisions):

@@ -27,9 +27,9 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Request
 from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
-from flexengine.planner.cost.memory import excess_bytes
 from flexengine.planner.cost.save_sets import SaveSets, frontier
 from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES, RESIDENT, RESIDENT_BOTH, STREAMED
+from flexengine.planner.problem import Problem
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_tables import NUM_RESIDENCIES, SizeTables
 from flexengine.planner.sizes import chunk_sizes
@@ -100,7 +100,7 @@ class Verdict:
 
 def judge(model: ModelSpec, request: Request, profile: HardwareProfile) -> Verdict:
     """The fastest of all placements at all chunk and round sizes of the request."""
-    buffers, verdict = SharedBuffers(model, request, profile), Verdict()
+    buffers, verdict = SharedBuffers(Problem(model, request, profile)), Verdict()
     for chunk, chunks in chunk_sizes(request):
         problem = SizeTables(buffers, chunk, chunks, all_sets(model, request, profile, chunk))
         _Size(problem, StepPricer(profile), verdict).judge()
@@ -165,7 +165,7 @@ class _Size:
                 self.keep(self.verdict.seen[key], candidates, index)
                 continue
             layout = Layout(self.problem.model, plan)
-            if max(excess_bytes(layout, self.problem.request, self.problem.buffers.profile)) > 0:
+            if not Problem(self.problem.model, self.problem.request, self.problem.buffers.profile).fits(layout):
                 continue
             step_s = self.verdict.seen[key] = self.pricer.step(layout).step_s
             simulated += 1

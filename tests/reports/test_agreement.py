@@ -12,6 +12,7 @@ from flexengine.hardware.presets import PRESETS, preset
 from flexengine.metrics import format_bytes, format_seconds, format_tokens_per_s
 from flexengine.plan import PlanError, Request
 from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json
@@ -34,7 +35,7 @@ def random_picture(dice: random.Random, shape: tuple[int, int, str]) -> Picture 
         32, dice.choice([128, 256, 512]), 1 << 40, 1 << 40, numerics=FLOAT32, chunk_tokens=dice.choice([None, 64]),
         clipping=dice.random() < 0.5, transport=transport, ranks=ranks, nodes=nodes,
     )  # fmt: skip
-    least = Feasibility(model, request.of_rank, profile).least_gpu().gpu_bytes
+    least = Feasibility(Problem(model, request.of_rank, profile)).least_gpu().gpu_bytes
     request = replace(request, max_gpu_bytes=int(dice.choice([1.05, 1.2, 1.5, 3]) * least))
     try:
         return Picture(plan_for_ranks(model, request, profile), model, profile)

@@ -13,6 +13,7 @@ from flexengine.plan import Plan, PlanReason, Request
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
 from flexengine.reports.charts.memory_file import memory_svg
 from flexengine.reports.charts.streams import kind_of, merged_bars
 from flexengine.reports.charts.svg import ticks
@@ -37,7 +38,7 @@ VOID_TAGS = {"meta", "br", "rect", "line", "path"}
 def picture() -> Picture:
     """Four rounds of a model that streams over a slow link."""
     model, profile = small_model(hidden=128), slow_link(1e9)
-    least = Feasibility(model, replace(REQUEST, max_gpu_bytes=1 << 40), profile).least_gpu().gpu_bytes
+    least = Feasibility(Problem(model, replace(REQUEST, max_gpu_bytes=1 << 40), profile)).least_gpu().gpu_bytes
     request = replace(REQUEST, max_gpu_bytes=int(1.2 * least))
     return Picture(make_plan(model, request, profile), model, profile)
 
@@ -45,7 +46,7 @@ def picture() -> Picture:
 @pytest.fixture(scope="module")
 def error() -> ShortageError:
     model, profile = small_model(hidden=128), slow_link(1e9)
-    needs = Feasibility(model, replace(REQUEST, max_gpu_bytes=1 << 40), profile).least_gpu()
+    needs = Feasibility(Problem(model, replace(REQUEST, max_gpu_bytes=1 << 40), profile)).least_gpu()
     remedy = Remedy("--max-seq-len 16", replace(REQUEST, max_seq_len=16))
     request = replace(REQUEST, max_gpu_bytes=1000)
     return ShortageError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, "too little", request, needs, (remedy,))
@@ -74,7 +75,7 @@ def test_time_of_a_step_adds_up(picture):
 
 def test_a_host_that_issues_slowly_is_named():
     """A model so small that the GPU waits for the next command; some of the commands also waited for a copy."""
-    model, profile = small_model(), replace(slow_link(1e12), issue_s=1e-3)
+    model, profile = small_model(), slow_link(1e12).changed(issue_s=1e-3)
     plan = make_plan(model, REQUEST, profile)
     picture = Picture(plan, model, profile)
     assert plan.predicted.limiter.startswith("the host, which issues commands, during ")

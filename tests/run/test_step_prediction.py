@@ -80,11 +80,9 @@ def test_a_ragged_batch_takes_what_its_own_chunks_take(predicted, name, within):
 def test_attention_counts_at_the_rate_for_its_own_lengths():
     """Programs price a chunk that is one sequence at the rate for the plan's, which may be half of the chunk's."""
     profile = preset("cpu-test")
-    slow, fast = 1e-3 * profile.peak_matmul_flops_per_s, 1e-1 * profile.peak_matmul_flops_per_s
+    slow, fast = 1e-3 * profile.matmul.peak_flops_per_s, 1e-1 * profile.matmul.peak_flops_per_s
     rates = ((16, slow), (64, slow), (128, fast))
-    predicted = predictor_on(
-        replace(profile, attention_forward_flops_per_s=rates, attention_backward_flops_per_s=rates)
-    )
+    predicted = predictor_on(profile.changed(attention_forward_flops_per_s=rates, attention_backward_flops_per_s=rates))
     lengths = BATCHES["lengths"]
     assert predicted.step_s(lengths) == pytest.approx(chunk_by_chunk_s(predicted, lengths), rel=0.03)
 

@@ -8,6 +8,7 @@ from flexengine.hardware.measure.gpu import Rates
 from flexengine.hardware.measure.host import adamw_rates, copy_curve, host_copy_curve
 from flexengine.hardware.measure.matmul import Buffers, affordable_tokens, block_rates, usual_layers
 from flexengine.hardware.measure.timing import cpu_timer
+from flexengine.hardware.parts import AttentionProfile, HostProfile, LinkProfile, MatmulProfile
 from flexengine.hardware.profile import ProbeShape
 from flexengine.native import allocate_host
 
@@ -43,27 +44,13 @@ def measure_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float = 1.0) -> Ra
         copy_latency_s = cpu_timer(lambda: few[0].copy_(few[1]), least_s / 4)
     copy_rate = copies.points[-1][1]
     return Rates(
-        matmul_flops_per_s=block.matmul_flops_per_s,
-        fp8_matmul_flops_per_s=fp8.matmul_flops_per_s,
-        matmul_shape=shape[:2],
-        peak_matmul_flops_per_s=peak,
-        attention_forward_flops_per_s=attention.forward,
-        attention_backward_flops_per_s=attention.backward,
-        attention_head_dim=HEAD_DIM,
-        attention_kernels=attention.kernels,
-        memory_bytes_per_s=2 * copy_rate,
-        h2d_bytes_per_s=copy_rate,
-        d2h_bytes_per_s=copy_rate,
-        h2d_duplex_bytes_per_s=copy_rate,
-        d2h_duplex_bytes_per_s=copy_rate,
-        h2d_beside_cpu_bytes_per_s=copy_rate,  # commands run one after another
-        d2h_beside_cpu_bytes_per_s=copy_rate,
-        host_bytes_per_s=host_curve.points[-1][1],
-        cpu_adamw_parameters_per_s=adamw,
-        launch_s=launch_s,
-        issue_s=0.0,  # commands run as they are issued
-        copy_latency_s=copy_latency_s,
-        curves=(*block.curves, copies, host_curve),
+        MatmulProfile(block.matmul_flops_per_s, fp8.matmul_flops_per_s, shape[:2], peak),
+        AttentionProfile(attention.forward, attention.backward, HEAD_DIM, attention.kernels),
+        # also beside the CPU, as commands run one after another
+        LinkProfile(*[copy_rate] * 6, copy_latency_s=copy_latency_s),
+        HostProfile(host_curve.points[-1][1], adamw, launch_s, issue_s=0.0),  # commands run as they are issued
+        2 * copy_rate,
+        (*block.curves, copies, host_curve),
     )
 
 

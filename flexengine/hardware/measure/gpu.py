@@ -39,9 +39,10 @@ from flexengine.hardware.measure.links import BesideRates, LinkRates, SweptLink,
 from flexengine.hardware.measure.matmul import BlockRates, Buffers, affordable_tokens, block_rates, usual_layers
 from flexengine.hardware.measure.timing import Timer, cuda_timer, timed_calls, timer_among, warmed_timer
 from flexengine.hardware.memory_usage import hold_cublas_workspace, release_unused_heap
-from flexengine.hardware.profile import ProbeShape
+from flexengine.hardware.parts import AttentionProfile, HostProfile, LinkProfile, MatmulProfile, MemoryProfile
+from flexengine.hardware.profile import DeviceType, HardwareProfile, ProbeShape
 from flexengine.native import allocate_host
-from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice, KernelName
+from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
 from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE, multiplies_fp8
 from flexengine.ops.linear_shape import LinearShape
@@ -82,35 +83,20 @@ long as most did."""
 
 
 class Rates(NamedTuple):
-    """The measured fields of `HardwareProfile`, under the same names and units."""
+    """What is measured of a `HardwareProfile`."""
 
-    matmul_flops_per_s: Points
-    fp8_matmul_flops_per_s: Points
-    matmul_shape: tuple[int, int]
-    peak_matmul_flops_per_s: float
-    attention_forward_flops_per_s: Points
-    attention_backward_flops_per_s: Points
-    attention_head_dim: int
-    attention_kernels: KernelName
+    matmul: MatmulProfile
+    attention: AttentionProfile
+    link: LinkProfile
+    host: HostProfile
     memory_bytes_per_s: float
-    h2d_bytes_per_s: float
-    d2h_bytes_per_s: float
-    h2d_duplex_bytes_per_s: float
-    d2h_duplex_bytes_per_s: float
-    h2d_beside_cpu_bytes_per_s: float
-    d2h_beside_cpu_bytes_per_s: float
-    host_bytes_per_s: float
-    cpu_adamw_parameters_per_s: tuple[tuple[str, float], ...]
-    launch_s: float
-    issue_s: float
-    copy_latency_s: float
     curves: tuple[Curve, ...]
-    attention_choices: tuple[AttentionChoice, ...] = ()
-    grouped_shares: Points = ()
-    head_shares: Points = ()
-    h2d_only_beside_cpu_bytes_per_s: float = 0.0
-    d2h_only_beside_cpu_bytes_per_s: float = 0.0
-    cpu_share_beside_link: float = 0.0
+
+    def profile(self, name: str, device_type: DeviceType, *sizes: int) -> HardwareProfile:
+        """The profile of a machine with these rates; sizes: those of `MemoryProfile`, in their order."""
+        memory = MemoryProfile(self.memory_bytes_per_s, *sizes)
+        parts = (self.matmul, self.attention, self.link, self.host, memory)
+        return HardwareProfile(name, device_type, "measured", *parts, self.curves)
 
 
 class HostRates(NamedTuple):
@@ -149,31 +135,15 @@ def measure_cuda(
         experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
         attention, choices = _cuda_attention(shape, device, dtype, least_s)
         launch_s, issue_s = map(min, calls_s, _host_calls(device))
-    links = host.links
+    link = host.links._asdict()
+    curves = (*block.curves, *link.pop("curves"), host_copy_curve(host.copies))
     return Rates(
-        matmul_flops_per_s=block.matmul_flops_per_s,
-        fp8_matmul_flops_per_s=fp8,
-        matmul_shape=shape[:2],
-        peak_matmul_flops_per_s=peak,
-        attention_forward_flops_per_s=attention.forward,
-        attention_backward_flops_per_s=attention.backward,
-        attention_head_dim=shape.head_dim,
-        attention_kernels=attention.kernels,
-        memory_bytes_per_s=memory_rate,
-        h2d_bytes_per_s=links.h2d_bytes_per_s,
-        d2h_bytes_per_s=links.d2h_bytes_per_s,
-        h2d_duplex_bytes_per_s=links.h2d_duplex_bytes_per_s,
-        d2h_duplex_bytes_per_s=links.d2h_duplex_bytes_per_s,
-        **host.beside._asdict(),
-        host_bytes_per_s=host.copies[-1][1],
-        cpu_adamw_parameters_per_s=host.adamw,
-        launch_s=launch_s,
-        issue_s=issue_s,
-        copy_latency_s=links.copy_latency_s,
-        curves=(*block.curves, *links.curves, host_copy_curve(host.copies)),
-        attention_choices=choices,
-        grouped_shares=experts,
-        head_shares=head,
+        MatmulProfile(block.matmul_flops_per_s, fp8, shape[:2], peak, experts, head),
+        AttentionProfile(attention.forward, attention.backward, shape.head_dim, attention.kernels, choices),
+        LinkProfile(**link, **host.beside._asdict()),
+        HostProfile(host.copies[-1][1], host.adamw, launch_s, issue_s),
+        memory_rate,
+        curves,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.measure.timing import cpu_timer
-from flexengine.hardware.profile import INTO_SECOND, STOCHASTIC
+from flexengine.hardware.parts import INTO_SECOND, STOCHASTIC
 from flexengine.native.adamw import update_threads
 from flexengine.optim import AdamW
 from flexengine.optim.into import update_into

@@ -159,8 +159,8 @@ class Relaxation:
         self.lp.at_most("parts", {"T": -1.0, "V": 1.0, "F": 1.0, "B": 1.0}, 0.0)
         self.lp.at_most("link", {"link h2d": 1.0, "link d2h": 1.0, "link both": 1.0, "T": -1.0}, 0.0)
         p, scale = self.step.profile, self.unit_s / self.unit_bytes
-        self._copy_row("h2d", self._h2d(), p.h2d_bytes_per_s * scale, p.h2d_duplex_bytes_per_s * scale)
-        self._copy_row("d2h", self._d2h(), p.d2h_bytes_per_s * scale, p.d2h_duplex_bytes_per_s * scale)
+        self._copy_row("h2d", self._h2d(), p.link.h2d_bytes_per_s * scale, p.link.h2d_duplex_bytes_per_s * scale)
+        self._copy_row("d2h", self._d2h(), p.link.d2h_bytes_per_s * scale, p.link.d2h_duplex_bytes_per_s * scale)
 
     def _part_rows(self) -> None:
         """What must cross the link, or be done by the CPU, within a part of the step."""
@@ -206,19 +206,19 @@ class Relaxation:
     def _link_rates(self) -> tuple[float, float]:
         """Most bytes per second to the device and to the host, whatever the other direction does."""
         p = self.step.profile
-        up = max(p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s)
-        return up, max(p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
+        up = max(p.link.h2d_bytes_per_s, p.link.h2d_duplex_bytes_per_s)
+        return up, max(p.link.d2h_bytes_per_s, p.link.d2h_duplex_bytes_per_s)
 
     def _beside_rates(self) -> tuple[float, float]:
         """The same while the CPU works."""
         p = self.step.profile
-        up, down = p.only_beside_cpu_bytes_per_s
-        return max(up, p.h2d_beside_cpu_bytes_per_s), max(down, p.d2h_beside_cpu_bytes_per_s)
+        up, down = p.link.only_beside_cpu_bytes_per_s
+        return max(up, p.link.h2d_beside_cpu_bytes_per_s), max(down, p.link.d2h_beside_cpu_bytes_per_s)
 
     def _host_rate(self) -> float:
         """Most bytes per second that the CPU's updates and the link move together."""
         p, state = self.step.profile, self.step.request.numerics.cpu_update
-        cpu, host = p.cpu_adamw_bytes_per_s(state), p.host_rate(state)
+        cpu, host = p.host.adamw_bytes_per_s(state), p.host_rate(state)
         beside = sum(self._beside_rates())
         links = (0.0, min(beside, (1 - LEAST_CPU_SHARE) * host), beside)
         together = (cpu * cpu_share(link, host) + link for link in links)

@@ -200,7 +200,7 @@ class SizeWork:
 
     def cpu_update_s_of(self, parameters: ParameterBytes) -> float:
         """The same by the CPU, with an idle link."""
-        return parameters.touched / self.step.profile.cpu_adamw_bytes_per_s(self.step.request.numerics.cpu_update)
+        return parameters.touched / self.step.profile.host.adamw_bytes_per_s(self.step.request.numerics.cpu_update)
 
     # -- what blocks keep ----------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class SizeWork:
             return 0
         ops = (op for layer, _ in self.step.layer_counts for op in layer.ops)
         workspace = max(op.workspace_bytes(self.chunk_tokens, self.step.compute_bytes) for op in ops)
-        return profile.gpu_context_bytes + GPU_SLACK_BYTES + workspace
+        return profile.memory.gpu_context_bytes + GPU_SLACK_BYTES + workspace
 
     @property
     def head_bytes(self) -> int:

@@ -63,27 +63,27 @@ class CostModel:
     @cached_property
     def matmul_rate(self) -> float:
         """FLOP/s of linear layers at this chunk size."""
-        return self.profile.matmul_rate(self.chunk_tokens)
+        return self.profile.matmul.rate(self.chunk_tokens)
 
     @cached_property
     def grouped_share(self) -> float:
         """Rate of experts' products over that of linear layers at this chunk size."""
-        return self.profile.grouped_share(self.chunk_tokens, GROUPED_SHARE)
+        return self.profile.matmul.grouped_share(self.chunk_tokens, GROUPED_SHARE)
 
     @cached_property
     def head_share(self) -> float:
         """Rate of the LM head's products over that of linear layers at this chunk size."""
-        return self.profile.head_share(self.chunk_tokens)
+        return self.profile.matmul.head_share(self.chunk_tokens)
 
     @cached_property
     def fp8_rate(self) -> float:
         """The same with FP8 operands."""
-        return self.profile.fp8_matmul_rate(self.chunk_tokens)
+        return self.profile.matmul.fp8_rate(self.chunk_tokens)
 
     @cached_property
     def attention_rates(self) -> tuple[float, float]:
         """FLOP/s of causal attention, forward and backward, at this sequence length."""
-        return self.profile.attention_forward_rate(self.seq_len), self.profile.attention_backward_rate(self.seq_len)
+        return self.profile.attention.forward_rate(self.seq_len), self.profile.attention.backward_rate(self.seq_len)
 
     def work_s(self, work: Work) -> float:
         """Seconds of work that runs alone on the compute stream: kernels follow each other, nothing overlaps."""
@@ -95,9 +95,9 @@ class CostModel:
             + (work.fp8_flops / self.fp8_rate if work.fp8_flops else 0.0)
             + work.attention_forward_flops / forward_rate
             + work.attention_backward_flops / backward_rate
-            + work.memory_bytes / p.memory_bytes_per_s
+            + work.memory_bytes / p.memory.bytes_per_s
         )
-        launches_s = work.kernels * p.launch_s
+        launches_s = work.kernels * p.host.launch_s
         if self.replays:
             launches_s = min(launches_s, work.kernels * REPLAYED_KERNEL_S + REPLAYED_SHARE * busy_s)
         return busy_s + launches_s
@@ -107,16 +107,21 @@ class CostModel:
         p = self.profile
         return Rates(
             compute_s=lambda command: self.work_s(command.work),
-            alone_bytes_per_s={Stream.H2D: p.h2d_bytes_per_s, Stream.D2H: p.d2h_bytes_per_s},
-            duplex_bytes_per_s={Stream.H2D: p.h2d_duplex_bytes_per_s, Stream.D2H: p.d2h_duplex_bytes_per_s},
-            copy_latency_s=p.copy_latency_s,
+            alone_bytes_per_s={Stream.H2D: p.link.h2d_bytes_per_s, Stream.D2H: p.link.d2h_bytes_per_s},
+            duplex_bytes_per_s={Stream.H2D: p.link.h2d_duplex_bytes_per_s, Stream.D2H: p.link.d2h_duplex_bytes_per_s},
+            copy_latency_s=p.link.copy_latency_s,
             issue_s=self.issue_s,
-            batch_s=p.issue_s * BATCH_ISSUE_CALLS,
-            settle_s=p.issue_s * SETTLE_ISSUE_CALLS,
+            batch_s=p.host.issue_s * BATCH_ISSUE_CALLS,
+            settle_s=p.host.issue_s * SETTLE_ISSUE_CALLS,
             cpu_s=self.cpu_s,
             host_bytes_per_s=p.host_rate(self.state_dtype),
-            beside_cpu_bytes_per_s={Stream.H2D: p.h2d_beside_cpu_bytes_per_s, Stream.D2H: p.d2h_beside_cpu_bytes_per_s},
-            only_beside_cpu_bytes_per_s=dict(zip((Stream.H2D, Stream.D2H), p.only_beside_cpu_bytes_per_s, strict=True)),
+            beside_cpu_bytes_per_s={
+                Stream.H2D: p.link.h2d_beside_cpu_bytes_per_s,
+                Stream.D2H: p.link.d2h_beside_cpu_bytes_per_s,
+            },
+            only_beside_cpu_bytes_per_s=dict(
+                zip((Stream.H2D, Stream.D2H), p.link.only_beside_cpu_bytes_per_s, strict=True)
+            ),
             comm_s=lambda command: (
                 self.work_s(command.work) + peer_s(p, command.peer_bytes, command.kind == "exchange")
             ),
@@ -125,12 +130,12 @@ class CostModel:
     def cpu_s(self, command: Command) -> float:
         """Seconds of an update by the CPU while the link is idle: it is bound by host memory, once it has begun."""
         p, speculative = self.profile, command.name.verb == "speculate"
-        rate_of = p.cpu_adamw_into_second_bytes_per_s if speculative else p.cpu_adamw_bytes_per_s
-        return self.ranks * command.work.memory_bytes / rate_of(self.state_dtype) + p.issue_s * CPU_CALLS
+        rate_of = p.host.adamw_into_second_bytes_per_s if speculative else p.host.adamw_bytes_per_s
+        return self.ranks * command.work.memory_bytes / rate_of(self.state_dtype) + p.host.issue_s * CPU_CALLS
 
     def issue_s(self, command: Command) -> float:
         """Host seconds to issue a command: its op calls, each with its views, one after another."""
-        return self.profile.issue_s * issue_calls(command, self.replays)
+        return self.profile.host.issue_s * issue_calls(command, self.replays)
 
 
 COPY_ISSUE_CALLS = 0.25

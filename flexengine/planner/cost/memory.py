@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from flexengine.hardware.nodes import PEER_MEMORY_BYTES
-from flexengine.hardware.profile import HardwareProfile, PeerWay
+from flexengine.hardware.parts import PeerWay
+from flexengine.hardware.profile import HardwareProfile
 from flexengine.ops.attention.attention import CausalAttention
 from flexengine.ops.attention.style import CAUSAL
 from flexengine.ops.base import Op
 from flexengine.ops.delta.delta_rule import DeltaRule
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.layernorm import LayerNorm
-from flexengine.plan import Request
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.node_exchange import exchange_bytes
 from flexengine.schedule.replays import replay_bytes
@@ -54,9 +55,13 @@ def host_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
 def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     if profile.device_type != "cuda":
         return {}
-    found = {"CUDA context": profile.gpu_context_bytes, "library workspace": layout.workspace_bytes}
+    found = {"CUDA context": profile.memory.gpu_context_bytes, "library workspace": layout.workspace_bytes}
     graphs = {"CUDA graphs": replay_bytes(layout.model, layout.plan)} if layout.plan.replays else {}
-    peers = {PEER_NAMES[profile.peer_way]: PEER_MEMORY_BYTES[profile.peer_way]} if layout.places.uses_peers else {}
+    peers = (
+        {PEER_NAMES[profile.link.peer_way]: PEER_MEMORY_BYTES[profile.link.peer_way]}
+        if layout.places.uses_peers
+        else {}
+    )
     delta_rule = any(isinstance(op, DeltaRule) for op in _ops_of_blocks(layout))
     slack_bytes = GPU_SLACK_BYTES + (DELTA_RULE_GPU_SLACK_BYTES if delta_rule else 0)
     return found | graphs | peers | {"slack": slack_bytes}
@@ -67,7 +72,7 @@ def _host_overhead(layout: Layout | None, profile: HardwareProfile) -> dict[str,
     slack_bytes = HOST_SLACK_BYTES if profile.device_type == "cuda" else CPU_SLACK_BYTES
     if layout is not None and profile.device_type == "cuda":
         slack_bytes += sum(_kernels_slack(_ops_of_blocks(layout)).values())
-    return {"process": profile.host_base_bytes, "slack": slack_bytes}
+    return {"process": profile.memory.host_base_bytes, "slack": slack_bytes}
 
 
 def _ops_of_blocks(layout: Layout) -> list[Op]:
@@ -119,9 +124,20 @@ def host_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
     return layout.host_bytes + -(-layout.node_bytes // layout.plan.request.ranks) + beside
 
 
-def excess_bytes(layout: Layout, request: Request, profile: HardwareProfile) -> tuple[int, int]:
-    """Bytes by which a layout exceeds the (GPU, host) budgets; negative where there is room."""
-    return (
-        gpu_required_bytes(layout, profile) - request.max_gpu_bytes,
-        host_required_bytes(layout, profile) - request.max_host_bytes,
+class ProcessBytes(NamedTuple):
+    """What a process takes of both memories, in all and by category, named as in `Prediction`."""
+
+    gpu_bytes: int
+    host_bytes: int
+    gpu_categories: dict[str, int]
+    host_categories: dict[str, int]
+
+
+def process_bytes(layout: Layout, profile: HardwareProfile) -> ProcessBytes:
+    """What the process that has a layout takes."""
+    return ProcessBytes(
+        gpu_required_bytes(layout, profile),
+        host_required_bytes(layout, profile),
+        gpu_categories(layout, profile),
+        host_categories(layout, profile),
     )

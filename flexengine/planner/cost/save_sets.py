@@ -17,8 +17,6 @@ from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.save_sets import recomputed, refilled, savable_ops, save_sets
 
-MAX_SETS = 12
-"""Save sets of blocks of several kinds that are considered together."""
 ROUNDING_S = 1e-12
 """Sums of the same seconds in another order differ by less."""
 
@@ -152,18 +150,22 @@ def _on_or_above(a: Keeping, b: Keeping, c: Keeping) -> bool:
 
 
 def side_by_side(
-    layers: Sequence[LayerSpec], counts: np.ndarray, frontier_of: Callable[[LayerSpec], tuple[SaveSet, ...]]
+    layers: Sequence[LayerSpec],
+    counts: np.ndarray,
+    frontier_of: Callable[[LayerSpec], tuple[SaveSet, ...]],
+    most: int,
 ) -> SaveSets:
     """Save sets of every kind of block that together no others beat in bytes and recompute seconds of all blocks.
 
-    layers: one block of each kind; counts: how many there are. Kinds whose ops have the same names, such as those with
+    layers: one block of each kind; counts: how many there are; most: sets of kinds
+    that keep different ones. Kinds whose ops have the same names, such as those with
     and without a window, keep the same ones.
     """
     if len({savable_ops(layer.ops) for layer in layers}) == 1:
         return (tuple(s.ops for s in frontier_of(layers[0])),) * len(layers)
     keeping = [number for number, layer in enumerate(layers) if savable_ops(layer.ops)]
     if len(keeping) < len(layers):  # those without a backward go along with any
-        found = side_by_side([layers[i] for i in keeping], counts[keeping], frontier_of)
+        found = side_by_side([layers[i] for i in keeping], counts[keeping], frontier_of, most)
         beside = iter(found)
         return tuple(next(beside) if i in keeping else ((),) * len(found[0]) for i in range(len(layers)))
     chosen, num_bytes, seconds = np.zeros((1, 0), dtype=np.int64), np.zeros(1), np.zeros(1)
@@ -174,19 +176,19 @@ def side_by_side(
         before, added = np.indices((len(chosen), len(sets))).reshape(2, -1)
         chosen = np.column_stack((chosen[before], added))
         if chosen.shape[1] > 1:
-            best = _undominated(num_bytes, seconds)
+            best = _undominated(num_bytes, seconds, most)
             chosen, num_bytes, seconds = chosen[best], num_bytes[best], seconds[best]
     return tuple(tuple(sets[i].ops for i in column) for sets, column in zip(frontiers, chosen.T.tolist(), strict=True))
 
 
-def _undominated(num_bytes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def _undominated(num_bytes: np.ndarray, seconds: np.ndarray, most: int) -> np.ndarray:
     """Positions that no other beats, fewest bytes first; of many those evenly apart in bytes, and both ends."""
     order = np.lexsort((seconds, num_bytes))
     before = np.concatenate(([np.inf], np.minimum.accumulate(seconds[order])))[: len(order)]
     kept = order[seconds[order] < before - ROUNDING_S]
-    if len(kept) <= MAX_SETS:
+    if len(kept) <= most:
         return kept
-    wanted = np.linspace(num_bytes[kept[0]], num_bytes[kept[-1]], MAX_SETS)
+    wanted = np.linspace(num_bytes[kept[0]], num_bytes[kept[-1]], most)
     return kept[np.unique(np.searchsorted(num_bytes[kept], wanted))]
 
 

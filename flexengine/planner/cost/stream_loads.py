@@ -58,8 +58,8 @@ def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> 
     if program is not None:
         stages = program.stages(kind)
         calls = sum(len(stage.parts) * layer_issue_calls(program, stage, cost.replays) for stage in stages)
-        return cost.profile.issue_s * calls
-    return cost.profile.issue_s * (COPY_ISSUE_CALLS if kind == "copy" else other_issue_calls(kind, cost.replays))
+        return cost.profile.host.issue_s * calls
+    return cost.profile.host.issue_s * (COPY_ISSUE_CALLS if kind == "copy" else other_issue_calls(kind, cost.replays))
 
 
 def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int, cost: CostModel) -> np.ndarray:
@@ -69,26 +69,26 @@ def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int
     loads, stores = np.zeros(NUM_LOADS), rounds * use.gradients
     copy_s = issue_s(cost, "copy")
     if home.weights == "host":
-        loads[FH] = rounds * use.forward * planes["weights"] / p.h2d_duplex_bytes_per_s
-        loads[BH] = rounds * use.backward * planes["weights"] / p.h2d_duplex_bytes_per_s
+        loads[FH] = rounds * use.forward * planes["weights"] / p.link.h2d_duplex_bytes_per_s
+        loads[BH] = rounds * use.backward * planes["weights"] / p.link.h2d_duplex_bytes_per_s
         loads[FI] = rounds * use.forward * copy_s
         loads[BI] = rounds * use.backward * copy_s
     if not home.trained:
         return loads
     if home.grads == "host":
-        loads[BH] += (stores - 1) * planes["grad"] / p.h2d_duplex_bytes_per_s
-        loads[BD] = stores * planes["grad"] / p.d2h_duplex_bytes_per_s
+        loads[BH] += (stores - 1) * planes["grad"] / p.link.h2d_duplex_bytes_per_s
+        loads[BD] = stores * planes["grad"] / p.link.d2h_duplex_bytes_per_s
         loads[BI] += (2 * stores - 1) * copy_s
     touched = stores * group.numel * cost.acc_bytes + (2 * stores - 1) * planes["grad"]
-    loads[BC] = touched / p.memory_bytes_per_s + 2 * stores * p.launch_s
+    loads[BC] = touched / p.memory.bytes_per_s + 2 * stores * p.host.launch_s
     loads[BI] += stores * issue_s(cost, "finish_gradient")
     if home.update == "cpu":
         return loads
     back = sum(num for kind, num in planes.items() if kind != "grad" and home_of_plane(kind, home) == "host")
-    loads[UC] = (2 * sum(planes.values()) - planes["grad"]) / p.memory_bytes_per_s
+    loads[UC] = (2 * sum(planes.values()) - planes["grad"]) / p.memory.bytes_per_s
     loads[UC] += group.update_flops / cost.matmul_rate
-    loads[UH] = (back + (planes["grad"] if home.grads == "host" else 0)) / p.h2d_duplex_bytes_per_s
-    loads[UD] = back / p.d2h_duplex_bytes_per_s
+    loads[UH] = (back + (planes["grad"] if home.grads == "host" else 0)) / p.link.h2d_duplex_bytes_per_s
+    loads[UD] = back / p.link.d2h_duplex_bytes_per_s
     loads[[UC, UH, UD]] /= cost.ranks
     return loads
 
@@ -176,8 +176,8 @@ def link_seconds(h2d_s: float, d2h_s: float, cost: CostModel) -> float:
     When the shorter direction has ended, the longer goes on at the rate it has alone.
     """
     p, both = cost.profile, min(h2d_s, d2h_s)
-    h2d_share = p.h2d_duplex_bytes_per_s / p.h2d_bytes_per_s
-    d2h_share = p.d2h_duplex_bytes_per_s / p.d2h_bytes_per_s
+    h2d_share = p.link.h2d_duplex_bytes_per_s / p.link.h2d_bytes_per_s
+    d2h_share = p.link.d2h_duplex_bytes_per_s / p.link.d2h_bytes_per_s
     return both + (h2d_s - both) * h2d_share + (d2h_s - both) * d2h_share
 
 
@@ -191,11 +191,11 @@ def tile_times(group: GroupStorage, home: GroupPlan, tile: int, cost: CostModel)
     fetched = [kind for kind, num in planes.items() if num and home_of_plane(kind, home) == "host"]
     returned = [kind for kind in fetched if kind != "grad"]
     count = sum(len(segment.tiles(tile)) for segment in group.segments)
-    latency_s = count * p.copy_latency_s
-    fetch_s = sum(planes[kind] for kind in fetched) + latency_s * len(fetched) * p.h2d_bytes_per_s
-    return_s = sum(planes[kind] for kind in returned) + latency_s * len(returned) * p.d2h_bytes_per_s
-    fetch_s, return_s = fetch_s / p.h2d_duplex_bytes_per_s, return_s / p.d2h_duplex_bytes_per_s
-    compute_s = touched_bytes(group) / p.memory_bytes_per_s + count * p.launch_s
+    latency_s = count * p.link.copy_latency_s
+    fetch_s = sum(planes[kind] for kind in fetched) + latency_s * len(fetched) * p.link.h2d_bytes_per_s
+    return_s = sum(planes[kind] for kind in returned) + latency_s * len(returned) * p.link.d2h_bytes_per_s
+    fetch_s, return_s = fetch_s / p.link.h2d_duplex_bytes_per_s, return_s / p.link.d2h_duplex_bytes_per_s
+    compute_s = touched_bytes(group) / p.memory.bytes_per_s + count * p.host.launch_s
     compute_s += group.update_flops / cost.matmul_rate
     copies_s = NUM_COPIES * issue_s(cost, "copy") if fetched else 0.0
     issued_s = count * (issue_s(cost, "update") + copies_s)
@@ -206,7 +206,7 @@ def tile_times(group: GroupStorage, home: GroupPlan, tile: int, cost: CostModel)
 
 def cpu_update_s(group: GroupStorage, home: GroupPlan, cost: CostModel) -> float:
     """Seconds in which the CPU updates a group while the link is idle; 0 where the GPU does."""
-    return touched_bytes(group) / cost.profile.cpu_adamw_bytes_per_s(cost.state_dtype) if home.update == "cpu" else 0.0
+    return touched_bytes(group) / cost.profile.host.adamw_bytes_per_s(cost.state_dtype) if home.update == "cpu" else 0.0
 
 
 def touched_bytes(group: GroupStorage) -> int:
@@ -232,7 +232,7 @@ def gpu_update_s(
 def _shares_together(cost: CostModel) -> tuple[float, float]:
     """The shares of their rates that a busy link and the CPU each have while the other is at work."""
     p = cost.profile
-    up = min(p.h2d_duplex_bytes_per_s, p.h2d_beside_cpu_bytes_per_s)
-    down = min(p.d2h_duplex_bytes_per_s, p.d2h_beside_cpu_bytes_per_s)
-    link_share = min(up / p.h2d_duplex_bytes_per_s, down / p.d2h_duplex_bytes_per_s)
+    up = min(p.link.h2d_duplex_bytes_per_s, p.link.h2d_beside_cpu_bytes_per_s)
+    down = min(p.link.d2h_duplex_bytes_per_s, p.link.d2h_beside_cpu_bytes_per_s)
+    link_share = min(up / p.link.h2d_duplex_bytes_per_s, down / p.link.d2h_duplex_bytes_per_s)
     return link_share, cpu_share(up + down, p.host_rate(cost.state_dtype))

@@ -219,8 +219,12 @@ def _type_changes(request: Request) -> Iterator[tuple[str, dict[str, str]]]:
 
 def remedy_note(changed: Request, request: Request, profile: HardwareProfile) -> str:
     """ "more than this card's 23.50 GiB" if `changed` has a budget above that of `request` and what there is, or ""."""
-    card = ("card", profile.gpu_total_bytes) if profile.device_type != "cpu" else ("machine", profile.host_total_bytes)
-    machine = ("machine", profile.host_total_bytes)
+    card = (
+        ("card", profile.memory.gpu_total_bytes)
+        if profile.device_type != "cpu"
+        else ("machine", profile.memory.host_total_bytes)
+    )
+    machine = ("machine", profile.memory.host_total_bytes)
     notes = [
         f"more than this {place}'s {format_bytes(total_bytes)}"
         for (place, total_bytes), new, old in (
@@ -239,11 +243,13 @@ def budget_notes(request: Request, profile: HardwareProfile) -> list[str]:
     """
     gpu_bytes, host_bytes = request.max_gpu_bytes, request.max_host_bytes
     if profile.device_type == "cpu":
-        pools = [("machine", "the sum of the two memory budgets", gpu_bytes + host_bytes, profile.host_total_bytes)]
+        pools = [
+            ("machine", "the sum of the two memory budgets", gpu_bytes + host_bytes, profile.memory.host_total_bytes)
+        ]
     else:
         pools = [
-            ("card", "the GPU memory budget", gpu_bytes, profile.gpu_total_bytes),
-            ("machine", "the host memory budget", host_bytes, profile.host_total_bytes),
+            ("card", "the GPU memory budget", gpu_bytes, profile.memory.gpu_total_bytes),
+            ("machine", "the host memory budget", host_bytes, profile.memory.host_total_bytes),
         ]
     return [
         f"{budget}, {format_bytes(asked_bytes)}, is more than the {format_bytes(total_bytes)} of this {place}:"

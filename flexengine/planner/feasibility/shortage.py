@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
-from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.planner.candidates import CandidateMemory, Candidates
-from flexengine.planner.cost.memory import gpu_categories, gpu_required_bytes, host_categories, host_required_bytes
+from flexengine.planner.cost.memory import process_bytes
 from flexengine.planner.cost.save_sets import ever_smaller_sets
 from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES
 from flexengine.planner.feasibility.remedies import Least, Remedy, Try, gib_text, remedies, remedy_note
+from flexengine.planner.problem import Problem
 from flexengine.planner.seeds import LEAST_SLOTS, Seeder
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_tables import SizeTables
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.layer_program import align
-from flexengine.schedule.layout import Layout
 
 NUM_SHOWN = 4
 
@@ -53,15 +52,15 @@ class ShortageError(PlanError):
 class Feasibility:
     """Smallest plans of one model and request, without regard to speed."""
 
-    def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
-        self.model, self.request, self.profile = model, request, profile
-        sizes = chunk_sizes(request)  # the shortest rounds of a chunk size take the least of both memories
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.request = problem, problem.request
+        sizes = chunk_sizes(problem.request)  # the shortest rounds of a chunk size take the least of both memories
         self.sizes = sorted({chunk: min(n for c, n in sizes if c == chunk) for chunk, _ in sizes}.items())
         self._memories: list[CandidateMemory] = []
 
     @cached_property
     def _buffers(self) -> SharedBuffers:
-        return SharedBuffers(self.model, self.request, self.profile)
+        return SharedBuffers(self.problem)
 
     def memories(self) -> Iterator[CandidateMemory]:
         """Bytes of candidates at every chunk size, smallest first, made when first asked for."""
@@ -108,14 +107,7 @@ class Feasibility:
                 yield self._needs(memory.plan(candidates, int(host.argmin())))
 
     def _needs(self, plan: Plan) -> Needs:
-        layout = Layout(self.model, plan)
-        return Needs(
-            plan,
-            gpu_required_bytes(layout, self.profile),
-            host_required_bytes(layout, self.profile),
-            gpu_categories(layout, self.profile),
-            host_categories(layout, self.profile),
-        )
+        return Needs(plan, *process_bytes(self.problem.layout(plan), self.problem.profile))
 
 
 def _uniform(memory: CandidateMemory) -> Candidates:
@@ -136,13 +128,14 @@ def _uniform(memory: CandidateMemory) -> Candidates:
 # ---- the error -------------------------------------------------------------------------------------------------
 
 
-def shortage(model: ModelSpec, request: Request, profile: HardwareProfile) -> ShortageError:
+def shortage(problem: Problem) -> ShortageError:
     """The error that explains why there is no plan."""
+    request, profile = problem.request, problem.profile
     known: dict[Request, Feasibility] = {}
 
     def feasibility(changed: Request) -> Feasibility:
         if changed not in known:
-            known[changed] = Feasibility(model, changed, profile)
+            known[changed] = Feasibility(replace(problem, request=changed))
         return known[changed]
 
     def least_bytes(changed: Request) -> Least:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
 
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, rank_profile
 from flexengine.hardware.profile import HardwareProfile
@@ -19,20 +21,18 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Plan, PlanReason, Request
 from flexengine.planner.collector import collector_paused
-from flexengine.planner.cost.memory import (
-    excess_bytes,
-)
 from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError, shortage, shortage_message
 from flexengine.planner.planner import find_plan, make_plan
+from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.price import bytes_planned, predicted_together, times
 from flexengine.planner.ranks.split import as_split, may_split
 from flexengine.planner.ranks.stages import fastest_in_stages, may_stage, plan_in_stages
 from flexengine.planner.reproducible import with_sizes_of_rule
 from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, speculating_plans
+from flexengine.planner.variants import Variant, fastest
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
-from flexengine.schedule.layout import Layout
 from flexengine.schedule.shares import DealtStates
 
 DEALT_GROUPS = (1, 2)
@@ -41,14 +41,43 @@ cost a search each, and leave more GPU memory to activations."""
 CLEARLY_FASTER = 0.98
 """A split plan that takes less than this share of what one rank that relays is predicted to take is chosen without
 simulating all ranks that relay, which would take seconds. They have been found 1.2% faster than one of them."""
-WORTH_ALL_BY_CPU = 0.99
-"""Updates by the CPU alone are planned where a step takes less than this share of the time with those of the search."""
+BY_CPU_GAIN = 0.01
+"""Updates by the CPU alone must spare this share of a step with those of the search."""
 BUSY_SHARE = 0.96
 """Where GPUs compute for more than this share of a step, other updates would gain little: they are not simulated."""
 TOO_BUSY = 0.985
 """The same of updates before the norm is known, which also let forward begin at once."""
 SMALLER_TILES = (1 << 20, 1 << 16)
 """Elements of a tile of the update, where those that the search took have no room beside the states."""
+
+
+@dataclass(frozen=True, eq=False)
+class NodeProblem(Problem):
+    """What all ranks of a node do together. profile: of the node, with the rates of one GPU."""
+
+    network_bytes_per_s: float = NETWORK_BYTES_PER_S
+
+    @cached_property
+    def of_rank(self) -> Problem:
+        """What one of its ranks does."""
+        profile = rank_profile(self.profile, self.request.ranks) if self.request.shares_node else self.profile
+        return Problem(self.model, self.request.of_rank, profile, self.limits)
+
+    @cached_property
+    def of_one(self) -> Plan:
+        """The fastest plan of one rank that relays. Raises: ShortageError, of all ranks, when nothing fits."""
+        plan = fastest((RELAYED, DEALT), self.of_rank)
+        if plan is None:
+            raise _for_all(self, shortage(replace(self.of_rank, model=in_parts(self.model))))
+        return plan
+
+    def priced(self, of_one: Plan) -> Plan:
+        """The plan of all ranks, priced together, from that of one."""
+        plan = replace(of_one, request=self.request)
+        layout = self.layout(plan)
+        return replace(
+            plan, predicted=predicted_together(layout, plan.predicted, self.profile, self.network_bytes_per_s)
+        )
 
 
 def plan_for_ranks(
@@ -60,143 +89,156 @@ def plan_for_ranks(
     alike. profile: of the node, with the rates of one GPU. network_bytes_per_s: of a node, each way, where there are
     several. A reproducible request is planned twice, to tell what its sizes cost. Raises: PlanError when nothing fits.
     """
-    pinned = with_sizes_of_rule(model, request)
-    plan = _fastest(model, pinned, profile, network_bytes_per_s)
-    if pinned == request:
+    node = NodeProblem(model, with_sizes_of_rule(model, request), profile, network_bytes_per_s=network_bytes_per_s)
+    plan = _fastest(node)
+    if node.request == request:
         return plan
-    free = replace(request, reproducible=False)
-    of_rank = rank_profile(profile, request.ranks) if request.shares_node else profile
+    free = replace(node, request=replace(request, reproducible=False))
     predicted = replace(
         plan.predicted,
-        free_step_s=_fastest(model, free, profile, network_bytes_per_s).predicted.step_s,
-        least_gpu_bytes=Feasibility(in_parts(model), pinned.of_rank, of_rank).least_gpu().gpu_bytes,
+        free_step_s=_fastest(free).predicted.step_s,
+        least_gpu_bytes=Feasibility(replace(node.of_rank, model=in_parts(model))).least_gpu().gpu_bytes,
     )
     return replace(plan, predicted=predicted)
 
 
-def _fastest(model: ModelSpec, request: Request, profile: HardwareProfile, network_bytes_per_s: float) -> Plan:
+def _fastest(node: NodeProblem) -> Plan:
     """The fastest plan of a request whose sizes are pinned or free."""
-    if not request.shares_node:
-        return make_plan(model, request, profile)
+    if not node.request.shares_node:
+        return make_plan(node.model, node.request, node.profile)
     with collector_paused():
-        if request.transport == "stages":
-            return plan_in_stages(model, request, profile)
-        best = _relayed_or_split(model, request, profile, network_bytes_per_s)
-        staged = fastest_in_stages(model, request, profile) if may_stage(model, request, profile, best) else None
-        return best if staged is None else min(best, staged, key=lambda plan: plan.predicted.step_s)
+        if node.request.transport == "stages":
+            return plan_in_stages(node.model, node.request, node.profile)
+        plan = fastest((SPLIT, RELAY, STAGES), node)
+    assert plan is not None, "that of ranks which relay fits, or an error was raised"
+    return plan
 
 
-def _relayed_or_split(model: ModelSpec, request: Request, profile: HardwareProfile, network_bytes_per_s: float) -> Plan:
-    of_rank, splits = rank_profile(profile, request.ranks), may_split(request, profile)
-    plan = find_plan(model, request.of_rank, of_rank) or _with_dealt_states(model, request.of_rank, of_rank)
-    if plan is None:
-        raise _for_all(model, shortage(in_parts(model), request.of_rank, of_rank), request, profile)
-    split = as_split(model, plan, request.of_rank, of_rank) if splits else None
-    if split is not None:
-        predicted = bytes_planned(Layout(model, split), split.predicted, of_rank)
-        split = _whole(model, request, replace(split, predicted=predicted), profile, network_bytes_per_s)
-        split = _with_speculation(model, request, split, profile, network_bytes_per_s)
-        clear = not plan.deals_states and split.predicted.step_s < CLEARLY_FASTER * plan.predicted.step_s
-        if clear or request.transport == "split":
-            return split
-    relayed = _whole(model, request, plan, profile, network_bytes_per_s)
-    return relayed if split is None else min(split, relayed, key=lambda plan: plan.predicted.step_s)
+# -- kinds of plans of one rank ----------------------------------------------------------------------------------------
 
 
-def _whole(
-    model: ModelSpec, request: Request, plan: Plan, profile: HardwareProfile, network_bytes_per_s: float
-) -> Plan:
-    """The plan of all ranks, priced together, from that of one, or the same with all updates on the CPU."""
-    found = _priced(model, request, plan, profile, network_bytes_per_s)
-    if found.predicted.busy_s["compute"] > BUSY_SHARE * found.predicted.step_s:
-        return found
-    by_cpu = _updated_by_cpu(model, plan, rank_profile(profile, request.ranks))
-    other = found if by_cpu is None else _priced(model, request, by_cpu, profile, network_bytes_per_s)
-    return other if other.predicted.step_s < WORTH_ALL_BY_CPU * found.predicted.step_s else found
-
-
-def _priced(
-    model: ModelSpec, request: Request, of_one: Plan, profile: HardwareProfile, network_bytes_per_s: float
-) -> Plan:
-    """The plan of all ranks, priced together, from that of one."""
-    plan = replace(of_one, request=request)
-    predicted = predicted_together(Layout(model, plan), plan.predicted, profile, network_bytes_per_s)
-    return replace(plan, predicted=predicted)
-
-
-def _with_speculation(
-    model: ModelSpec, request: Request, plan: Plan, profile: HardwareProfile, network_bytes_per_s: float
-) -> Plan:
-    """A split plan of all ranks in which the CPU updates before the norm is known, where that is faster.
-
-    All groups that the CPU updates are tried, as far as host memory has second planes for them, and those that it would
-    update if the GPU fetched nothing for that.
-    """
-    if not plan.may_speculate or plan.predicted.busy_s["compute"] > TOO_BUSY * plan.predicted.step_s:
-        return plan
-    of_rank, best, waits = rank_profile(profile, request.ranks), plan, plan
-    alone = replace(plan, request=request.of_rank)
-    by_cpu = _updated_by_cpu(model, alone, of_rank)
-    for base in (alone,) if by_cpu is None else (alone, by_cpu):
-        layout = Layout(model, base)
-        spare_bytes = -excess_bytes(layout, request.of_rank, of_rank)[1] * request.ranks
-        for bold in speculating_plans(layout, spare_bytes, FIRST_SHARES):
-            told = bytes_planned(Layout(model, bold), base.predicted, of_rank)
-            found = _priced(model, request, replace(bold, predicted=told), profile, network_bytes_per_s)
-            if found.predicted.step_s < LEAST_GAIN * best.predicted.step_s:
-                best, waits = found, plan if base is alone else base
-    if best is plan:
-        return plan
-    if waits is not plan:
-        waits = _priced(model, request, waits, profile, network_bytes_per_s)
-    return replace(best, predicted=replace(best.predicted, after_clipping_s=waits.predicted.step_s))
-
-
-def _updated_by_cpu(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan | None:
-    """A plan of one rank that has the CPU update what the GPU would fetch for that; None where that is nothing.
-
-    The search takes one rank to be alone with its share of the host, where the GPU's updates seem to cost less time
-    than they do: all ranks wait for them, while the CPU works under the next forward pass.
-    """
-    layout = Layout(model, plan)
-    if not plan.updates_on_cpu or plan.deals_states:
-        return None
-    groups = tuple(
-        replace(home, update="cpu") if home.update == "gpu" and not stored.on_gpu_only else home
-        for home, stored in zip(plan.groups, layout.groups, strict=True)
-    )
-    if groups == plan.groups:
-        return None
-    found = replace(plan, groups=groups)
-    layout = Layout(model, found)
-    if max(excess_bytes(layout, plan.request, profile)) > 0:
-        return None
-    return replace(found, predicted=bytes_planned(layout, plan.predicted, profile))
-
-
-def _with_dealt_states(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
+def _with_dealt_states(problem: Problem) -> Plan | None:
     """A plan of one rank whose optimizer states, or every other group's, ranks divide over their GPUs; None if none
     fits.
 
     The search knows nothing of it: it is given the host memory that this frees and lacks the GPU memory that it takes.
     """
-    least = Feasibility(in_parts(model), request, profile).least_host()
+    model, request = problem.model, problem.request
+    least = Feasibility(replace(problem, model=in_parts(model))).least_host()
     if least is None:
         return None
     for dealt, on_gpu, on_host in _dealt_groups(model, request):
         left = request.max_gpu_bytes - on_gpu, request.max_host_bytes + on_host
         if left[0] <= 0 or left[1] < least.host_bytes:
             continue
-        found = find_plan(model, replace(request, max_gpu_bytes=left[0], max_host_bytes=left[1]), profile)
+        found = find_plan(replace(problem, request=replace(request, max_gpu_bytes=left[0], max_host_bytes=left[1])))
         if found is None:
             continue
         homes = [GroupPlan(states="dealt") if i in dealt else home for i, home in enumerate(found.groups)]
         for tile in dict.fromkeys((found.optimizer_tile, *SMALLER_TILES)):
             plan = replace(found, request=request, groups=tuple(homes), optimizer_tile=tile)
-            layout = Layout(model, plan)
-            if max(excess_bytes(layout, request, profile)) <= 0:
-                return replace(plan, predicted=bytes_planned(layout, plan.predicted, profile))
+            layout = problem.layout(plan)
+            if problem.fits(layout):
+                return replace(plan, predicted=bytes_planned(layout, plan.predicted, problem.profile))
     return None
+
+
+RELAYED = Variant[Problem, Plan](lambda _, best: best is None, lambda problem, _: find_plan(problem))
+DEALT = Variant[Problem, Plan](lambda _, best: best is None, lambda problem, _: _with_dealt_states(problem))
+
+# -- kinds of plans of all ranks ---------------------------------------------------------------------------------------
+
+
+def _busy(plan: Plan | None, share: float) -> bool:
+    """Whether GPUs compute for more than a share of a step."""
+    return plan is not None and plan.predicted.busy_s["compute"] > share * plan.predicted.step_s
+
+
+def _as_split(node: NodeProblem) -> Plan | None:
+    split = as_split(node.of_rank, node.of_one)
+    if split is None:
+        return None
+    layout = node.layout(split)
+    return node.priced(replace(split, predicted=bytes_planned(layout, split.predicted, node.of_rank.profile)))
+
+
+def _all_by_cpu(node: NodeProblem, best: Plan | None) -> Plan | None:
+    """The plan with all updates on the CPU."""
+    by_cpu = None if best is None else _updated_by_cpu(node.of_rank, replace(best, request=node.of_rank.request))
+    return None if by_cpu is None else node.priced(by_cpu)
+
+
+def _updated_by_cpu(problem: Problem, plan: Plan) -> Plan | None:
+    """A plan of one rank that has the CPU update what the GPU would fetch for that; None where that is nothing.
+
+    The search takes one rank to be alone with its share of the host, where the GPU's updates seem to cost less time
+    than they do: all ranks wait for them, while the CPU works under the next forward pass.
+    """
+    if not plan.updates_on_cpu or plan.deals_states:
+        return None
+    groups = tuple(
+        replace(home, update="cpu") if home.update == "gpu" and not stored.on_gpu_only else home
+        for home, stored in zip(plan.groups, problem.layout(plan).groups, strict=True)
+    )
+    if groups == plan.groups:
+        return None
+    found = replace(plan, groups=groups)
+    layout = problem.layout(found)
+    if not problem.fits(layout):
+        return None
+    return replace(found, predicted=bytes_planned(layout, plan.predicted, problem.profile))
+
+
+def _with_speculation(node: NodeProblem, plan: Plan | None) -> Plan | None:
+    """A split plan of all ranks in which the CPU updates before the norm is known; None where none is faster.
+
+    All groups that the CPU updates are tried, as far as host memory has second planes for them, and those that it would
+    update if the GPU fetched nothing for that.
+    """
+    if plan is None:
+        return None
+    of_rank, best, waits = node.of_rank, plan, plan
+    alone = replace(plan, request=of_rank.request)
+    by_cpu = _updated_by_cpu(of_rank, alone)
+    for base in (alone,) if by_cpu is None else (alone, by_cpu):
+        layout = of_rank.layout(base)
+        spare_bytes = of_rank.room(layout).host_bytes * node.request.ranks
+        for bold in speculating_plans(layout, spare_bytes, FIRST_SHARES):
+            told = bytes_planned(of_rank.layout(bold), base.predicted, of_rank.profile)
+            found = node.priced(replace(bold, predicted=told))
+            if found.predicted.step_s < LEAST_GAIN * best.predicted.step_s:
+                best, waits = found, plan if base is alone else base
+    if best is plan:
+        return None
+    if waits is not plan:
+        waits = node.priced(waits)
+    return replace(best, predicted=replace(best.predicted, after_clipping_s=waits.predicted.step_s))
+
+
+def _may_relay(node: NodeProblem, split: Plan | None) -> bool:
+    if split is None:
+        return True
+    clear = not node.of_one.deals_states and split.predicted.step_s < CLEARLY_FASTER * node.of_one.predicted.step_s
+    return not clear and node.request.transport != "split"
+
+
+BY_CPU = Variant[NodeProblem, Plan](lambda _, best: not _busy(best, BUSY_SHARE), _all_by_cpu, BY_CPU_GAIN)
+SPECULATION = Variant[NodeProblem, Plan](
+    lambda _, best: best is not None and best.may_speculate and not _busy(best, TOO_BUSY), _with_speculation, -inf
+)
+AS_SPLIT = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: _as_split(node))
+AS_RELAY = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: node.priced(node.of_one))
+SPLIT = Variant[NodeProblem, Plan](
+    lambda node, _: may_split(node.request, node.profile),
+    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION), node),
+)
+RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU), node))
+STAGES = Variant[NodeProblem, Plan](
+    lambda node, best: may_stage(node.model, node.request, node.profile, best),
+    lambda node, _: fastest_in_stages(node.model, node.request, node.profile),
+)
+
+# -- dealt states ------------------------------------------------------------------------------------------------------
 
 
 def _dealt_groups(model: ModelSpec, request: Request) -> Iterator[tuple[list[int], int, int]]:
@@ -211,12 +253,13 @@ def _dealt_groups(model: ModelSpec, request: Request) -> Iterator[tuple[list[int
             yield dealt, on_gpu, on_host // request.ranks
 
 
-def _for_all(model: ModelSpec, error: ShortageError, request: Request, profile: HardwareProfile) -> ShortageError:
+def _for_all(node: NodeProblem, error: ShortageError) -> ShortageError:
     """Tell of all ranks what the planner says of one: totals of the node, and remedies for the whole command."""
+    request, profile = node.request, node.profile
     ranks, needs = request.ranks, error.needs
     remedies = tuple(_remedy_for_all(remedy, error.request, request, profile) for remedy in error.remedies)
     if error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY:
-        remedies = (*_with_states_divided(model, error, request, profile), *remedies)
+        remedies = (*_with_states_divided(node, error), *remedies)
     needs = needs._replace(
         plan=replace(needs.plan, request=request),
         host_bytes=ranks * needs.host_bytes,
@@ -228,18 +271,16 @@ def _for_all(model: ModelSpec, error: ShortageError, request: Request, profile: 
     return ShortageError(error.reason, found + shortage_message(request, needs, remedies), request, needs, remedies)
 
 
-def _with_states_divided(
-    model: ModelSpec, error: ShortageError, request: Request, profile: HardwareProfile
-) -> Iterator[Remedy]:
+def _with_states_divided(node: NodeProblem, error: ShortageError) -> Iterator[Remedy]:
     """The host memory that suffices where GPUs divide the optimizer states; one budget is tried."""
-    of_rank = rank_profile(profile, request.ranks)
-    choices = _dealt_groups(model, request.of_rank)
+    request = node.request
+    choices = _dealt_groups(node.model, request.of_rank)
     spared = max((on_host for _, on_gpu, on_host in choices if on_gpu < request.max_gpu_bytes), default=0)
     if spared:
         gib = gib_text(request.ranks * (error.required_bytes - spared))
         changed = replace(request, max_host_bytes=bytes_of(gib))
-        if _with_dealt_states(model, changed.of_rank, of_rank) is not None:
-            yield Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, profile))
+        if _with_dealt_states(replace(node.of_rank, request=changed.of_rank)) is not None:
+            yield Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, node.profile))
 
 
 def _remedy_for_all(remedy: Remedy, of_rank: Request, request: Request, profile: HardwareProfile) -> Remedy:

@@ -12,7 +12,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.correction import Review, corrected_profile, of_chunks, review, stream_factors
 from flexengine.planner.cost.cost_model import CostModel, price
-from flexengine.planner.cost.memory import gpu_categories, gpu_required_bytes, host_categories, host_required_bytes
+from flexengine.planner.cost.memory import process_bytes
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -28,13 +28,7 @@ SPLIT_RANKS = 2
 
 def bytes_planned(layout: Layout, predicted: Prediction, profile: HardwareProfile) -> Prediction:
     """A rank's prediction with the bytes of another layout."""
-    return replace(
-        predicted,
-        gpu_bytes=gpu_required_bytes(layout, profile),
-        host_bytes=host_required_bytes(layout, profile),
-        gpu_categories=gpu_categories(layout, profile),
-        host_categories=host_categories(layout, profile),
-    )
+    return replace(predicted, **process_bytes(layout, profile)._asdict())
 
 
 def predicted_together(

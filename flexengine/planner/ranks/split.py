@@ -10,51 +10,41 @@ from dataclasses import replace
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
-from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
-from flexengine.planner.cost.memory import excess_bytes
 from flexengine.planner.planner import find_plan
-from flexengine.schedule.layout import Layout
-
-MOST_SEARCHES = 3
-"""Each search leaves more room for the slots of a split plan than the one before found missing."""
-MARGIN_BYTES = 128 * 2**20
-"""Left beside what was missing, since another plan has other slots."""
+from flexengine.planner.problem import Problem, Room
 
 
 def may_split(request: Request, profile: HardwareProfile) -> bool:
     """Whether a split plan is to be tried."""
-    wanted = request.transport == "split" or (request.transport == "auto" and profile.peer_bytes_per_s > 0)
+    wanted = request.transport == "split" or (request.transport == "auto" and profile.link.peer_bytes_per_s > 0)
     return wanted and request.ranks > 1
 
 
-def as_split(model: ModelSpec, plan: Plan, request: Request, profile: HardwareProfile) -> Plan | None:
+def as_split(of_rank: Problem, plan: Plan) -> Plan | None:
     """The split plan of one rank that is nearest to `plan`; None if none fits, unless the request asks for one.
 
-    plan: of one rank, with relays. request: what one rank is asked. profile: of one rank. Raises: PlanError.
+    plan: of one rank, with relays. Raises: PlanError.
     """
-    asked, excess = request, (0, 0)
-    for search in range(1 + MOST_SEARCHES):
-        found = find_plan(model, asked, profile) if search else plan
+    request, asked, room = of_rank.request, of_rank.request, Room(0, 0)
+    for search in range(of_rank.limits.searches):
+        found = find_plan(replace(of_rank, request=asked)) if search else plan
         if found is None:
             break
         split = replace(found, request=request, transport="split", touched_only=False)
-        excess = excess_bytes(Layout(model, split), request, profile)
-        if max(excess) <= 0:
+        room = of_rank.room(of_rank.layout(split))
+        if room.fits:
             return split
-        left = (asked.max_gpu_bytes - _with_margin(excess[0]), asked.max_host_bytes - _with_margin(excess[1]))
+        gpu, host = room.lacks(of_rank.limits.spare_bytes)
+        left = (asked.max_gpu_bytes - gpu, asked.max_host_bytes - host)
         if plan.deals_states or min(left) <= 0:
             break
         asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
     if request.transport != "split":
         return None
-    more = format_bytes(max(excess))
+    more = format_bytes(-min(room))
     raise PlanError(
-        PlanReason.INSUFFICIENT_DEVICE_MEMORY if excess[0] > 0 else PlanReason.INSUFFICIENT_HOST_MEMORY,
+        PlanReason.INSUFFICIENT_DEVICE_MEMORY if room.gpu_bytes < 0 else PlanReason.INSUFFICIENT_HOST_MEMORY,
         f"found no plan with the split transport, whose slots need {more} more than those of relays\n"
         "  works with: --transport relay",
     )
-
-
-def _with_margin(missing_bytes: int) -> int:
-    return missing_bytes + MARGIN_BYTES if missing_bytes > 0 else 0

@@ -18,10 +18,11 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.registry import build_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, PlanError, PlanReason, Prediction, Request
-from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_categories, host_required_bytes
-from flexengine.planner.planner import Planner
+from flexengine.planner.cost.memory import gpu_required_bytes, host_categories, host_required_bytes
+from flexengine.planner.problem import Problem, Room
 from flexengine.planner.ranks.price import bytes_planned, priced_together
 from flexengine.planner.sizes import filled
+from flexengine.planner.variants import OF_WHOLE_EXPERTS, fastest
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.stages import Stage, why_no_stages
@@ -31,9 +32,6 @@ SMALL_VOCABULARY = 1024
 """Of the models that blocks are planned as: their edges take next to nothing."""
 CHUNK_TOKENS, WAVES, MOST_CHUNKS = (2048, 4096, 8192), (1, 2, 4), 8
 """Sizes that are tried, waves of a step, and chunks of a round: with more chunks a simulation takes a minute."""
-MOST_SEARCHES, SPARE_BYTES = 5, 128 * 2**20
-"""Each search leaves free what the layout of the one before lacked, and some bytes more. The first one for a size
-begins with what the size before needed."""
 MOST_BUSY = 0.9
 """Stages are tried by themselves where GPUs compute for less than this share of the step of another plan: they shorten
 what GPUs wait for, and have GPUs wait for each other."""
@@ -129,9 +127,10 @@ class _Search:
     def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
         self._model, self._request, self._profile, self._size = model, request, profile, request.ranks
         self._small = _with_small_edges(model)
-        rates = tuple((name, rate / self._size) for name, rate in profile.cpu_adamw_parameters_per_s)
+        rates = tuple((name, rate / self._size) for name, rate in profile.host.adamw_parameters_per_s)
         self._of_one = rank_profile(profile, self._size)
-        self._of_rank = replace(self._of_one, cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
+        self._of_rank = self._of_one.changed(cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
+        self._judge = Problem(model, request.of_rank, self._of_rank)
         self._plans: dict[tuple, Plan | None] = {}
         self._reserved: dict[bool, tuple[int, int]] = {}  # by `share_edges`, what the last plan that fits left free
         stored = [group_storage(group, request.numerics) for group in model.groups]
@@ -143,21 +142,19 @@ class _Search:
         share_edges: slots of embedding and head lie over those of blocks.
         """
         reserved = self._reserved.get(share_edges, (0, 0))
-        for _ in range(MOST_SEARCHES):
+        limits = self._judge.limits
+        for _ in range(limits.searches):  # the first one begins with what the size before needed
             plan = self._assembled(size, share_edges, reserved)
             if plan is None:
                 return None
             layouts = layouts_of(self._model, plan)
-            excess = [max(of_memory) for of_memory in zip(*map(self._excess, layouts), strict=True)]
-            if max(excess) <= 0:
+            room = Room(*map(min, zip(*map(self._judge.room, layouts), strict=True)))
+            if room.fits:
                 self._reserved[share_edges] = reserved
                 return self._priced(layouts)
-            gpu, host = (more + SPARE_BYTES if more > 0 else 0 for more in excess)
+            gpu, host = room.lacks(limits.spare_bytes)
             reserved = reserved[0] + gpu, reserved[1] + host
         return None
-
-    def _excess(self, layout: Layout) -> tuple[int, int]:
-        return excess_bytes(layout, self._request.of_rank, self._of_rank)
 
     def _stage(self, rank: int) -> Stage:
         return Stage(rank, self._size, len(self._model.layers))
@@ -214,7 +211,8 @@ class _Search:
         key = tuple(blocks), request
         if key not in self._plans:
             model = self._small.with_layers([0, *blocks, len(self._model.layers) - 1])
-            self._plans[key] = Planner(model, request, self._of_rank).plan()  # experts stay whole
+            found = fastest(OF_WHOLE_EXPERTS, Problem(model, request, self._of_rank))
+            self._plans[key] = None if found is None else found.plan
         return self._plans[key]
 
     def _request_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Request | None:

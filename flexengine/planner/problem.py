@@ -1,0 +1,56 @@
+"""What is planned: a model and a request on a machine. It alone decides whether a plan fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan, Request
+from flexengine.planner import limits
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
+from flexengine.planner.limits import SearchLimits
+from flexengine.schedule.layout import Layout
+
+
+class Room(NamedTuple):
+    """Bytes that a plan leaves of both budgets; negative where it lacks so many."""
+
+    gpu_bytes: int
+    host_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing lacks."""
+        return min(self) >= 0
+
+    def lacks(self, spare_bytes: int) -> tuple[int, int]:
+        """Bytes of (GPU, host) that lack, and some to spare where any do."""
+        gpu, host = (spare_bytes - left if left < 0 else 0 for left in self)
+        return gpu, host
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A model that is planned for a request on a machine, and how far is searched."""
+
+    model: ModelSpec
+    request: Request
+    profile: HardwareProfile
+    limits: SearchLimits = field(default_factory=lambda: limits.LIMITS)
+
+    def layout(self, plan: Plan) -> Layout:
+        """Lay out a plan of the model."""
+        return Layout(self.model, plan)
+
+    def room(self, layout: Layout) -> Room:
+        """What a layout leaves of the request's budgets. A plan fits where it lacks nothing."""
+        return Room(
+            self.request.max_gpu_bytes - gpu_required_bytes(layout, self.profile),
+            self.request.max_host_bytes - host_required_bytes(layout, self.profile),
+        )
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether both budgets hold a layout."""
+        return self.room(layout).fits

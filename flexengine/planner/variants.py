@@ -1,0 +1,165 @@
+"""The kinds of plans of one rank: when each is tried beside the best so far, and what it must gain.
+
+One loop plans them in order and keeps the better; the kinds of several ranks (`planner/ranks/plan.py`) go through it,
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Generic, NamedTuple, TypeVar
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.in_parts import in_parts, may_be_in_parts
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan, Prediction
+from flexengine.planner.cost.cost_model import CostModel
+from flexengine.planner.cost.stream_loads import issue_s
+from flexengine.planner.problem import Problem
+from flexengine.planner.search import MOST_TOUCHED, Search
+from flexengine.schedule.expert_fetch import least_touched_share
+from flexengine.schedule.layer_compiler import compile_layer
+from flexengine.schedule.packing import full_round
+from flexengine.schedule.replays import may_replay
+
+WHOLE_ENOUGH = 0.8
+"""Experts in parts are tried where the plan with whole ones is further from the bound than this share: parts cost
+recomputation, which they hardly win back otherwise."""
+LEAST_ISSUE_SHARE, LEAST_GRAPHS_GAIN = 0.3, 0.03
+"""Graphs are tried, which takes another search, where the host issues blocks' commands for this share of a step: larger
+chunks may have been chosen for its sake alone. They must gain this share, as they take memory."""
+LEAST_LEFT_GAIN = 0.02
+"""Second planes are counted in a search where they have no room and would gain more than this share."""
+
+
+class Found(NamedTuple):
+    """A plan with its prediction, and the search that it comes from."""
+
+    plan: Plan
+    search: Search
+
+    @property
+    def predicted(self) -> Prediction:
+        """What is predicted of the plan."""
+        return self.plan.predicted
+
+
+P = TypeVar("P", bound=Problem)
+T = TypeVar("T", Plan, Found)
+
+
+@dataclass(frozen=True)
+class Variant(Generic[P, T]):
+    """A kind of plans: when it is tried beside the best so far (None before there is one), and how it is planned.
+
+    gain: share of the best one's seconds that it must take less; -inf where `planned` gives what is better alone.
+    """
+
+    applies: Callable[[P, T | None], bool]
+    planned: Callable[[P, T | None], T | None]
+    gain: float = 0.0
+
+
+def fastest(variants: Iterable[Variant[P, T]], problem: P) -> T | None:
+    """Plan each variant that applies and keep the better; None where none fits."""
+    best: T | None = None
+    for variant in variants:
+        found = variant.planned(problem, best) if variant.applies(problem, best) else None
+        if found is None:
+            continue
+        if best is None or found.predicted.step_s < (1.0 - variant.gain) * best.predicted.step_s:
+            best = found
+    return best
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def _of_search(search: Search) -> Found | None:
+    plan = search.plan()
+    return None if plan is None else Found(plan, search)
+
+
+def _parts_may_pay(problem: Problem, best: Found | None) -> bool:
+    """Not where they can hardly improve a plan with whole experts, or would recompute where none was asked for."""
+    if not may_be_in_parts(problem.model) or best is None:
+        return may_be_in_parts(problem.model)
+    plan = best.plan
+    if plan.request.recompute == "none":
+        return False
+    near_bound = plan.predicted.speed_of_light_s / plan.predicted.step_s >= WHOLE_ENOUGH
+    tokens = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round).num_tokens
+    return not near_bound or least_touched_share(in_parts(problem.model), tokens) < MOST_TOUCHED
+
+
+WHOLE = Variant[Problem, Found](lambda _, best: best is None, lambda problem, _: _of_search(Search(problem)))
+IN_PARTS = Variant[Problem, Found](
+    _parts_may_pay, lambda problem, _: _of_search(Search(problem, in_parts(problem.model)))
+)
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
+
+
+def graphs_may_pay(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> bool:
+    """Whether the host spends so much of a plan's step on blocks' commands that a plan which replays them may win."""
+    if plan.request.shares_node or profile.device_type != "cuda" or plan.slices_sequences or not may_replay(model):
+        return False
+    return _issue_s(model, plan, profile) >= LEAST_ISSUE_SHARE * plan.predicted.step_s
+
+
+def _issue_s(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> float:
+    """Host seconds to issue all blocks' commands of a step."""
+    cost, seconds = CostModel.of(plan.request, profile, plan.chunk_tokens), 0.0
+    for layer, kept in zip(model.layers, plan.layers, strict=True):
+        if layer.kind == "block":
+            program = compile_layer(layer, kept.keep_gpu, kept.keep_host, plan.chunk_tokens, cost.compute_bytes)
+            seconds += sum(issue_s(cost, kind, program) for kind in ("forward", "backward"))
+    return seconds * plan.chunks_per_round * plan.num_rounds
+
+
+def _graphs_apply(problem: Problem, best: Found | None) -> bool:
+    if best is None or problem.request.graphs != "auto":
+        return False
+    return graphs_may_pay(best.search.model, best.plan, problem.profile)
+
+
+def _with_graphs(problem: Problem, _: Found | None) -> Found | None:
+    """The fastest plan with whole experts or in parts where graphs are asked for."""
+    always = replace(problem, request=replace(problem.request, graphs="always"))
+    return fastest((WHOLE, IN_PARTS), always)
+
+
+GRAPHS = Variant[Problem, Found](_graphs_apply, _with_graphs, LEAST_GRAPHS_GAIN)
+
+
+# -- updates inside backward -------------------------------------------------------------------------------------------
+
+
+def _without_clipping(best: Found | None, second_planes: bool) -> Found | None:
+    plan = best and best.search.without_clipping(second_planes)
+    return best._replace(plan=plan) if best and plan else None
+
+
+def _second_planes_lack(_: Problem, best: Found | None) -> bool:
+    """Whether what was found without clipping would gain by second planes for which it leaves no room."""
+    if best is None or best.search.bold is None or not best.search.unclipped.plans:
+        return False
+    bold, unclipped = best.search.bold, best.search.unclipped
+    return unclipped.least_s < (1.0 - LEAST_LEFT_GAIN) * bold.mean_s and not bold.has_room(unclipped.plans[0])
+
+
+NO_CLIPPING = Variant[Problem, Found](
+    lambda _, best: best is not None and best.search.may_gain_in_backward,
+    lambda _, best: _without_clipping(best, second_planes=False),
+    -inf,
+)
+"""Speculation on what is found as if nothing were clipped. It compares the mean of steps that are clipped and not."""
+SECOND_PLANES = Variant[Problem, Found](
+    _second_planes_lack, lambda _, best: _without_clipping(best, second_planes=True), -inf
+)
+
+OF_WHOLE_EXPERTS = (WHOLE, NO_CLIPPING, SECOND_PLANES)
+OF_ONE_RANK = (WHOLE, IN_PARTS, GRAPHS, NO_CLIPPING, SECOND_PLANES)
