@@ -206,6 +206,7 @@ COMMANDS = {
     "generate": Command(
         _main_of("flexengine.commands.generate"), "answers of a model to prompts, many at a time, within the budgets"
     ),
+    "chat": Command(_main_of("flexengine.commands.chat"), "talk with a model, a run or an adapter in the terminal"),
     "models": Command(_main_of("flexengine.commands.models"), "the architectures that can be trained, and the presets"),
     "probe": Command(_main_of("flexengine.commands.probe"), "measure this machine and remember its rates"),
     "doctor": Command(_main_of("flexengine.commands.doctor"), "what this machine lacks, and the remedy"),

@@ -10,7 +10,8 @@ import math
 import os
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -84,7 +85,7 @@ class StepMetrics:
     tokens of the step, targets or not. effective_tflops counts forward and backward once, hardware_tflops also the
     recomputation, both in 10**12 FLOP/s. sol_pct: the least time that any schedule could take, as a percentage of
     step_s; NaN where no bound is known. Peaks: most bytes of the process so far; None if nothing measures them (the GPU
-    of a CPU run).
+    of a CPU run). details: what the objective tells beside its loss, which are keys as the fields are.
     """
 
     step: int
@@ -100,6 +101,7 @@ class StepMetrics:
     sol_pct: float
     gpu_peak_bytes: int | None
     host_peak_bytes: int
+    details: dict[str, float | None] = field(default_factory=dict)
 
     @classmethod
     def of_step(
@@ -117,6 +119,7 @@ class StepMetrics:
         speed_of_light_s: float,
         gpu_peak_bytes: int | None,
         host_peak_bytes: int,
+        details: dict[str, float | None] | None = None,
     ) -> "StepMetrics":
         """Compute the rates of a step from its measurements; FLOPs are those of the whole step, step_s is above 0."""
         return cls(
@@ -133,6 +136,7 @@ class StepMetrics:
             sol_pct=100.0 * speed_of_light_s / step_s if speed_of_light_s else math.nan,
             gpu_peak_bytes=gpu_peak_bytes,
             host_peak_bytes=host_peak_bytes,
+            details=details or {},
         )
 
     @property
@@ -143,6 +147,7 @@ class StepMetrics:
     def describe(self, num_steps: int, left_s: float = 0.0) -> str:
         """Describe the step in one line. left_s: seconds until the last step, where there are more."""
         width = len(str(num_steps))
+        details = describe_details(self.details)
         light = "" if math.isnan(self.sol_pct) else "  above the predicted speed of light"
         if self.sol_pct < 100.5:  # more: a step smaller than planned for, or a profile too slow
             light = f"  {self.sol_pct:.0f}% of speed of light"
@@ -150,7 +155,7 @@ class StepMetrics:
         if abs(self.off_prediction) > FAR_OFF:
             predicted += f": {self.off_prediction:+.0%}"
         return (
-            f"step {self.step:>{width}}/{num_steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}"
+            f"step {self.step:>{width}}/{num_steps}  loss {self.loss:.4f}{details}  grad norm {self.grad_norm:.3f}"
             f"  lr {self.lr:.2e}  {format_seconds(self.step_s)} (predicted {predicted})"
             f"  {format_tokens_per_s(self.tokens_per_s)}  {format_tflops(self.effective_tflops * TERA)}"
             f"{light}{f'  {format_seconds(left_s)} left' if left_s else ''}"
@@ -177,12 +182,28 @@ class Pace:
         return num_left * step_s
 
 
+def describe_details(details: Mapping[str, float | None]) -> str:
+    """Describe what an objective tells of answers, to follow its loss."""
+    accuracy, margin = details.get("reward_accuracy"), details.get("reward_margin")
+    parts = [] if accuracy is None else [f"accuracy {accuracy:.0%}"]
+    parts += [] if margin is None else [f"margin {margin:.3f}"]
+    return "".join(f", {part}" for part in parts)
+
+
+def as_record(metrics: "StepMetrics | EvalMetrics") -> dict[str, Any]:
+    """Figures by name: the fields, and the details as if they were fields."""
+    record = asdict(metrics)
+    details = record.pop("details")
+    return record | details
+
+
 @dataclass(frozen=True)
 class EvalMetrics:
     """One line of eval_log.jsonl; the fields are its keys, in this order.
 
     step: steps taken so far. loss: mean over the target tokens of all validation data. perplexity: e to its power.
-    is_best: no earlier evaluation of the run gave a lower loss.
+    is_best: no earlier evaluation of the run gave a lower loss. details: as of `StepMetrics`; the perplexity
+    is NaN where the loss is none of tokens.
     """
 
     step: int
@@ -191,12 +212,14 @@ class EvalMetrics:
     num_target_tokens: int
     eval_s: float
     is_best: bool
+    details: dict[str, float | None] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Describe the evaluation in one line."""
         best = ", the lowest so far" if self.is_best else ""
+        more = describe_details(self.details) if self.details else f", perplexity {self.perplexity:.2f}"
         return (
-            f"validation after step {self.step}: loss {self.loss:.4f}{best}, perplexity {self.perplexity:.2f}"
+            f"validation after step {self.step}: loss {self.loss:.4f}{best}{more}"
             f" ({self.num_target_tokens} target tokens, {format_seconds(self.eval_s)})"
         )
 
@@ -215,7 +238,7 @@ class JsonlWriter:
         self._file = path.open("ab" if append else "wb", buffering=0)
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
-        record = {key: _finite_or_none(value) for key, value in asdict(metrics).items()}
+        record = {key: _finite_or_none(value) for key, value in as_record(metrics).items()}
         # Written line by line: a run that is killed leaves every step it took.
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._write_pending()

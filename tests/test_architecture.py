@@ -47,6 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "plan",
         "schedule",
     },
+    "objectives": {"runtime"},
     "reports": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "api": {
         "hardware",
@@ -69,6 +70,7 @@ ARROWS: dict[str, set[str]] = {
         "hardware",
         "metrics",
         "models",
+        "objectives",
         "optim",
         "options",
         "output",
@@ -87,6 +89,7 @@ ARROWS: dict[str, set[str]] = {
         "hardware",
         "metrics",
         "models",
+        "objectives",
         "optim",
         "options",
         "plan",
@@ -323,9 +326,8 @@ TOO_LARGE = {
     "optim/adamw.py:adamw_update": 54,
     "optim/adamw.py:adamw_update_reference": 52,
     "options/job.py:Job": 331,
-    "run/trainer.py": 454,
-    "runtime/engine.py": 414,
-    "runtime/engine.py:Engine": 304,
+    "run/trainer.py": 436,
+    "runtime/engine.py:Engine": 288,
 }
 """What is larger than it should be, and by how much at the most: nothing comes to these, and none of them grows."""
 TOO_MANY_PARAMETERS = {

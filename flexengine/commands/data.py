@@ -17,7 +17,7 @@ PREVIEWED = [
     options_of(TrainConfig)[name]
     for name in (
         *("max_seq_len", "truncate_long", "train_on", "template_date", "data_cache"),
-        *("columns", "max_records", "bad_records", "adapter", "add_tokens", "resize_embeddings"),
+        *("columns", "max_records", "bad_records", "objective", "adapter", "add_tokens", "resize_embeddings"),
     )
 ]
 """Options that mean what they mean to `train`, beside --model and --dataset."""
@@ -40,6 +40,7 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
     from flexengine.data import TokenizerOptions, TokenizerProcess, prepare_sources, sources_of  # noqa: PLC0415
     from flexengine.data.preview import MARKS, preview  # noqa: PLC0415
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
+    from flexengine.objectives import OBJECTIVES  # noqa: PLC0415
     from flexengine.request import with_new_tokens  # noqa: PLC0415
 
     options = from_flags(PREVIEWED, vars(arguments))
@@ -50,7 +51,8 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
         folder, source.spec.vocab_size, source.new_tokens, options["template_date"], options["train_on"] or "assistant"
     )
     tokenizer = TokenizerProcess(about)
-    sources = sources_of(arguments.dataset, options["columns"], options["max_records"])
+    kind = OBJECTIVES[options["objective"]].records if options["objective"] in OBJECTIVES else "answers"
+    sources = sources_of(arguments.dataset, options["columns"], options["max_records"], kind)
     lengths = options["max_seq_len"], options["truncate_long"]
     prepared = prepare_sources(sources, tokenizer, *lengths, cache, options["bad_records"])
     print(f"tokenizer: {folder}; trained tokens stand between {MARKS[0]} and {MARKS[1]}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine.commands.places import MODEL_HELP, find_place
 from flexengine.metrics import format_bytes
 from flexengine.options.flags import add_flag, from_flags, positive_count
 from flexengine.options.job import ForwardJob, Job
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     is read.
     """
     arguments = _parser().parse_args(argv)
+    arguments.model, arguments.adapter = find_place(arguments.model, arguments.adapter)
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else ())]
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT, or --prompts FILE")
@@ -44,12 +46,14 @@ def main(argv: Sequence[str]) -> int:
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
     from flexengine.request import with_new_tokens  # noqa: PLC0415
 
-    source = with_new_tokens(open_model(arguments.model), _job(arguments))
+    source = with_new_tokens(open_model(arguments.model), job_of(arguments))
     folder = source.tokenizer_folder or ASSETS / "demo"
     tokenizer = TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens))
     ids = [tokenizer.encode_prompt(prompt, arguments.raw) for prompt in prompts]
-    planned = _plan(arguments, ids)
-    sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": arguments.seed}
+    longest = max(map(len, ids)) + arguments.max_new_tokens
+    tokens = max(longest, min(PREFILL_TOKENS, sum(map(len, ids))))
+    planned = plan_for(arguments, longest, tokens, min(len(ids), arguments.batch_size or len(ids)))
+    sampling = sampling_of(arguments)
     with build(planned) as engine:
         start_s = time.perf_counter()
         answers = engine.generate(ids, arguments.max_new_tokens, stop_ids=tokenizer.stop_ids, **sampling)
@@ -60,19 +64,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _plan(arguments: argparse.Namespace, ids: list[list[int]]) -> PlannedRun:
-    """Plan for as many prompts at a time as fit: all, half, a quarter ... Raises PlanError when one is too many."""
+def plan_for(arguments: argparse.Namespace, longest: int, tokens: int, count: int) -> PlannedRun:
+    """Plan for as many sequences at a time as fit: `count`, half, a quarter ... Raises PlanError when one is too many.
+
+    longest: tokens of the longest sequence. tokens: of prompts that go through the model together.
+    """
     from flexengine.api import prepare_job  # noqa: PLC0415
     from flexengine.models.registry import open_model  # noqa: PLC0415
     from flexengine.plan import PlanError  # noqa: PLC0415
     from flexengine.schedule.decoding_cache import sequence_cache_bytes  # noqa: PLC0415
     from flexengine.schedule.group_storage import DTYPE_BYTES  # noqa: PLC0415
 
-    longest = max(map(len, ids)) + arguments.max_new_tokens
-    tokens = max(longest, min(PREFILL_TOKENS, sum(map(len, ids))))
-    job = _job(arguments, max_seq_len=longest, max_global_batch_tokens=tokens)
+    job = job_of(arguments, max_seq_len=longest, max_global_batch_tokens=tokens)
     sequence_bytes = sequence_cache_bytes(open_model(arguments.model).spec, longest, DTYPE_BYTES[job.dtype])
-    count = min(len(ids), arguments.batch_size or len(ids))
     while True:
         try:
             return prepare_job(arguments.model, job, cache_bytes=count * sequence_bytes)
@@ -84,7 +88,13 @@ def _plan(arguments: argparse.Namespace, ids: list[list[int]]) -> PlannedRun:
             count //= 2
 
 
-def _job(arguments: argparse.Namespace, **sizes: int) -> Job:
+def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How tokens are chosen, as `Engine.generate` has it."""
+    return {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": arguments.seed}
+
+
+def job_of(arguments: argparse.Namespace, **sizes: int) -> Job:
+    """The job of a forward pass alone, or on top of an adapter."""
     options: dict[str, Any] = {**from_flags(TAKEN, vars(arguments)), **sizes}
     if options["adapter"] is None:
         return ForwardJob(**options)
@@ -116,21 +126,14 @@ def _show(prompts: list[str], answers: list[str], as_json: bool) -> None:
             print(answer if len(prompts) == 1 else f"> {prompt}\n{answer}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="flexengine generate",
-        description="Answers prompts with a model, many at a time. Weights beyond the GPU budget stream from"
-        " the host; keys, values and states of the answers count in the budget.",
-    )
+def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Add the flags that say how long an answer is and how its tokens are chosen."""
     parser.add_argument(
-        "--model",
-        required=True,
-        help="model folder, such as final/ of a run, an id on the hub (ORG/NAME), or preset:NAME (required)",
-    )
-    parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="prompts, each a user's message")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ...}')
-    parser.add_argument(
-        "--max-new-tokens", type=positive_count, default=128, metavar="N", help="longest answer (default: 128)"
+        "--max-new-tokens",
+        type=positive_count,
+        default=max_new_tokens,
+        metavar="N",
+        help=f"longest answer (default: {max_new_tokens})",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default); more draws"
@@ -142,6 +145,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="draw from the likeliest tokens that sum to X (default 1)",
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="flexengine generate",
+        description="Answers prompts with a model, many at a time. Weights beyond the GPU budget stream from"
+        " the host; keys, values and states of the answers count in the budget.",
+    )
+    parser.add_argument("--model", required=True, metavar="RUN | MODEL | ADAPTER", help=MODEL_HELP)
+    parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="prompts, each a user's message")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ...}')
+    add_sampling(parser, max_new_tokens=128)
     parser.add_argument(
         "--batch-size", type=positive_count, metavar="N", help="most prompts at a time (default: as many as fit)"
     )

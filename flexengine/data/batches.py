@@ -19,6 +19,7 @@ import numpy as np
 from flexengine.data.prepare import Prepared
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.store import StoredSequences, TokenTable
+from flexengine.data.token_columns import TokenizedPair
 
 SEQUENCES_AT_ONCE = 1 << 18
 """Sequences whose lengths are added up at once: more would take memory beside the budget, fewer are slower."""
@@ -39,6 +40,33 @@ class Batch:
     def num_target_tokens(self) -> int:
         """Tokens with a loss. The first token of a sequence has none: nothing comes before it to predict it."""
         return sum(num_targets(labels) for labels in self.labels)
+
+
+@dataclass(frozen=True)
+class PairBatch(Batch):
+    """The pairs of one step: the rows of each stand one behind the other.
+
+    wanted: whether the first answer of each pair is a good one. reference: float64 [2 * pairs], the log-probability of
+    each row's answer in the model before training; None where nothing compares with it.
+    """
+
+    wanted: list[bool]
+    reference: np.ndarray | None
+
+
+Sequenced = TokenizedRecord | TokenizedPair
+"""What batches are made of."""
+
+
+def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: np.ndarray | None = None) -> Batch:
+    """The batch of some sequences or pairs. reference: [pairs, 2], of all pairs."""
+    found = [sequences[i] for i in numbers]
+    pairs = [pair for pair in found if isinstance(pair, TokenizedPair)]
+    if not pairs:
+        return Batch([row.input_ids for row in found], [row.labels for row in found])
+    rows = [row for pair in pairs for row in (pair.first, pair.second)]
+    chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)
+    return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], [p.wanted for p in pairs], chosen)
 
 
 def num_targets(labels: list[int]) -> int:
@@ -74,7 +102,7 @@ class GlobalBatches:
 
     def __init__(
         self,
-        sequences: Sequence[TokenizedRecord],
+        sequences: Sequence[Sequenced],
         max_global_batch_tokens: int,
         seed: int,
         weights: Sequence[tuple[int, float]] = (),
@@ -90,11 +118,13 @@ class GlobalBatches:
         self._lengths = np.array([len(s.input_ids) for s in sequences], np.int64) if known is None else known
         longest = int(self._lengths.max(initial=0))
         if longest > max_global_batch_tokens:
+            what = "pair" if isinstance(sequences[0], TokenizedPair) else "sequence"
             raise ValueError(
-                f"a sequence of {longest} tokens exceeds --max-global-batch-tokens {max_global_batch_tokens}"
+                f"a {what} of {longest} tokens exceeds --max-global-batch-tokens {max_global_batch_tokens}"
             )
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
         self._tables = tables
+        self.reference: np.ndarray | None = None
         self._weights = weights or [(len(sequences), 1.0)]
         self._batches_of: dict[int, int] = {}  # number by epoch; shuffling millions of sequences again takes seconds
         self._begun: tuple[int, array[int], array[int]] | None = None  # an epoch, its order, where its batches end
@@ -128,8 +158,7 @@ class GlobalBatches:
         while step < num_steps:
             order, ends = self._epoch(epoch)
             for first, last in islice(pairwise(chain([0], ends)), position, position + num_steps - step):
-                rows = [self.sequences[i] for i in order[first:last]]
-                yield Batch([row.input_ids for row in rows], [row.labels for row in rows])
+                yield batch_of(self.sequences, order[first:last], self.reference)
                 step += 1
             del order, ends  # before those of the next epoch are made
             epoch, position = epoch + 1, 0

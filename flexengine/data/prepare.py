@@ -16,12 +16,14 @@ from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.hub_errors import without_secrets
 from flexengine.checkpoint.web_file import fetched
 from flexengine.data.bad_records import BadRecords, Policy
+from flexengine.data.preferences import compared_of, encode_compared
 from flexengine.data.records import TokenizedRecord
 from flexengine.data.sources import WEB, NotFromHubError, Reader, Source
 from flexengine.data.store import (
     Cut,
     StoredSequences,
     TokenTable,
+    cut_pairs,
     cut_records,
     open_shard,
     open_table,
@@ -34,7 +36,7 @@ from flexengine.data.tokenizer import ChatTokenizer
 logger = logging.getLogger(__name__)
 
 TOKEN_CODE = (
-    *("records.py", "token_columns.py", "turn_masks.py", "masks.py", "templates.py", "tokenizer.py"),
+    *("records.py", "preferences.py", "token_columns.py", "turn_masks.py", "masks.py", "templates.py", "tokenizer.py"),
     *(
         "guessed_columns.py",
         "parts.py",
@@ -147,7 +149,9 @@ def prepare_sources(
     """
     tables = ((source, _open(_on_disk(source, cache), tokenizer, cache, bad_records)) for source in sources)
     return [
-        prepare_table(table, max_seq_len, truncate_long, without_secrets(source.place), source.weight)
+        prepare_table(
+            table, max_seq_len, truncate_long, without_secrets(source.place), source.weight, source.kind != "answers"
+        )
         for source, table in tables
     ]
 
@@ -163,12 +167,18 @@ def prepare_sequences(records: Iterable[TokenizedRecord], max_seq_len: int, trun
 
 
 def prepare_table(
-    table: TokenTable, max_seq_len: int, truncate_long: bool, place: str = "", weight: float = 1.0
+    table: TokenTable,
+    max_seq_len: int,
+    truncate_long: bool,
+    place: str = "",
+    weight: float = 1.0,
+    pairs: bool = False,
 ) -> Prepared:
-    """Cuts records to sequences. Raises ValueError when no sequence is left, saying why."""
-    cut = cut_records(table, max_seq_len, truncate_long)
+    """Cuts records to sequences, or takes them as pairs. Raises ValueError when nothing is left, saying why."""
+    cut = cut_pairs(table, max_seq_len) if pairs else cut_records(table, max_seq_len, truncate_long)
     if not len(cut.lengths):
-        remedy = f"\n  works with: --max-seq-len {cut.longest}, or --truncate-long" if cut.num_too_long else ""
+        or_cut = "" if pairs else ", or --truncate-long"
+        remedy = f"\n  works with: --max-seq-len {cut.longest}{or_cut}" if cut.num_too_long else ""
         reasons = "".join(f"\n  {count} left out, since {reason}" for reason, count in table.left_out.items())
         if table.num_bad:
             reasons += "\n    ".join([f"\n  {table.num_bad} cannot be read:", *_bad_lines(table, place)])
@@ -187,6 +197,11 @@ def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | N
             given = "--columns" if source.columns else f"--max-records {source.max_records}"
             given = f"the part [{source.part}]" if source.part else given
             raise ValueError(f"data set {source.place}: {given} is about records, and a shard of tokens has none")
+        if source.kind != "answers":
+            raise ValueError(
+                f"data set {source.place}: a shard of tokens has no answers to compare; give records of preferences, or"
+                " leave --objective out"
+            )
         return open_shard(Path(source.place), tokenizer.num_ids)
     with tempfile.TemporaryDirectory(prefix="flexengine-tokens") as folder:
         scratch = Path(folder, "table")
@@ -233,6 +248,7 @@ def make_table(
 def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
     """A link in the cache to the tokens of a data set of the hub, as it last was, for runs without a network."""
     place = (source.place, source.config, source.split, repr(source.columns), repr(source.max_records), source.part)
+    place += () if source.kind == "answers" else (source.kind,)
     return cache / f"hub-{_digest(*place, tokenizer.key(), _code_key())}"
 
 
@@ -242,7 +258,10 @@ def _encoded(
     """The records of a source, tokenized. When they end, counts holds what `TokenTable` tells of all of them."""
     tokenizer.left_out, tokenizer.notes = Counter(), Counter()
     bad = BadRecords(bad_records)
-    yield from tokenizer.encode_records(reader.records(bad), bad)
+    if reader.source.kind == "answers":
+        yield from tokenizer.encode_records(reader.records(bad), bad)
+    else:
+        yield from encode_compared(compared_of(reader, bad), tokenizer, bad)
     unread = {f"values of {key} not read": count for key, count in reader.unread.most_common(SHOWN_NOTES)}
     remarks = dict(reader.remarks.most_common(SHOWN_NOTES))
     counts |= {"left_out": dict(tokenizer.left_out), "notes": dict(tokenizer.notes) | remarks | unread}

@@ -5,9 +5,9 @@ from itertools import groupby, islice
 
 import numpy as np
 
-from flexengine.data.batches import num_targets
+from flexengine.data.batches import Sequenced, num_targets
 from flexengine.data.prepare import Prepared
-from flexengine.data.records import IGNORE, TokenizedRecord
+from flexengine.data.records import IGNORE
 from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.data.tokenizer_process import TokenizerProcess
 
@@ -19,7 +19,7 @@ BAR_CHARACTERS = 40
 LONGEST_LINE = 600
 
 
-def marked_text(tokenizer: ChatTokenizer | TokenizerProcess, sequence: TokenizedRecord) -> str:
+def marked_text(tokenizer: ChatTokenizer | TokenizerProcess, sequence: Sequenced) -> str:
     """A sequence as text, special tokens written out, with MARKS around what has a loss."""
     pieces = []
     tokens = zip(sequence.input_ids, [IGNORE, *sequence.labels[1:]], strict=True)  # nothing predicts the first

@@ -109,7 +109,7 @@ CALL_KEYS = {"id", "type", "function", "name", "arguments", "parameters"}
 CHAT_KEYS = {"system", "system_prompt", "tools", "functions", "chat_template_kwargs"}
 
 KNOWN_NAMES = ("messages", *dict.fromkeys(key for pair in PAIRS for key in pair), *TEXTS, "input_ids", "labels")
-KNOWN_NAMES += ("context", "history", "system", "tools")
+KNOWN_NAMES += ("context", "history", "system", "tools", "chosen", "rejected", "label")
 """Names that --columns may give to columns."""
 
 
@@ -196,14 +196,14 @@ def _refuse_other_tasks(raw: dict[str, Any], where: str) -> None:
     for preferred, rejected in PREFERENCES:
         if preferred in raw and rejected in raw:
             raise ValueError(
-                f"{where}: a preference pair ({preferred}, {rejected}); train learns single answers. To learn the"
-                f" preferred ones keep {preferred} as completion (or messages) and leave {rejected} out; for DPO use a"
-                " trainer of preferences, such as TRL's DPOTrainer"
+                f"{where}: a preference pair ({preferred}, {rejected}), but single answers are learned: give"
+                " --objective dpo (ipo, orpo, simpo or kto), or, to learn the preferred ones, keep"
+                f" {preferred} as completion (or messages) and leave {rejected} out"
             )
     if isinstance(raw.get("label"), bool) and "completion" in raw:
         raise ValueError(
-            f"{where}: label says whether the answer is a good one; train learns every answer: keep the good records"
-            " only and leave label out"
+            f"{where}: label says whether the answer is a good one, but every answer is learned: give --objective kto,"
+            " or keep the good records only and leave label out"
         )
     _refuse_media(raw, where)
 

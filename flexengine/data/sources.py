@@ -11,11 +11,11 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from flexengine.checkpoint.atomic import sha256_of
 from flexengine.checkpoint.dataset_files import README, check_card, format_of, kind_of, left_aside, select_data_files
@@ -39,6 +39,10 @@ from flexengine.data.store import SHARD_SUFFIXES
 from flexengine.wording import did_you_mean
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+RecordKind = Literal["answers", "pair", "rated"]
+"""What the records of a source are: single answers to learn, pairs of answers, or answers with a verdict."""
 
 WEIGHT = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -69,6 +73,7 @@ class Source:
 
     columns: pairs of the name that a column has in records and its own. max_records: how many are read, the first ones.
     part: the part of the split that is read, as parts.py has it; empty for all.
+    kind: what its records are.
     """
 
     place: str
@@ -78,6 +83,7 @@ class Source:
     columns: tuple[tuple[str, str], ...] = ()
     max_records: int | None = None
     part: str = ""
+    kind: RecordKind = "answers"
 
     @property
     def is_shard(self) -> bool:
@@ -103,10 +109,15 @@ def parse_columns(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple((name, column) for name, _, column in pairs)
 
 
-def sources_of(places: Sequence[str], columns: Sequence[str] = (), max_records: int | None = None) -> list[Source]:
+def sources_of(
+    places: Sequence[str],
+    columns: Sequence[str] = (),
+    max_records: int | None = None,
+    kind: RecordKind = "answers",
+) -> list[Source]:
     """The sources that options name. Raises ValueError as `parse_source` and `parse_columns`."""
     named = parse_columns(columns)
-    return [replace(parse_source(text), columns=named, max_records=max_records) for text in places]
+    return [replace(parse_source(text), columns=named, max_records=max_records, kind=kind) for text in places]
 
 
 def parse_source(text: str) -> Source:
@@ -192,27 +203,42 @@ class Reader:
         parts += [f"columns {sorted(self.source.columns)}"] if self.source.columns else []
         parts += [f"first {self.source.max_records}"] if self.source.max_records is not None else []
         parts += [f"part {self.source.part}"] if self.source.part else []
+        parts += [self.source.kind] if self.source.kind != "answers" else []
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def records(self, bad: BadRecords | None = None) -> Iterator[Record]:
-        """Every record, in order, but the bad ones that are skipped.
+        """Every record of a single answer, in order, but the bad ones that are skipped.
 
-        Raises ValueError naming file and place of what cannot be read; without `bad`, at the first.
+        Raises ValueError as `parsed`.
         """
-        found, bad, named = False, bad or BadRecords(), dict(self.source.columns)
-        for row, where in islice(self._rows_of_part(), self.source.max_records):
-            found, columns = True, named or guess_columns(row, PAIRS, (*CHAT_NAMES, *TEXTS, "input_ids"))
-            try:
-                if isinstance(row, ValueError):
-                    raise row
-                record = parse_record(named_columns(row, columns, self.unread), where, self.unread)
-            except ValueError as error:
-                bad.leave_out(error)
-                continue
+        named = dict(self.source.columns)
+
+        def parse(row: Any, where: str, unread: Counter[str]) -> Record:
+            columns = named or guess_columns(row, PAIRS, (*CHAT_NAMES, *TEXTS, "input_ids"))
+            record = parse_record(named_columns(row, columns, unread), where, unread)
             self.remarks.update(remarks(record))
             if columns and not named:
                 self.remarks[remark_of(columns)] += 1
-            yield record
+            return record
+
+        yield from self.parsed(parse, bad or BadRecords())
+
+    def parsed(self, parse: Callable[..., T], bad: BadRecords) -> Iterator[T]:
+        """What a parser, such as `parse_record`, makes of every row, but of the bad ones that are skipped.
+
+        Raises ValueError naming file and place of what cannot be read; unless `bad` skips it, at the first.
+        """
+        found, columns = False, dict(self.source.columns)
+        for row, where in islice(self._rows_of_part(), self.source.max_records):
+            found = True
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                parsed = parse(named_columns(row, columns, self.unread), where, self.unread)
+            except ValueError as error:
+                bad.leave_out(error)
+                continue
+            yield parsed
         if not found:
             num_bytes = sum(path.stat().st_size for path in self._files)
             part = f"[{self.source.part}]" if self.source.part else ""

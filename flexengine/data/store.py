@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexengine.data.records import IGNORE, TokenizedRecord
+from flexengine.data.token_columns import TokenizedPair
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,10 @@ class TokenTable:
 
 
 class Cut(NamedTuple):
-    """Sequences of one table, as positions in its file, and what became of its records. Counts are in records."""
+    """Sequences of one table, as positions in its file, and what became of its records. Counts are in records.
+
+    splits: of pairs, which lie one behind the other, the tokens of each one's first sequence; None of single ones.
+    """
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -118,6 +122,7 @@ class Cut(NamedTuple):
     num_split: int
     num_without_targets: int
     longest: int
+    splits: np.ndarray | None = None
 
 
 def cut_records(table: TokenTable, max_seq_len: int, truncate_long: bool) -> Cut:
@@ -153,7 +158,28 @@ def cut_records(table: TokenTable, max_seq_len: int, truncate_long: bool) -> Cut
     )
 
 
-class StoredSequences(Sequence[TokenizedRecord]):
+def cut_pairs(table: TokenTable, max_seq_len: int) -> Cut:
+    """Pairs of records in their order. One whose longer record exceeds max_seq_len is dropped, as is one with a record
+    without a token to learn."""
+    sizes = np.diff(table.ends, prepend=0)
+    has_target = np.where(table.first_targets == WHOLE, sizes > 1, table.first_targets < sizes).reshape(-1, 2).all(1)
+    of_pairs = sizes.reshape(-1, 2)
+    too_long = (of_pairs > max_seq_len).any(1)
+    kept = has_target & ~too_long
+    return Cut(
+        starts=(table.ends - sizes)[0::2][kept],
+        lengths=of_pairs.sum(1)[kept].astype(np.int32),
+        num_records=len(of_pairs),
+        num_too_long=int(too_long.sum()),
+        num_truncated=0,
+        num_split=0,
+        num_without_targets=int((~has_target & ~too_long).sum()),
+        longest=int(sizes.max(initial=0)),
+        splits=of_pairs[:, 0][kept].astype(np.int32),
+    )
+
+
+class StoredSequences(Sequence[TokenizedRecord | TokenizedPair]):
     """Sequences of several tables, read from disk when asked for. lengths in tokens, of all of them in order."""
 
     def __init__(self, parts: Sequence[tuple[TokenFile, Cut]]) -> None:
@@ -161,16 +187,33 @@ class StoredSequences(Sequence[TokenizedRecord]):
         self._ends = np.cumsum([len(cut.lengths) for _, cut in parts])
         self.lengths = parts[0][1].lengths if len(parts) == 1 else np.concatenate([cut.lengths for _, cut in parts])
 
+    def sha256(self) -> str:
+        """A digest of the tokens and labels of all sequences; reads them all."""
+        digest = hashlib.sha256()
+        for file, cut in self._parts:
+            for column in (cut.lengths, cut.splits) if cut.splits is not None else (cut.lengths,):
+                digest.update(np.ascontiguousarray(column, np.int64).data)
+            for start, length in zip(cut.starts.tolist(), cut.lengths.tolist(), strict=True):
+                digest.update(file.numbers(start, length).data)
+        return digest.hexdigest()
+
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, i: int) -> TokenizedRecord:  # pyright: ignore[reportIncompatibleMethodOverride], no slices
+    def __getitem__(self, i: int) -> TokenizedRecord | TokenizedPair:  # pyright: ignore[reportIncompatibleMethodOverride], no slices
         if not 0 <= i < len(self):
             raise IndexError(i)
         part = int(np.searchsorted(self._ends, i, side="right"))
         file, cut = self._parts[part]
         at = i - int(self._ends[part]) + len(cut.lengths)
-        return file.read(int(cut.starts[at]), int(cut.lengths[at]))
+        found = file.read(int(cut.starts[at]), int(cut.lengths[at]))
+        if cut.splits is None:
+            return found
+        split = int(cut.splits[at])
+        first, second = (
+            TokenizedRecord(*(column[part] for column in found)) for part in (slice(split), slice(split, None))
+        )
+        return TokenizedPair(first, second, wanted=first.labels[0] != IGNORE)
 
 
 # ---- tokenized once --------------------------------------------------------------------------------------------

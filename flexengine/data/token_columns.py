@@ -21,6 +21,24 @@ class TokenizedRecord(NamedTuple):
     labels: list[int]
 
 
+class TokenizedPair(NamedTuple):
+    """Two sequences that are compared. wanted: whether the answer of the first is a good one."""
+
+    first: TokenizedRecord
+    second: TokenizedRecord
+    wanted: bool
+
+    @property
+    def input_ids(self) -> list[int]:
+        """The tokens of both."""
+        return self.first.input_ids + self.second.input_ids
+
+    @property
+    def labels(self) -> list[int]:
+        """The labels of both; the first token of either has none."""
+        return [label for row in self[:2] for label in (IGNORE, *row.labels[1:])]
+
+
 def tokens_of(raw: Mapping[str, Any], where: str) -> TokenizedRecord:
     """Token ids with their labels: a token has a loss where neither labels nor any mask say that it has none.
 

@@ -12,7 +12,7 @@ import json
 import logging
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,6 +38,15 @@ SLOWEST_CHARACTERS_PER_S = 2**17
 
 Batch = list[tuple[Record, Marked | None]]
 """Records with their texts and trained spans; None for those of tokens."""
+
+
+Turns = Sequence[Mapping[str, str]]
+"""Turns of a conversation, each with role and content."""
+
+
+def _messages_of(said: str | Turns) -> list[Message]:
+    """A user's message, or turns, as templates read them."""
+    return [Message("user", said)] if isinstance(said, str) else [Message(t["role"], t["content"]) for t in said]
 
 
 def _named(record: Record, error: ValueError) -> ValueError:
@@ -190,11 +199,11 @@ class ChatTokenizer:
         parts += sorted(template.variables.items())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def encode_prompt(self, text: str, raw: bool = False) -> list[int]:
-        """Ids of one user message, ready for the assistant to answer; raw: of a text to go on with, without its end."""
-        if raw:
+    def encode_prompt(self, text: str | Turns, raw: bool = False) -> list[int]:
+        """Ids of a user's message or of turns, for the assistant to answer; raw: of a text to go on with, unended."""
+        if raw and isinstance(text, str):
             return self._begun(self._encode([text])[0].ids)
-        prompt = self._template.render([Message("user", text)], add_generation_prompt=True).text
+        prompt = self._template.render(_messages_of(text), add_generation_prompt=True).text
         return self._encode([prompt])[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -14,7 +14,7 @@ from flexengine.data.bad_records import Policy
 from flexengine.data.masks import TrainOn
 from flexengine.data.prepare import make_table
 from flexengine.data.sources import Source
-from flexengine.data.tokenizer import ChatTokenizer
+from flexengine.data.tokenizer import ChatTokenizer, Turns
 
 IMPORT_CPU_S = 30.0
 """CPU seconds in which transformers is imported."""
@@ -51,7 +51,7 @@ class TokenizerProcess:
         place = None if cache is None else str(cache)
         return Path(self._process.call("make_table", asdict(source), place, str(scratch), bad_records))
 
-    def encode_prompt(self, text: str, raw: bool = False) -> list[int]:
+    def encode_prompt(self, text: str | Turns, raw: bool = False) -> list[int]:
         """See `ChatTokenizer.encode_prompt`."""
         return self._process.call("encode_prompt", text, raw)
 

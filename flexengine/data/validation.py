@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from flexengine.data.batches import Batch, split_epoch
+from flexengine.data.batches import Batch, Sequenced, batch_of, split_epoch
 from flexengine.data.prepare import Prepared
-from flexengine.data.records import TokenizedRecord
 from flexengine.data.store import StoredSequences
 
 
@@ -37,15 +36,17 @@ def hold_out(part: Prepared, fraction: float, seed: int) -> tuple[Prepared, Prep
 
 
 def _chosen(part: Prepared, chosen: np.ndarray) -> Prepared:
-    cut = part.cut._replace(starts=part.cut.starts[chosen], lengths=part.cut.lengths[chosen])
+    splits = None if part.cut.splits is None else part.cut.splits[chosen]
+    cut = part.cut._replace(starts=part.cut.starts[chosen], lengths=part.cut.lengths[chosen], splits=splits)
     return Prepared(part.table, cut, part.place, part.weight)
 
 
 class ValidationBatches:
     """All sequences of the validation data, each once, in their order."""
 
-    def __init__(self, sequences: Sequence[TokenizedRecord], lengths: np.ndarray, max_tokens: int) -> None:
+    def __init__(self, sequences: Sequence[Sequenced], lengths: np.ndarray, max_tokens: int) -> None:
         self.sequences, self.num_tokens = sequences, int(lengths.sum())
+        self.reference: np.ndarray | None = None
         self._batches = split_epoch(lengths, max_tokens, range(len(lengths)))
 
     @classmethod
@@ -56,5 +57,4 @@ class ValidationBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for indices in self._batches:
-            rows = [self.sequences[i] for i in indices]
-            yield Batch([row.input_ids for row in rows], [row.labels for row in rows])
+            yield batch_of(self.sequences, indices, self.reference)

@@ -56,14 +56,14 @@ class DataOptions:
         Option(
             "what has a loss in conversations: the assistant's turns, the last of them, or every token (default:"
             " assistant)",
-            needs=(FOR_RECORDS,),
+            needs=(FOR_RECORDS, Need("objective", ("sft",), why="trains more than the answers that are compared")),
         ),
     ] = None
     truncate_long: Annotated[
         bool,
         Option(
             "cut conversations longer than --max-seq-len instead of dropping them; texts are always split",
-            needs=(FOR_RECORDS,),
+            needs=(FOR_RECORDS, Need("objective", ("sft",), why="cuts answers, which are compared as a whole")),
         ),
     ] = False
     bad_records: Annotated[

@@ -64,6 +64,7 @@ SAME = {
     "init_lora_weights": "lora_init",
     "peft_use_dora": "use_dora",
     "peft_use_rslora": "use_rslora",
+    "pref_beta": "beta",
 }
 """Options by the names that others have for them."""
 BATCH = (
@@ -111,6 +112,8 @@ BY_VALUE: dict[str, Mapping[str, Mapping[str, Any] | str]] = {
     "lora_target_linear": {"true": {"lora_targets": ["all-linear"]}, "false": {}},
     "resume_from_checkpoint": {"true": {"resume": "auto"}, "false": {}},
     "report_to": {"none": {}, "all": "name the trackers: --report-to wandb, tensorboard or trackio"},
+    "stage": {**{name: {"objective": name} for name in ("sft", "dpo", "kto")}, "pt": {"objective": "sft"}},
+    "pref_loss": {"sigmoid": {"objective": "dpo"}, **{name: {"objective": name} for name in ("ipo", "orpo", "simpo")}},
     "do_train": {"true": {}, "false": "train always trains; leave it out"},
     # Own options, for values that mean more than one of them.
     "mode": {"qlora": QLORA},
@@ -204,7 +207,7 @@ COMMANDS = {
     "validate": "doctor tells what this machine lacks, train --dry-run checks options and plans",
     "finetune": "train --model M --dataset D, with --mode lora for adapters",
     "sft": "train --model M --dataset D, with --mode lora for adapters",
-    "chat": "generate --model M --prompt TEXT",
+    **{name: f"train --model M --dataset D --objective {name}" for name in ("dpo", "kto", "orpo")},
     "inference": "generate --model M --prompt TEXT",
     "merge-lora": "export --run RUN --format merged",
     "preprocess": "data preview --model M --dataset D",

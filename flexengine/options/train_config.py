@@ -19,6 +19,7 @@ from flexengine.options.evaluation import EvaluationOptions
 from flexengine.options.job import ADAPTER_LR, Job, meant_by
 from flexengine.options.keywords import takes_other_names
 from flexengine.options.learning import DEFAULT_LR, LearningOptions
+from flexengine.options.objective import ObjectiveOptions
 from flexengine.options.option import FlagWords, Need, Option, Words, options_of
 from flexengine.options.other_names import translated
 from flexengine.options.recording import RecordingOptions
@@ -43,7 +44,7 @@ STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
 
 @takes_other_names
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, RecordingOptions, Job):
+class TrainConfig(ObjectiveOptions, DataOptions, LearningOptions, EvaluationOptions, RecordingOptions, Job):
     """Everything `train` can be asked: a job, and what only a run needs.
 
     Names that people bring from other systems, as learning_rate=, mean what they mean as flags.
@@ -181,6 +182,7 @@ class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, RecordingOpti
             raise ValueError(
                 "--model is missing: give a Hugging Face model folder, an id on the hub (ORG/NAME), or preset:NAME"
             )
+        self.check_objective(self.data_source, self.lora_dropout or 0.0)
         self.check_learning()
         self.check_evaluation()
         self.check_recording()
@@ -193,6 +195,7 @@ class TrainConfig(DataOptions, LearningOptions, EvaluationOptions, RecordingOpti
         """
         if self.dataset or self.data_source != "json_sft" or self.dry_run:
             return self
+        self.check_has_preferences(self.dataset)
         has_length = self.steps is not None or self.epochs is not None
         return replace(self, dataset=(str(BUNDLED_DATA),), steps=self.steps if has_length else TRIAL_STEPS)
 

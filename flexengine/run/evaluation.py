@@ -11,23 +11,11 @@ from typing import Any
 from flexengine.checkpoint.state_files import Fields
 from flexengine.data.batches import Batch
 from flexengine.metrics import EvalMetrics, JsonlWriter
+from flexengine.run.steps import AnswerSteps, Steps
 from flexengine.runtime.engine import Engine
 
 EVALUATIONS = 10
 """Evaluations of a run that says nothing about them."""
-
-
-def evaluate_batches(engine: Engine, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the mean loss over all target tokens of all batches, and their number. Gradients and weights stay.
-
-    The mean is over tokens, not over batches, so that it does not depend on how sequences were batched.
-    """
-    loss_sum, num_targets = 0.0, 0
-    for batch in batches:
-        out = engine.evaluate(input_ids=batch.input_ids, labels=batch.labels)
-        loss_sum += out.loss * out.num_target_tokens
-        num_targets += out.num_target_tokens
-    return loss_sum / num_targets, num_targets
 
 
 def perplexity_of(loss: float) -> float:
@@ -51,13 +39,15 @@ class Evaluator:
     """Evaluates after every `every` steps and after the last.
 
     patience: evaluations in a row without a lower loss after which the run ends; None = it does not end for them.
+    steps: how the run's objective evaluates.
     """
 
     def __init__(
-        self, engine: Engine, batches: Iterable[Batch], every: int, patience: int | None, actions: EvaluatorActions
-    ) -> None:
+        self, engine: Engine, batches: Iterable[Batch], every: int, patience: int | None, actions: EvaluatorActions,
+        steps: Steps | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self._batches, self._every, self._patience = engine, batches, every, patience
-        self._actions = actions
+        self._actions, self._steps = actions, steps or AnswerSteps()
         self.best_loss, self.best_step, self._last_step = math.inf, 0, 0
         self._without_gain = 0
 
@@ -94,9 +84,10 @@ class Evaluator:
     def evaluate(self, step: int) -> EvalMetrics:
         """Evaluate the model after `step` steps, log it, and keep the model if it is the best so far."""
         start_s = time.perf_counter()
-        loss, num_targets = evaluate_batches(self._engine, self._batches)
-        is_best = loss < self.best_loss
-        metrics = EvalMetrics(step, loss, perplexity_of(loss), num_targets, time.perf_counter() - start_s, is_best)
+        loss, num_targets, details = self._steps.evaluate(self._engine, self._batches)
+        is_best, eval_s = loss < self.best_loss, time.perf_counter() - start_s
+        perplexity = perplexity_of(loss) if self._steps.has_perplexity else math.nan
+        metrics = EvalMetrics(step, loss, perplexity, num_targets, eval_s, is_best, dict(details))
         self._last_step = step
         self._without_gain = 0 if is_best else self._without_gain + 1
         self._actions.log.write(metrics)
@@ -109,7 +100,9 @@ class Evaluator:
     def describe(self) -> str:
         """Describe the best evaluation in one line, and why the run ended if it ended for it."""
         text = f"validation: lowest loss {self.best_loss:.4f}"
-        text += f" (perplexity {perplexity_of(self.best_loss):.2f}) after step {self.best_step}"
+        if self._steps.has_perplexity:
+            text += f" (perplexity {perplexity_of(self.best_loss):.2f})"
+        text += f" after step {self.best_step}"
         if self.must_end:
             text += f"; ended after {self._without_gain} evaluations without a lower one (--early-stopping-patience)"
         return text

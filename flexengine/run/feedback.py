@@ -18,6 +18,7 @@ from flexengine.data.batches import Batch
 from flexengine.hardware.nvml import IDLE, gpu_clocks
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import FAR_OFF, TIMED_STEP, StepMetrics, format_seconds
+from flexengine.objectives import OBJECTIVES
 from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import is_first
 from flexengine.plan import Plan, PlanError, Prediction
@@ -139,10 +140,20 @@ class Reviewer:
 
     def predict(self, batch: Batch) -> ExpectedStep:
         """What is expected of a step on a batch, from its own sequences and the step before."""
-        predicted, lengths = self.engine.plan.predicted, _lengths(batch)
+        predicted, lengths = self.engine.plan.predicted, self._lengths(batch)
         usual_s = self._predictor.step_s(lengths)
         step_s = self._predictor.step_s(lengths, after_clipping=True) if self._was_clipped else usual_s
-        return ExpectedStep(step_s, usual_s / predicted.step_s * predicted.speed_of_light_s)
+        light_s = usual_s / predicted.step_s * predicted.speed_of_light_s
+        return ExpectedStep(step_s + self._first_pass_s(self._predictor, _lengths(batch)), light_s)
+
+    def _first_pass_s(self, predictor: StepPredictor, lengths: Sequence[int]) -> float:
+        """Seconds of the forward pass that preferences take before a step."""
+        return predictor.forward_s(lengths) if self.config.compares else 0.0
+
+    def _lengths(self, batch: Batch) -> list[int]:
+        """Lengths of the sequences that the run's objective trains."""
+        lengths, name = _lengths(batch), self.config.objective
+        return lengths if name not in OBJECTIVES or OBJECTIVES[name].trains_second else lengths[0::2]
 
     def _predict_by(self, profile: HardwareProfile) -> StepPredictor:
         return StepPredictor(self.engine.plan, self.planned.source.spec, profile)
@@ -150,7 +161,7 @@ class Reviewer:
     def after_step(self, batch: Batch, metrics: StepMetrics) -> None:
         """Called when a step has ended."""
         if metrics.step <= max(self.reviewed_step, self.replan_step):
-            self._steps.append(Reviewed(metrics, _lengths(batch), self._was_clipped))
+            self._steps.append(Reviewed(metrics, self._lengths(batch), self._was_clipped))
         limit = self.engine.max_grad_norm
         self._was_clipped = limit is not None and not metrics.grad_norm <= limit
         if metrics.step in (self.timed_step - 1, self.retimed_step - 1):
@@ -216,7 +227,7 @@ class Reviewer:
         """The commands of a later step, and what the undisturbed steps since the review took."""
         before = StepPredictor(self.planned.plan, self.planned.source.spec, self.planned.profile)  # not yet corrected
         steps = [
-            (metrics, before.step_s(lengths, after_clipping))
+            (metrics, before.step_s(lengths, after_clipping) + self._first_pass_s(before, lengths))
             for metrics, lengths, after_clipping in self._steps
             if metrics.step >= self.reviewed_step and not self.recorder.disturbed(metrics.step)
         ]

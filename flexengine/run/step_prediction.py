@@ -16,8 +16,9 @@ from flexengine.schedule.commands import Command, LayerCall, Program
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.lowering import ChunkShape, RoundShape
 from flexengine.schedule.packing import PackedChunk, pack, packed_shape
-from flexengine.schedule.programs import lower_round
+from flexengine.schedule.programs import lower_evaluation, lower_round
 from flexengine.schedule.ranks.transports import layout_of, transport_of
+from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.step_parts import full_step, simulated_rounds
 
 GRID = 8
@@ -69,6 +70,16 @@ class StepPredictor:
         share = self._total_s(chunks, self._chunk_s) / self._total_s(lowered, self._program_s)
         return self._interpolated(((shapes[0], 1), *later), GRID * share)
 
+    def forward_s(self, lengths: Sequence[int]) -> float:
+        """Predict the seconds of a forward pass alone, as each of several ranks runs it over all rounds."""
+        rounds = self._packed(lengths)
+        shapes = [packed_shape(found, self.plan.chunk_tokens) for found in rounds]
+        real_s = self._total_s([_real_shape(chunk) for found in rounds for chunk in found], self._chunk_s)
+        share = real_s / self._total_s([chunk for shape in shapes for chunk in shape.chunks], self._program_s)
+        rates = self._rates_at(share)
+        seconds = {shape: simulate(lower_evaluation(self._layout, shape), rates).total_s for shape in set(shapes)}
+        return sum(seconds[shape] for shape in shapes)
+
     def chunk_share(self, lengths: Sequence[int]) -> float:
         """The compute of a batch's chunks over that of a full step's, both on average."""
         chunks = [_real_shape(chunk) for found in self._packed(lengths) for chunk in found]
@@ -110,13 +121,17 @@ class StepPredictor:
             self._seconds[key] = self._simulate(rounds, place / GRID)
         return self._seconds[key]
 
-    def _simulate(self, rounds: Rounds, share: float) -> float:
+    def _rates_at(self, share: float) -> Rates:
+        """The rates where layers' compute takes this share of that of full chunks."""
         rates = self._cost.rates()
 
         def compute_s(command: Command) -> float:
             return rates.compute_s(command) * (share if isinstance(command.args, LayerCall) else 1.0)
 
-        parts = simulated_rounds(self._layout, rates._replace(compute_s=compute_s), rounds)
+        return rates._replace(compute_s=compute_s)
+
+    def _simulate(self, rounds: Rounds, share: float) -> float:
+        parts = simulated_rounds(self._layout, self._rates_at(share), rounds)
         seconds = sum(part.repeats * part.timing.total_s for part in parts)
         if self.plan.updates_on_cpu:
             return seconds

@@ -33,6 +33,11 @@ def open_trackers(names: Sequence[str]) -> list[Callback]:
     return [TRACKERS[name]() for name in names]
 
 
+def _details(of: str, metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
+    """What an objective tells beside its loss, as far as it is a number."""
+    return {f"{of}/{name}": value for name, value in metrics.details.items() if value is not None}
+
+
 class Tracker(Callback, ABC):
     """Sends figures somewhere. What goes wrong there is said once, and the run goes on without it."""
 
@@ -47,12 +52,12 @@ class Tracker(Callback, ABC):
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Send the figures of a step."""
-        values = {f"train/{name}": getattr(metrics, name) for name in STEP_VALUES}
+        values = {f"train/{name}": getattr(metrics, name) for name in STEP_VALUES} | _details("train", metrics)
         self._attempt(lambda: self.send(values, metrics.step))
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         """Send the figures of an evaluation."""
-        values = {f"eval/{name}": getattr(metrics, name) for name in EVAL_VALUES}
+        values = {f"eval/{name}": getattr(metrics, name) for name in EVAL_VALUES} | _details("eval", metrics)
         self._attempt(lambda: self.send(values, metrics.step))
 
     def on_end(self, exit_status: int | None) -> None:

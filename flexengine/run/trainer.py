@@ -9,7 +9,6 @@ import dataclasses
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from flexengine.data import (
     SyntheticBatches,
     TokenizerProcess,
 )
-from flexengine.data.batches import Batch
 from flexengine.data.templates import today
 from flexengine.metrics import (
     EvalMetrics,
@@ -41,12 +39,13 @@ from flexengine.parallel.team import Team, is_first, join
 from flexengine.run.callbacks import Callback, Callbacks
 from flexengine.run.closing import show_samples, summary
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
-from flexengine.run.feedback import ExpectedStep, Reviewer
+from flexengine.run.feedback import Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, run_record, started_run_folder
 from flexengine.run.health import RunHealth, explain_divergence, where_not_finite
 from flexengine.run.opening import data_line, files_line, model_line, with_mode
 from flexengine.run.ranks import as_rank, first_rank_first, told_by_first
 from flexengine.run.recording import Recorder, check_recording
+from flexengine.run.reference import add_reference
 from flexengine.run.resuming import (
     POINT_RECORDS,
     ResumePoint,
@@ -58,12 +57,12 @@ from flexengine.run.resuming import (
     saved_date,
 )
 from flexengine.run.saver import STOPPED, RunSaver
+from flexengine.run.steps import AnswerSteps, PreferenceSteps, Steps, check_objective, objective_of, take_step
 from flexengine.run.trackers import open_trackers
-from flexengine.run.training_data import TrainingData, check_sources, open_data
+from flexengine.run.training_data import TrainingData, cache_of, check_sources, open_data
 from flexengine.run.watchers import Watchers
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
-from flexengine.runtime.outputs import StepOutput
 from flexengine.runtime.weights.training_state import check_same_training, training_of
 
 Prompts = Sequence[str] | Mapping[str, str]
@@ -103,6 +102,7 @@ def _train(
     config = with_mode(config, team)
     source = first_rank_first(team, lambda: open_source(config.model, config, not config.dry_run))
     print(model_line(config, source), flush=True)
+    check_objective(config, source.spec)
     if config.dry_run:
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
@@ -176,6 +176,9 @@ def run(
     if data.tokenizer is not None and not (prompts or config.sample_prompts):
         data.tokenizer.close()  # it has read the data, and nobody asks for answers
     engine, num_steps = build_engine(config, planned), schedule.num_steps
+    objective = objective_of(config)
+    if objective is not None and objective.needs_reference:
+        add_reference(engine, (data.batches, data.validation), cache_of(config), planned.team)
     point = load_point(engine, points) if points else None
     if config.makes_checkpoints:
         engine.made_from["data"] = data.digests()
@@ -308,12 +311,14 @@ def watchers_of(
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
     health = RunHealth(engine, config.max_skipped_steps)
     saver = RunSaver(config, engine, data.batches, num_steps, planned.team)
-    watchers = Watchers(recorder, reviewer, health, callbacks, saver, team=planned.team)
+    objective = objective_of(config)
+    steps = AnswerSteps() if objective is None else PreferenceSteps(objective)
+    watchers = Watchers(recorder, reviewer, health, callbacks, saver, steps, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:
         cut_logs(config.run_folder, point)
     if data.validation is not None:
-        evaluator = watchers.evaluator = evaluator_of(config, data, engine, num_steps, callbacks, logs, point)
+        evaluator = watchers.evaluator = evaluator_of(config, data, engine, num_steps, callbacks, logs, point, steps)
         saver.parts["evaluation"] = evaluator
     if point is not None:
         saver.restore(point)
@@ -329,6 +334,7 @@ def evaluator_of(
     callbacks: Callbacks,
     logs: contextlib.ExitStack,
     point: ResumePoint | None,
+    steps: Steps,
 ) -> Evaluator:
     """Make the evaluator of the validation data, which keeps the best model."""
     assert data.validation is not None
@@ -345,7 +351,7 @@ def evaluator_of(
     log = logs.enter_context(JsonlWriter(config.log_path(EVAL_LOG_FILE), append=point is not None))
     actions = EvaluatorActions(log, tell, keep_best)
     every = config.eval_steps or max(1, num_steps // EVALUATIONS)
-    return Evaluator(engine, data.validation, every, config.early_stopping_patience, actions)
+    return Evaluator(engine, data.validation, every, config.early_stopping_patience, actions, steps)
 
 
 def run_steps(
@@ -369,7 +375,8 @@ def run_steps(
     try:
         for index, batch in enumerate(batches.batches(num_steps, start), start=start):
             watchers.before_step(index + 1)
-            metrics, update = take_step(engine, batch, index + 1, schedule.at(index), watchers.reviewer.predict(batch))
+            expected = watchers.reviewer.predict(batch)
+            metrics, update = take_step(engine, batch, index + 1, schedule.at(index), expected, watchers.steps)
             log.write(metrics)
             done.append(metrics)
             if show and bar.disable:
@@ -398,31 +405,6 @@ def show_evaluation(metrics: EvalMetrics | None, show: bool) -> None:
     if metrics is not None and show:
         tqdm.write(metrics.describe())
         sys.stdout.flush()
-
-
-def take_step(
-    engine: Engine, batch: Batch, step: int, lr: float, expected: ExpectedStep
-) -> tuple[StepMetrics, StepOutput]:
-    """Run forward, backward and update of one global batch; step_s is their wall time."""
-    start_s = time.perf_counter()
-    out, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels, lr=lr)
-    step_s = time.perf_counter() - start_s
-    peaks = engine.memory_peaks()
-    metrics = StepMetrics.of_step(
-        step=step,
-        loss=float(out.loss),
-        grad_norm=float(update.grad_norm),
-        lr=lr,
-        num_tokens=int(out.num_tokens),
-        step_s=step_s,
-        model_flops=out.model_flops,
-        hardware_flops=out.hardware_flops,
-        predicted_step_s=expected.step_s,
-        speed_of_light_s=expected.speed_of_light_s,
-        gpu_peak_bytes=peaks.gpu_bytes,
-        host_peak_bytes=peaks.host_bytes,
-    )
-    return metrics, update
 
 
 # ---- after the steps ------------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ from flexengine.data import (
     sources_of,
 )
 from flexengine.data.preview import MARKS, date_line, marked_text, shortened
+from flexengine.data.sources import RecordKind
 from flexengine.models.registry import ASSETS, ModelSource
+from flexengine.objectives import OBJECTIVES
 from flexengine.options.train_config import TrainConfig
 from flexengine.wording import without_folders
 
@@ -61,7 +63,7 @@ class TrainingData:
 
 def check_sources(config: TrainConfig) -> None:
     """Raise ValueError, with what is missing, for data that is not there."""
-    sources_of([*config.dataset, *config.val_dataset], config.columns)
+    sources_of([*config.dataset, *config.val_dataset], config.columns, kind=record_kind(config))
 
 
 def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
@@ -75,9 +77,9 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     train_on = config.train_on or "assistant"
     options = TokenizerOptions(folder, vocab_size, source.new_tokens, config.template_date, train_on)
     tokenizer = TokenizerProcess(options, most_bytes_of_data(config.max_host_mem_gib))
-    cache = Path(config.data_cache) if config.data_cache else default_cache()
-    prepared = _prepare(config, sources_of(config.dataset, config.columns, config.max_records), tokenizer, cache)
-    evaluated = _prepare(config, sources_of(config.val_dataset, config.columns), tokenizer, cache)
+    cache, kind = cache_of(config), record_kind(config)
+    prepared = _prepare(config, sources_of(config.dataset, config.columns, config.max_records, kind), tokenizer, cache)
+    evaluated = _prepare(config, sources_of(config.val_dataset, config.columns, kind=kind), tokenizer, cache)
     text = _describe(prepared)
     records = [part.as_json() for part in (*prepared, *evaluated)]
     prepared, validation = _with_validation(config, prepared, evaluated)
@@ -87,12 +89,23 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
     batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
     first = shortened(marked_text(tokenizer, batches.sequences[0]))
-    details = [f"  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: {first}"]
+    what = "pair" if config.compares else "sequence"
+    details = [f"  the first {what}, trained between {MARKS[0]} and {MARKS[1]}: {first}"]
     text += f"; {date_line(tokenizer)}" if tokenizer.date is not None else ""
     if validation is not None:
         text += f"; evaluated, not trained: {len(validation.sequences)} sequences, {validation.num_tokens} tokens"
         text += f" of {_describe(evaluated)}" if evaluated else ""
     return TrainingData(batches, tokenizer, text, validation, details, records, prepared)
+
+
+def cache_of(config: TrainConfig) -> Path | None:
+    """The folder that keeps what was made of data; None for a user without a home."""
+    return Path(config.data_cache) if config.data_cache else default_cache()
+
+
+def record_kind(config: TrainConfig) -> RecordKind:
+    """What the objective reads records as."""
+    return OBJECTIVES[config.objective].records if config.compares else "answers"
 
 
 def most_bytes_of_data(max_host_mem_gib: float | None) -> int:

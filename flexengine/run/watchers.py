@@ -14,6 +14,7 @@ from flexengine.run.feedback import Reviewer
 from flexengine.run.health import RunHealth
 from flexengine.run.recording import Recorder
 from flexengine.run.saver import RunSaver
+from flexengine.run.steps import Steps
 from flexengine.runtime.outputs import StepOutput
 
 
@@ -22,7 +23,7 @@ class Watchers:
     """Those who stand around every step, called in a fixed order. evaluator: None without validation data.
 
     The saver comes last, so that a checkpoint knows all that the others found. team: several ranks, which agree after
-    every step on whether the run goes on.
+    every step on whether the run goes on. steps: how the run's objective takes them.
     """
 
     recorder: Recorder
@@ -30,6 +31,7 @@ class Watchers:
     health: RunHealth
     callbacks: Callbacks
     saver: RunSaver
+    steps: Steps
     evaluator: Evaluator | None = None
     team: Team | None = None
 

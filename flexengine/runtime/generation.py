@@ -5,7 +5,7 @@ A prompt enters as soon as a cache is free, so that its first pass goes together
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,12 +66,16 @@ class _Sequence:
 
 
 class GenerationRequest(NamedTuple):
-    """What to generate: at most max_new_tokens after every prompt, up to one of stop_ids, which is left out."""
+    """What to generate: at most max_new_tokens after every prompt, up to one of stop_ids, which is left out.
+
+    tell: called with the number of the prompt and each new token, as soon as it is known.
+    """
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     stop_ids: Collection[int]
     sampling: Sampling
+    tell: Callable[[int, int], None] | None = None
 
     def check(self, vocab_size: int, max_seq_len: int) -> None:
         """Raise ValueError naming the prompt, what was found and what is allowed."""
@@ -149,6 +153,8 @@ class Generator:
         sequence.most_tokens = min(sequence.most_tokens, max_seq_len)
         if token not in request.stop_ids:
             sequence.new.append(token)
+            if request.tell is not None:
+                request.tell(sequence.index, token)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 

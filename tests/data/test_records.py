@@ -207,7 +207,10 @@ def test_tokens(name):
 
 
 REFUSED = {
-    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pair.*keep chosen as completion.*DPO"),
+    "preferences": (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "a preference pair.*--objective dpo",
+    ),
     "good_and_bad_answers": ({"prompt": "a", "completion": "b", "label": False}, "whether the answer is a good one"),
     "images": ({"messages": PAIR, "images": ["cat.png"]}, "images is not read, train takes text only"),
     "image_parts": (

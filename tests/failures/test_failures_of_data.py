@@ -115,6 +115,38 @@ def test_places(case, command, known_machine, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@cases(
+    Case(
+        "preferences_half_a_pair",
+        ("dpo", '{"prompt": "a", "chosen": "b"}'),
+        ("data.jsonl, line 1: the pair has no rejected; a pair is", "--columns chosen=NAME rejected=NAME"),
+    ),
+    Case(
+        "preferences_without_a_prompt",
+        ("orpo", '{"chosen": "a b", "rejected": "a c"}'),
+        ("line 1: the pair has no prompt, and chosen and rejected are texts; a pair is",),
+    ),
+    Case(
+        "preferences_without_a_label",
+        ("kto", GOOD),
+        ("line 1: a rated answer needs label, true or false, found none; --columns label=NAME",),
+    ),
+    Case(
+        "preferences_without_an_objective",
+        ("sft", '{"prompt": "a", "chosen": "b", "rejected": "c"}'),
+        ("line 1: a preference pair \\(chosen, rejected\\), but single answers are learned: give --objective dpo",),
+    ),
+)
+def test_preferences(case, command, known_machine, tmp_path):
+    objective, contents = case.provoke
+    (tmp_path / "data.jsonl").write_text(contents)
+    flags = arguments(model="preset:demo", data_source=None, dataset="data.jsonl", objective=objective)
+    outcome = command("train", *flags, "--output-dir=run")
+    assert outcome.status == case.status
+    check_message(outcome.err, case.says)
+    assert not (tmp_path / "run").exists()
+
+
 def template(text: object):
     """The folder's chat template is this."""
 

@@ -30,6 +30,22 @@ FLAGS = (
         ["--reproducible", "--round-tokens", "32"],
         ("--round-tokens 32 is one of two sizes that --reproducible chooses; give both, or none",),
     ),
+    Case(
+        "objective_without_data",
+        ["--objective", "dpo", "--data-source", "json_sft"],
+        ("--objective dpo needs records of preferences", "give --dataset"),
+    ),
+    Case("objective_of_random_tokens", ["--objective", "dpo"], ("--data-source synthetic has none of", "--dataset")),
+    Case(
+        "constant_of_another_objective",
+        ["--objective", "dpo", "--simpo-gamma", "0.5"],
+        ("--simpo-gamma 0.5 is SimPO's margin, got --objective dpo; give --objective simpo",),
+    ),
+    Case(
+        "objective_with_dropout",
+        ["--data-source=json_sft", "--dataset=x", "--objective=dpo", "--mode=lora", "--lora-dropout=0.1"],
+        ("--lora-dropout 0.1 with --objective dpo: the loss is computed without dropout", "leave --lora-dropout out"),
+    ),
     Case("steps_and_epochs", ["--epochs", "1"], ("--steps 2 and --epochs 1.0", "give one")),
     Case("seed_too_large", ["--seed", str(2**40)], ("--seed is at most 4294967295, got 1099511627776",)),
     Case("template_date_is_no_day", ["--template-date", "4.3.2024"], ("'4.3.2024' is no day", "YYYY-MM-DD")),

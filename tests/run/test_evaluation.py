@@ -20,6 +20,7 @@ from flexengine.options.train_config import TrainConfig
 from flexengine.plan import Prediction
 from flexengine.run import evaluation, trackers, trainer
 from flexengine.run.callbacks import Callback
+from flexengine.run.steps import AnswerSteps
 
 
 def test_loss_and_perplexity_equal_transformers(tmp_path):
@@ -33,7 +34,7 @@ def test_loss_and_perplexity_equal_transformers(tmp_path):
     engine = build_engine(source, streamed_plan(source.spec))
     batches = ValidationBatches.of_parts([prepared], 64)
     assert len(list(batches)) > 2
-    loss, num_targets = evaluation.evaluate_batches(engine, batches)
+    loss, num_targets = AnswerSteps().evaluate(engine, batches)[:2]
     losses = 0.0
     for record in records:
         logits = theirs(torch.tensor([record.input_ids])).logits[0, :-1].detach()
@@ -278,7 +279,8 @@ def test_options_that_contradict_each_other(options, message):
 # ---- trackers --------------------------------------------------------------------------------------------------
 
 STEP = SimpleNamespace(step=3, loss=1.5, grad_norm=2.0, lr=1e-4, tokens_per_s=10.0, step_s=0.5, effective_tflops=1.0)
-EVAL = SimpleNamespace(step=3, loss=1.25, perplexity=3.5)
+STEP.details = {}
+EVAL = SimpleNamespace(step=3, loss=1.25, perplexity=3.5, details={"reward_margin": 0.5, "reward_accuracy": None})
 
 
 class Recorded:
@@ -320,6 +322,8 @@ def test_trackers_get_every_figure(name, module, log, monkeypatch, tmp_path):
     assert sent["train/loss"] == 1.5
     assert sent["train/lr"] == 1e-4
     assert sent["eval/loss"] == 1.25
+    assert sent["eval/reward_margin"] == 0.5
+    assert "eval/reward_accuracy" not in sent
     assert calls[-1][0] in ("finish", "close")
 
 

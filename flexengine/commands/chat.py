@@ -1,0 +1,129 @@
+"""`flexengine chat`: a conversation with a model in the terminal, its answers word by word."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from flexengine.commands.generate import TAKEN, add_sampling, job_of, plan_for, sampling_of
+from flexengine.commands.places import MODEL_HELP, find_place
+from flexengine.options.flags import add_flag, positive_count
+from flexengine.wording import FlagParser
+
+if TYPE_CHECKING:
+    from flexengine.api import Engine
+    from flexengine.data import TokenizerProcess
+
+BEGIN, END = ("/new", "/exit")
+UNFINISHED = "\ufffd"
+"""What a tokenizer writes for bytes of a character that later tokens complete."""
+DEFAULT_SEQ_LEN = 2048
+
+
+def main(argv: Sequence[str]) -> int:
+    """Talk with the model that a command line names until the input ends; returns the exit status.
+
+    Raises: ValueError for what a person can correct, PlanError where not even one conversation fits.
+    """
+    arguments = _parser().parse_args(argv)
+    arguments.model, arguments.adapter = find_place(arguments.model, arguments.adapter)
+    from flexengine.api import build  # noqa: PLC0415, loads torch
+    from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415
+    from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
+    from flexengine.request import with_new_tokens  # noqa: PLC0415
+
+    source = with_new_tokens(open_model(arguments.model), job_of(arguments))
+    folder = source.tokenizer_folder or ASSETS / "demo"
+    tokenizer = TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens))
+    longest = min(arguments.max_seq_len, source.spec.longest_sequence or arguments.max_seq_len)
+    with build(plan_for(arguments, longest, longest, 1)) as engine:
+        conversation = Conversation(engine, tokenizer, arguments.max_new_tokens, sampling_of(arguments))
+        if sys.stdin.isatty():
+            print(f"{source.spec.name}: up to {longest} tokens; {BEGIN} begins again, {END} or Ctrl-D ends")
+        for line in _lines(sys.stdin):
+            if line == BEGIN:
+                conversation.messages.clear()
+            else:
+                conversation.say(line, _show)
+                print(flush=True)
+    return 0
+
+
+class Conversation:
+    """The turns that were said, and the engine that answers."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: TokenizerProcess, max_new_tokens: int, sampling: dict[str, Any]
+    ) -> None:
+        self.messages: list[dict[str, str]] = []
+        self._engine, self._tokenizer = engine, tokenizer
+        self._max_new_tokens, self._sampling = max_new_tokens, sampling
+
+    def say(self, text: str, show: Callable[[str], None]) -> str:
+        """Answer a user's message; show is called with each piece of the answer. Returns the whole answer.
+
+        Where the conversation leaves no room for an answer, its oldest turns are left out of what the model reads; it
+        is said on stderr. Raises: ValueError where the message alone leaves none.
+        """
+        self.messages.append({"role": "user", "content": text})
+        ids, left_out = self._fitting()
+        if left_out:
+            print(f"the {left_out} oldest turns no longer fit and are left out ({BEGIN} begins again)", file=sys.stderr)
+        shown, tokens = "", list[int]()
+
+        def tell(_: int, token: int) -> None:
+            nonlocal shown
+            tokens.append(token)
+            whole = self._tokenizer.decode(tokens)
+            if whole.startswith(shown) and not whole.endswith(UNFINISHED):
+                show(whole[len(shown) :])
+                shown = whole
+
+        stop_ids = self._tokenizer.stop_ids
+        (answer,) = self._engine.generate([ids], self._max_new_tokens, stop_ids=stop_ids, tell=tell, **self._sampling)
+        whole = self._tokenizer.decode(answer)
+        show(whole[len(shown) :])
+        self.messages.append({"role": "assistant", "content": whole})
+        return whole
+
+    def _fitting(self) -> tuple[list[int], int]:
+        """Ids of the newest turns that leave room for an answer, and how many older ones were dropped."""
+        longest, before = self._engine.plan.request.max_seq_len, len(self.messages)
+        while True:
+            ids = self._tokenizer.encode_prompt(self.messages)
+            if len(ids) < longest or len(self.messages) == 1:
+                return ids, before - len(self.messages)
+            del self.messages[:2]
+
+
+def _lines(source: TextIO) -> Iterator[str]:
+    """What a person says, line by line, until the end of the input or END."""
+    while True:
+        if source.isatty():
+            print("> ", end="", flush=True)
+        line = source.readline()
+        if not line or line.strip() == END:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _show(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        prog="flexengine chat",
+        description="Talks with a model, word by word, within memory budgets. It is for trying a model.",
+    )
+    parser.add_argument("--model", required=True, metavar="RUN | MODEL | ADAPTER", help=MODEL_HELP)
+    parser.add_argument(
+        "--max-seq-len", type=positive_count, default=DEFAULT_SEQ_LEN, metavar="N",
+        help=f"longest conversation, in tokens (default: {DEFAULT_SEQ_LEN})",
+    )  # fmt: skip
+    add_sampling(parser, max_new_tokens=512)
+    for option in TAKEN:
+        add_flag(parser, option, option.default)
+    return parser

@@ -1,0 +1,68 @@
+"""What a person names to talk to: a run, a model or an adapter, each found by the files in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from flexengine.checkpoint.layout import ADAPTER_CONFIG
+from flexengine.checkpoint.layout import CONFIG_FILE as MODEL_CONFIG
+from flexengine.options.train_config import BEST_FOLDER, CONFIG_FILE, FINAL_FOLDER, TrainConfig
+from flexengine.wording import hub_model
+
+MODEL_HELP = (
+    "folder of a run, a model or an adapter (which finds its base), an id on the hub (ORG/NAME), or preset:NAME"
+    " (required)"
+)
+
+
+class Place(NamedTuple):
+    """A model, and the adapter that is used on it."""
+
+    model: str
+    adapter: str | None = None
+
+
+def find_place(named: str, adapter: str | None = None) -> Place:
+    """Find the model, and the adapter on it, that a person named; adapter: one that was named beside it.
+
+    Of a run it is final/, what the run saved at its end. An adapter's base is what adapter_config.json names, or, of an
+    adapter in a run folder, the model of that run.
+    Raises: ValueError where a run has saved no model, or an adapter's base is not to be found.
+    """
+    folder = Path(named)
+    if is_run(folder):
+        folder = folder / FINAL_FOLDER
+        if not ((folder / MODEL_CONFIG).is_file() or (folder / ADAPTER_CONFIG).is_file()):
+            raise ValueError(
+                f"the run {named} has no {FINAL_FOLDER}/, which `train --save` writes at its end; make a model of its"
+                f" checkpoint: flexengine export --run {named}"
+            )
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / MODEL_CONFIG).is_file():
+        if adapter is not None:
+            raise ValueError(f"{named} is an adapter, and --adapter {adapter} another one; name one of them")
+        return Place(_base_of(folder), str(folder))
+    return Place(str(folder) if folder.exists() else named, adapter)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run of `train`."""
+    return (folder / CONFIG_FILE).is_file() and not (folder / MODEL_CONFIG).is_file()
+
+
+def _base_of(folder: Path) -> str:
+    """The model beneath an adapter."""
+    run = folder.resolve().parent
+    if folder.resolve().name in (FINAL_FOLDER, BEST_FOLDER) and is_run(run):
+        return TrainConfig.from_yaml((run / CONFIG_FILE).read_text(encoding="utf-8")).model
+    try:
+        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if isinstance(base, str) and base and (Path(base).is_dir() or hub_model(base)):
+        return base
+    raise ValueError(
+        f"the base of the adapter {folder} is not to be found: {ADAPTER_CONFIG} names {base or 'none'}; give"
+        f" --model BASE --adapter {folder}"
+    )

@@ -1,0 +1,150 @@
+"""Trains an objective of preferences in two passes of the engine, without a second model.
+
+The first pass is forward alone and gives the log-probability of every token. The loss is computed from these on the
+CPU, in float64. The second pass is forward and backward with the loss's derivatives as weights of the tokens: as the
+loss depends on the weights of the model through these log-probabilities alone, the gradient is exactly the loss's own.
+Both passes read the same weights, and nothing of the first is kept but a number for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.objectives.objective import Answers, Judged, Objective, Records
+from flexengine.runtime.engine import Engine
+from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
+
+IGNORE = -100
+
+
+class AnswerRows(NamedTuple):
+    """The rows of N records, 2N of them: the first and the second answer of each record, one behind the other.
+
+    input_ids: prompt and answer. labels: the tokens of answers, -100 elsewhere; unshifted. reference: the
+    log-probability of each row's answer in the reference, float64 [2N], if the objective needs it. wanted: whether the
+    first answer of each record is a good one; None where all are.
+    """
+
+    input_ids: Sequence[Sequence[int]]
+    labels: Sequence[Sequence[int]]
+    reference: Tensor | None = None
+    wanted: Sequence[bool] | None = None
+
+
+class Found(NamedTuple):
+    """What an objective found in a batch: its mean loss over `num_records`, and mean rewards.
+
+    wanted_reward, unwanted_reward: None where the batch has no such answer. accuracy: the share of pairs whose chosen
+    answer has the higher reward; None for records that are no pairs.
+    """
+
+    loss: float
+    num_records: int
+    wanted_reward: float | None
+    unwanted_reward: float | None
+    accuracy: float | None
+
+    def details(self) -> dict[str, float | None]:
+        """What a log says beside the loss, by name."""
+        good, bad = self.wanted_reward, self.unwanted_reward
+        margin = None if good is None or bad is None else good - bad
+        rewards = {"reward_chosen": good, "reward_rejected": bad, "reward_margin": margin}
+        return {**rewards, "reward_accuracy": self.accuracy}
+
+
+class Weighted(NamedTuple):
+    """The second pass of a batch: what its first pass found, the columns to train, and the weights of their tokens."""
+
+    found: Found
+    columns: dict[str, Sequence[Sequence[int]]]
+    weights: list[Tensor]
+
+
+def weighted(engine: Engine, objective: Objective, rows: AnswerRows) -> Weighted:
+    """Run the first pass. `fwd_bwd(columns, weights=weights)` then adds the gradient of the loss, undivided.
+
+    Raises: ValueError as `Engine.evaluate`, and where the objective needs a reference and the rows have none.
+    """
+    columns = _columns(objective, rows)
+    log_probs = [row.requires_grad_() for row in _token_log_probs(engine, columns)]
+    judged = objective.judge(_records(objective, rows, log_probs))
+    judged.loss.backward()
+    weights = [torch.zeros(len(row)) if row.grad is None else -row.grad for row in log_probs]
+    if not objective.trains_second:
+        columns, weights = {name: values[0::2] for name, values in columns.items()}, weights[0::2]
+    return Weighted(_found(objective, judged), columns, weights)
+
+
+def train_step(
+    engine: Engine, objective: Objective, rows: AnswerRows, lr: float | None = None
+) -> tuple[Found, FwdBwdOutput, StepOutput]:
+    """Take one optimizer step on a batch of records; the loss that is found is that before the update.
+
+    Raises: ValueError as `Engine.train_step` and `weighted`.
+    """
+    found, columns, weights = weighted(engine, objective, rows)
+    out, update = engine.train_step(columns, weights=weights, lr=lr, divisor=1)
+    return found, out, update
+
+
+def evaluate(engine: Engine, objective: Objective, rows: AnswerRows) -> Found:
+    """Compute the loss of a batch of records; nothing changes."""
+    log_probs = _token_log_probs(engine, _columns(objective, rows))
+    return _found(objective, objective.judge(_records(objective, rows, log_probs)))
+
+
+def reference_log_probs(engine: Engine, rows: AnswerRows) -> Tensor:
+    """The log-probability of each row's answer in the model as it is now, float64 [2N] on the CPU."""
+    columns = {"input_ids": rows.input_ids, "labels": rows.labels}
+    return torch.stack([row.double().sum() for row in _token_log_probs(engine, columns)])
+
+
+def _token_log_probs(engine: Engine, columns: Mapping[str, Any]) -> list[Tensor]:
+    found = engine.evaluate(columns, per_token=True).token_log_probs
+    assert found is not None, "they were asked for"
+    return found
+
+
+def _columns(objective: Objective, rows: AnswerRows) -> dict[str, Sequence[Sequence[int]]]:
+    """The rows as the engine reads them; where prompts are trained, every token of first answers has a label."""
+    labels = list(rows.labels)
+    if objective.trains_prompts:
+        labels[0::2] = rows.input_ids[0::2]
+    return {"input_ids": rows.input_ids, "labels": labels}
+
+
+def _records(objective: Objective, rows: AnswerRows, log_probs: Sequence[Tensor]) -> Records:
+    """The sums that the objective is a function of. Raises ValueError where a reference is missing."""
+    if objective.needs_reference and rows.reference is None:
+        raise ValueError(
+            f"{type(objective).__name__} compares with a reference; give reference=reference_log_probs(engine, rows)"
+            " of the model before training"
+        )
+    num_records = len(rows.input_ids) // 2
+    wanted = torch.ones(num_records, dtype=torch.bool) if rows.wanted is None else torch.tensor(list(rows.wanted))
+    return Records(_answers(rows, log_probs, 0), _answers(rows, log_probs, 1), wanted)
+
+
+def _answers(rows: AnswerRows, log_probs: Sequence[Tensor], which: int) -> Answers:
+    """First (0) or second (1) answers."""
+    rows_of_sums = list[list[Tensor]]()
+    for labels, row in zip(rows.labels[which::2], log_probs[which::2], strict=True):
+        found = row[1:].double()  # nothing predicts the first token
+        is_answer = torch.tensor(labels[1:]) != IGNORE
+        counts = torch.tensor([int(is_answer.sum()), len(found)], dtype=torch.float64)
+        rows_of_sums.append([found[is_answer].sum(), counts[0], found.sum(), counts[1]])
+    sums, lengths, text_sums, text_lengths = torch.stack([torch.stack(row) for row in rows_of_sums]).unbind(1)
+    reference = None if rows.reference is None else rows.reference[which::2]
+    return Answers(sums, lengths, text_sums, text_lengths, reference)
+
+
+def _found(objective: Objective, judged: Judged) -> Found:
+    wanted, unwanted = judged.wanted_rewards.detach(), judged.unwanted_rewards.detach()
+    accuracy = (wanted > unwanted).double().mean().item() if objective.records == "pair" else None
+    num_records = len(wanted) if objective.records == "pair" else len(wanted) + len(unwanted)
+    good, bad = (rewards.mean().item() if len(rewards) else None for rewards in (wanted, unwanted))
+    return Found(judged.loss.item(), num_records, good, bad, accuracy)

@@ -1,0 +1,89 @@
+"""Log-probabilities of answers in the model before training, which objectives compare with.
+
+They are computed once by the engine that is about to train, when its weights are those that it loaded: adapters that
+begin change nothing yet. They are kept beside the tokens of the data, under a name that says of which model and data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from flexengine.checkpoint.atomic import atomic_file
+from flexengine.data import GlobalBatches, StoredSequences, SyntheticBatches, ValidationBatches
+from flexengine.data.batches import batch_of, split_epoch
+from flexengine.objectives import reference_log_probs
+from flexengine.parallel.team import Team, is_first
+from flexengine.run.steps import rows_of
+from flexengine.runtime.engine import Engine
+from flexengine.wording import explain_os_error
+
+logger = logging.getLogger(__name__)
+
+FILE = "reference.npy"
+
+
+def add_reference(
+    engine: Engine,
+    parts: Sequence[GlobalBatches | SyntheticBatches | ValidationBatches | None],
+    cache: Path | None,
+    team: Team | None = None,
+) -> None:
+    """Give batches of pairs the reference of each. cache: where it is kept, None for nowhere.
+
+    Order: before the engine takes a step or loads a checkpoint. Of several ranks, all call it.
+    """
+    for batches in parts:
+        if isinstance(batches, (GlobalBatches, ValidationBatches)):
+            pairs = batches.sequences
+            assert isinstance(pairs, StoredSequences), "what options name is stored"
+            folder = None if cache is None else cache / _key(engine, pairs)
+            found = None if folder is None else _read(folder, len(pairs))
+            if team is not None and not all(team.control.gather(found is not None)):
+                found = None  # they compute together
+            if found is None:
+                found = _computed(engine, pairs)
+                if folder is not None and is_first(team):
+                    _write(folder, found)
+            batches.reference = found
+
+
+def _computed(engine: Engine, pairs: StoredSequences) -> np.ndarray:
+    """The log-probabilities [pairs, 2] in float64, computed in batches in the order of the pairs."""
+    found, most = np.empty((len(pairs), 2)), engine.plan.request.max_global_batch_tokens
+    for numbers in split_epoch(pairs.lengths, most, range(len(pairs))):
+        rows = rows_of(batch_of(pairs, numbers))
+        found[numbers[0] : numbers[-1] + 1] = reference_log_probs(engine, rows).reshape(-1, 2).numpy()
+    return found
+
+
+def _key(engine: Engine, pairs: StoredSequences) -> str:
+    """A digest of all that decides the numbers: model, data, and the sizes that set the order of sums."""
+    plan, numerics = engine.plan, engine.plan.request.numerics
+    sizes = (plan.chunk_tokens, plan.chunks_per_round, plan.round_multiple, engine.device.type)
+    digest = hashlib.sha256(engine.weights.sampled_digest())
+    digest.update(repr((engine.model.hf_config, numerics, sizes, pairs.sha256())).encode())
+    return digest.hexdigest()[:32]
+
+
+def _read(folder: Path, num_pairs: int) -> np.ndarray | None:
+    """What an earlier run left; None where there is nothing, or something else."""
+    try:
+        found = np.load(folder / FILE, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found.shape == (num_pairs, 2) and found.dtype == np.float64 else None
+
+
+def _write(folder: Path, found: np.ndarray) -> None:
+    """Keep the numbers; where that is impossible, the next run computes them again."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_file(folder / FILE) as file:
+            np.save(file, found)
+    except OSError as error:
+        logger.warning("the reference is not kept for later runs: %s", explain_os_error(error))

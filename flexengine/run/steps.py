@@ -1,0 +1,155 @@
+"""One step and one evaluation under the run's objective: single answers in one pass, preferences in two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+
+from flexengine import objectives
+from flexengine.data.batches import Batch, PairBatch
+from flexengine.metrics import StepMetrics
+from flexengine.models.spec import ModelSpec
+from flexengine.objectives import OBJECTIVES, AnswerRows, Objective
+from flexengine.options.train_config import TrainConfig
+from flexengine.run.feedback import ExpectedStep
+from flexengine.runtime.engine import Engine
+from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
+
+Details = Mapping[str, float | None]
+"""What an objective tells beside its loss, by name."""
+
+
+class Taken(NamedTuple):
+    """A step that was taken."""
+
+    loss: float
+    out: FwdBwdOutput
+    update: StepOutput
+    details: Details
+
+
+class Evaluated(NamedTuple):
+    """The mean loss of batches, and over how many target tokens they go."""
+
+    loss: float
+    num_targets: int
+    details: Details
+
+
+class Steps(Protocol):
+    """How a run takes steps and evaluates. has_perplexity: its loss is the mean of tokens' losses."""
+
+    has_perplexity: bool
+
+    def train(self, engine: Engine, batch: Batch, lr: float) -> Taken:
+        """Take one optimizer step."""
+        ...
+
+    def evaluate(self, engine: Engine, batches: Iterable[Batch]) -> Evaluated:
+        """Evaluate the model on all batches; gradients and weights stay."""
+        ...
+
+
+class AnswerSteps:
+    """Learns single answers: the loss is the mean over all target tokens."""
+
+    has_perplexity = True
+
+    def train(self, engine: Engine, batch: Batch, lr: float) -> Taken:
+        """See `Steps.train`."""
+        out, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels, lr=lr)
+        return Taken(float(out.loss), out, update, {})
+
+    def evaluate(self, engine: Engine, batches: Iterable[Batch]) -> Evaluated:
+        """See `Steps.evaluate`. The mean does not depend on how sequences were batched."""
+        loss_sum, num_targets = 0.0, 0
+        for batch in batches:
+            out = engine.evaluate(input_ids=batch.input_ids, labels=batch.labels)
+            loss_sum += out.loss * out.num_target_tokens
+            num_targets += out.num_target_tokens
+        return Evaluated(loss_sum / num_targets, num_targets, {})
+
+
+class PreferenceSteps:
+    """Learns preferences: the loss is the mean over the records of a batch, and evaluations weigh batches by them."""
+
+    has_perplexity = False
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def train(self, engine: Engine, batch: Batch, lr: float) -> Taken:
+        """See `Steps.train`."""
+        found, out, update = objectives.train_step(engine, self.objective, rows_of(batch), lr)
+        # the second pass may have fewer rows, and the metrics are those of the batch
+        return Taken(found.loss, out._replace(num_tokens=batch.num_tokens), update, found.details())
+
+    def evaluate(self, engine: Engine, batches: Iterable[Batch]) -> Evaluated:
+        """See `Steps.evaluate`."""
+        loss_sum, num_targets, sums = 0.0, 0, dict[str, list[tuple[float, int]]]()
+        num_records = 0
+        for batch in batches:
+            found = objectives.evaluate(engine, self.objective, rows_of(batch))
+            loss_sum += found.loss * found.num_records
+            num_records += found.num_records
+            num_targets += batch.num_target_tokens
+            for name, value in found.details().items():
+                sums.setdefault(name, []).extend([] if value is None else [(value, found.num_records)])
+        details = {name: _weighted_mean(values) for name, values in sums.items()}
+        return Evaluated(loss_sum / num_records, num_targets, details)
+
+
+def _weighted_mean(values: list[tuple[float, int]]) -> float | None:
+    total = sum(weight for _, weight in values)
+    return sum(value * weight for value, weight in values) / total if total else None
+
+
+def rows_of(batch: Batch) -> AnswerRows:
+    """A batch of pairs as objectives read it."""
+    assert isinstance(batch, PairBatch), "preferences are read as pairs"
+    reference = None if batch.reference is None else torch.from_numpy(batch.reference)
+    return AnswerRows(batch.input_ids, batch.labels, reference, batch.wanted)
+
+
+def objective_of(config: TrainConfig) -> Objective | None:
+    """The objective that the options ask for; None where answers are learned as they are."""
+    return OBJECTIVES[config.objective](**config.objective_constants) if config.compares else None
+
+
+def check_objective(config: TrainConfig, spec: ModelSpec) -> None:
+    """Raise ValueError for a model whose own loss would get another share of the sum than it is meant to have."""
+    if config.compares and spec.balancing is not None:
+        raise ValueError(
+            f"--objective {config.objective} of {spec.name}, whose config.json asks for a loss that balances experts"
+            " (output_router_logits): that loss is a share of a mean over tokens, and preferences have none; set"
+            " output_router_logits to false there"
+        )
+
+
+def take_step(
+    engine: Engine, batch: Batch, step: int, lr: float, expected: ExpectedStep, steps: Steps
+) -> tuple[StepMetrics, StepOutput]:
+    """Run forward, backward and update of one global batch; step_s is their wall time."""
+    start_s = time.perf_counter()
+    taken = steps.train(engine, batch, lr)
+    step_s = time.perf_counter() - start_s
+    peaks = engine.memory_peaks()
+    metrics = StepMetrics.of_step(
+        step=step,
+        loss=taken.loss,
+        grad_norm=float(taken.update.grad_norm),
+        lr=lr,
+        num_tokens=int(taken.out.num_tokens),
+        step_s=step_s,
+        model_flops=taken.out.model_flops,
+        hardware_flops=taken.out.hardware_flops,
+        predicted_step_s=expected.step_s,
+        speed_of_light_s=expected.speed_of_light_s,
+        gpu_peak_bytes=peaks.gpu_bytes,
+        host_peak_bytes=peaks.host_bytes,
+        details=dict(taken.details),
+    )
+    return metrics, taken.update

@@ -1,0 +1,119 @@
+"""Runs of `train` on preferences: what they learn, evaluate, log, stop and resume, and what they plan."""
+
+import json
+import math
+import shutil
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from flexengine import cli
+from flexengine.hardware.presets import preset
+from flexengine.models.registry import ASSETS
+from flexengine.plan import Plan
+from flexengine.run import reference, trainer
+from tests.failures.provoke import arguments, fingerprint, write_model
+
+STEPS = 6
+QUESTIONS = ASSETS / "demo" / "demo_instructions.jsonl"
+
+
+def write_pairs(path, count=12):
+    """The answer to the next question is the rejected one, half of them as messages."""
+    records = [json.loads(line) for line in QUESTIONS.read_text().splitlines()[: 2 * count]]
+    records = [record for record in records if "input" not in record]
+    rows = []
+    for i, (own, other) in enumerate(pairwise(records)):
+        prompt, chosen, rejected = own["instruction"], own["output"], other["output"]
+        if i % 2:
+            prompt = [{"role": "user", "content": prompt}]
+            chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("source") / "model", vocab_size=2944)
+    for file in (ASSETS / "demo").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def run(model, tmp_path, monkeypatch):
+    """Runs `train` in tmp_path; returns the exit status."""
+    monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
+    monkeypatch.setattr("flexengine.data.default_cache", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    pairs = write_pairs(tmp_path / "pairs.jsonl").name  # what is held out is drawn by the name
+    common = {"model": model, "dataset": pairs, "data_source": None, "steps": STEPS, "lr": 5e-2, "save": True}
+    common |= {"max_seq_len": 64, "max_global_batch_tokens": 256, "data_cache": tmp_path / "cache"}
+
+    def run(folder="run", **options):
+        return cli.main(["train", *arguments(**{**common, "output_dir": folder, **options})])
+
+    return run
+
+
+def logged(folder, name="train_log.jsonl"):
+    """The lines of a log, but for times and memory."""
+    lines = (json.loads(line) for line in (folder / name).read_text().splitlines())
+    measured = ("_s", "_bytes", "pct", "flops")
+    return [{key: value for key, value in line.items() if not key.endswith(measured)} for line in lines]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+def test_what_a_run_says(run, tmp_path, capsys, objective):
+    assert run(objective=objective, mode="lora", val_fraction=0.2, eval_steps=3) == 0
+    steps, evaluations = (logged(tmp_path / "run", f"{name}_log.jsonl") for name in ("train", "eval"))
+    first, last = steps[0], steps[-1]
+    if objective == "dpo":
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert first["reward_margin"] == pytest.approx(0, abs=1e-6)
+        assert last["reward_margin"] > 0.002
+        line = json.loads((tmp_path / "run" / "train_log.jsonl").read_text().splitlines()[0])
+        plan = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
+        share = line["predicted_step_s"] / (plan.predicted.step_s * first["num_tokens"] / 256)
+        assert 1.2 < share < 1.9  # a forward pass beside those of a step of answers
+    assert min(step["loss"] for step in steps[1:]) < first["loss"]
+    assert [found["step"] for found in evaluations] == [3, 6]
+    assert all(found["perplexity"] is None and "reward_margin" in found for found in evaluations)
+    assert "margin" in capsys.readouterr().out
+
+
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(run, tmp_path, monkeypatch):
+    """Also without the reference that the first part of the run computed and kept."""
+    options = {"objective": "dpo", "save_steps": 2, "max_grad_norm": 1}
+    assert run("whole", **options) == 0
+    take_step = trainer.take_step
+
+    def killed(engine, batch, number, *more):
+        if number == 4:
+            raise KeyboardInterrupt
+        return take_step(engine, batch, number, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "take_step", killed)
+        assert run("stopped", **options) != 0
+    kept = list((tmp_path / "cache").glob(f"*/{reference.FILE}"))
+    assert len(kept) == 1
+    before = np.load(kept[0])
+    kept[0].unlink()
+    assert run("stopped", resume="auto", **options) == 0
+    assert np.array_equal(before, np.load(kept[0]))
+    assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")
+    weights = [fingerprint(tmp_path / folder / "final") for folder in ("stopped", "whole")]
+    assert len({found["model-00001-of-00002.safetensors"] for found in weights}) == 1
+
+
+def test_a_plan_of_preferences_is_that_of_answers(run, tmp_path):
+    """No second model, and no byte more."""
+    plans = {}
+    for objective in ("sft", "dpo"):
+        assert run(objective=objective, mode="lora", dry_run=True, save=False, plan_json=tmp_path / "plan.json") == 0
+        plans[objective] = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert plans["dpo"].predicted.gpu_bytes == plans["sft"].predicted.gpu_bytes
+    assert plans["dpo"].predicted.host_bytes == plans["sft"].predicted.host_bytes
