@@ -29,7 +29,8 @@ class ExpertShape(NamedTuple):
 
     count: experts of the block. per_token: experts of each token. width: FFN width of one expert. normalised: the
     weights of a token's experts are scaled to add up to 1. shared_width: width of one more expert that all tokens
-    share, 0 for none. stacked: the experts have biases and lie in one tensor (models/stacked_experts.py).
+    share, 0 for none. stacked: the experts have biases and lie in one tensor (models/stacked_experts.py). transposed:
+    they lie in one tensor, input by output.
     """
 
     count: int
@@ -40,6 +41,7 @@ class ExpertShape(NamedTuple):
     shared_gated: bool = True
     router: RouterStyle = SOFTMAX
     stacked: bool = False
+    transposed: bool = False
 
 
 class Mixer(Protocol):

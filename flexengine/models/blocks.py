@@ -10,7 +10,7 @@ from functools import lru_cache
 from flexengine.models.block_parts import closing, norm_params, opening_norm, parts, stacked, weight_names
 from flexengine.models.block_shape import BlockNames, BlockShape, ExpertShape
 from flexengine.models.spec import ParamSpec, WeightSource
-from flexengine.models.stacked_experts import stacked_options, stacked_params
+from flexengine.models.stacked_experts import product_options, stacked_params
 from flexengine.ops.attention.attention import CausalAttention
 from flexengine.ops.attention.head_gate import HeadGate
 from flexengine.ops.base import Op
@@ -124,7 +124,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
     bias = "router.bias" if e.stacked else None
     style = e.router._replace(scale=e.router.scale * s.residual_scale)  # its weights scale what experts add
     router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, style)
-    gate_up, down = stacked_options(router.weight) if e.stacked else ({}, {})
+    gate_up, down = product_options(e.stacked, e.transposed, router.weight)
     # The shared expert adds its result to the residual first; the combining op then adds the others to that sum.
     residual, shared = ("x1", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
     # Every op on rows reads the router's bounds on the device, so that the host never waits for the routing.
@@ -238,14 +238,16 @@ def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames
         return WeightSource(f"{prefix}.{names.experts}.{name}", (e.count, rows, columns))
 
     experts, d, f = range(e.count), s.hidden_size, e.width
-    both = (fused(names.experts_fused[0], 2 * f, d), fused(names.experts_fused[1], d, f))
-    gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up) or both[:1]
-    down = tuple(source(i, names.expert_down, d, f) for i in experts) if names.expert_down else both[1:]
+    shapes = ((d, 2 * f), (f, d)) if e.transposed else ((2 * f, d), (d, f))
+    both = tuple(fused(name, *shape) for name, shape in zip(names.experts_fused, shapes, strict=True))
+    single = bool(names.expert_down) and not e.transposed
+    gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up) if single else both[:1]
+    down = tuple(source(i, names.expert_down, d, f) for i in experts) if single else both[1:]
     router = WeightSource(f"{prefix}.{names.router}.weight", (e.count, d))
     return [
         ParamSpec("router.weight", (e.count, d), (router,)),
-        ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up, fused=both[0]),
-        ParamSpec("experts_down.weight", (e.count, d, f), down, fused=both[1]),
+        ParamSpec("experts_gate_up.weight", both[0].shape, gate_up, fused=both[0]),
+        ParamSpec("experts_down.weight", both[1].shape, down, fused=both[1]),
         *(_shared_params(s, e, f"{prefix}.{names.shared}", names) if e.shared_width else []),
     ]
 

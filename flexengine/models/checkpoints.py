@@ -18,7 +18,8 @@ OTHER_PREFIXES = {
     "model.": ("model.language_model.", ""),
     "transformer.": ("",),
     "language_model.model.": ("model.language_model.", "language_model."),
-    "model.language_model.": ("language_model.",),
+    "model.language_model.": ("language_model.model.", "language_model.", "model.language_model.model.", "model."),
+    "model.text_model.": ("text_model.",),
 }
 """Prefix of a model's names -> others that transformers reads: of a text taken from a model with images, of one saved
 without its head, of a model with images as versions before and after 5 write it."""
@@ -30,7 +31,10 @@ COMPUTED = re.compile(
 )
 """Ends of names of what old checkpoints hold and a model computes itself: frequencies, masks and positions; and of the
 scales that servers round activations and caches by."""
-BESIDE = re.compile(r"(^|[._])(visual|vision|image|audio|speech|mm|multi_modal|projector|connector|mtp)([._]|$)")
+BESIDE = re.compile(
+    r"(^|[._])(visual|vision|vit|image|video|audio|speech|mm|multi_modal|projector|projection|connector|aligner|merger|mlp1"
+    r"|mlp_AR|mtp)([._]|$)"
+)
 """Words in the first three parts of the names of what stands beside a text, such as towers, and of heads that predict
 further tokens."""
 
