@@ -49,6 +49,7 @@ TINY = {
     "v_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 64, "attn_pdrop": 0.0,
     "embd_pdrop": 0.0, "resid_pdrop": 0.0, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+    "index_n_heads": 2, "index_head_dim": 8,
 }  # fmt: skip
 """Sizes of the tiny models, as far as a type has the field."""
 ROUNDED = (
@@ -56,8 +57,11 @@ ROUNDED = (
     "minicpmv4_7",
 )  # fmt: skip
 """Types with linear attention, whose gradients both sides round by 1e-4 in float32: they are compared in float64."""
+LATENT_TYPES = (
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "sarvam_mla", "youtu", "minicpm3",
+)  # fmt: skip
 OF_TYPE: dict[str, dict[str, Any]] = {
-    **{kind: {"num_key_value_heads": 4, "head_dim": 4} for kind in ("deepseek_v2", "deepseek_v3")},
+    **{kind: {"num_key_value_heads": 4, "head_dim": 4} for kind in LATENT_TYPES},
     "dots1": {"n_shared_experts": 1},
 }
 

@@ -17,7 +17,7 @@ from flexengine.ops.rmsnorm import NormStyle
 AnyNorm = NormStyle | LayerNormStyle
 """How rows are normalised: by RMSNorm, or by LayerNorm."""
 
-PlainActivation = Literal["gelu_tanh", "relu2"]
+PlainActivation = Literal["gelu_tanh", "relu2", "xielu"]
 """Activations of an FFN without a gate."""
 
 Norms = Literal["pre", "post", "both"]
@@ -129,6 +129,7 @@ class BlockNames:
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    activation: str = "mlp.act_fn"
     mlp_post_norm: str = "post_feedforward_layernorm"
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flexengine.models.block_parts import closing, norm_params, opening_norm, parts, stacked, weight_names
-from flexengine.models.block_shape import BlockNames, BlockShape, ExpertShape
+from flexengine.models.block_shape import BlockNames, BlockShape, ExpertShape, PlainActivation
 from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.models.stacked_experts import product_options, stacked_params
 from flexengine.ops.attention.attention import CausalAttention
@@ -28,12 +28,19 @@ from flexengine.ops.rmsnorm import NormStyle
 from flexengine.ops.rope import RoPE
 from flexengine.ops.scaled_sum import ScaledSum
 from flexengine.ops.squared_relu import SquaredReLU
+from flexengine.ops.xielu import XIELU
 
 PART_ELEMENTS = 1 << 28
 """Most weights in a part of a block's experts: 512 MiB in bf16.
 
 Larger parts take more memory at a time; smaller ones take more calls of the experts' kernels.
 """
+
+PLAIN: dict[PlainActivation, type[Gelu | SquaredReLU | XIELU]] = {
+    "gelu_tanh": Gelu,
+    "relu2": SquaredReLU,
+    "xielu": XIELU,
+}
 
 
 def expert_divisions(s: BlockShape) -> int:
@@ -108,7 +115,7 @@ def _mlp_ops(s: BlockShape) -> list[Op]:
     ops, rows = _opening_mlp(s)
     if s.plain is not None:
         ops.append(Linear("up_proj", rows, "up", s.hidden_size, f, *weight_names("up_proj", s.mlp_bias)))
-        ops.append(Gelu("gelu", "up", "a", f) if s.plain == "gelu_tanh" else SquaredReLU("relu2", "up", "a", f))
+        ops.append(PLAIN[s.plain](s.plain, "up", "a", f))
         return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
     ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *weight_names("gate_up_proj", s.mlp_bias)))
     ops.append(GLU(unit, "gate_up", "a", f, s.activation))
@@ -194,10 +201,15 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
             *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
         ]
 
+    def number(name: str) -> ParamSpec:
+        source = WeightSource(f"{prefix}.{names.activation}.{name}", (1,))
+        return ParamSpec(f"xielu.{name}", (1,), (source,), "vector", "zeros")
+
     def mlp() -> list[ParamSpec]:
         up = ("gate_up_proj", names.gate_up, (f, f)) if s.plain is None else ("up_proj", names.gate_up[-1:], (f,))
         return [
             *linear(*up, d, s.mlp_bias),
+            *([number("alpha_p"), number("alpha_n")] if s.plain == "xielu" else []),
             *linear("down_proj", (names.down,), (d,), f, s.mlp_bias),
         ]
 

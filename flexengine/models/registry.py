@@ -115,6 +115,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (dense, text)", "as qwen3_next, with a dense FFN", 3),
     "qwen3_5_moe_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (experts, text)", "as qwen3_next", 3),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
+    "gpt-sw3": Family(gpt2.build, "GPT-SW3", "as gpt2, which its configs call themselves", 0),
     **{
         name: Family(variants.build, row.checkpoints, row.options, row.configs_compared)
         for name, row in VARIANTS.items()

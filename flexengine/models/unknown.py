@@ -41,22 +41,19 @@ MISSING_IN_TYPES: dict[str, str] = {
         "gpt_neox gpt_neox_japanese falcon codegen persimmon fuyu"
     ),
     "a bias of the head": "phi gptj phimoe",
-    "xIELU, an activation with weights": "apertus apertus1p5_text apertus1p5",
     "norms after the experts": "axk1",
     "norms of queries and keys without weights": "nanochat",
-    "frequencies of their own in single layers": "granite_swa granitemoe_swa cohere_compass_text cohere_compass",
-    "queries, keys and values in one tensor beside experts": "sarvam_moe",
-    "tensors that are called otherwise": "exaone gpt-sw3",
-    "latent attention with scaled queries or residuals": "minicpm3 mistral4",
-    "latent attention whose config has other fields than DeepSeek's": "glm4_moe_lite sarvam_mla youtu",
+    "frequencies of their own in single layers": "cohere_compass_text cohere_compass",
+    "latent attention with scaled queries": "mistral4",
     "a text whose block is described inside of a config for images or sound alone": (
         "cosmos3_edge cosmos3_omni deepseek_ocr2 ernie4_5_vl_moe molmo2 pi0 unlimited_ocr"
     ),
     "a tower of another library, beside which no text was compared": "fast_vlm perception_lm",
     "attention to later tokens of a prompt": "paligemma",
     "a head that classifies": "shieldgemma2",
+    "a tokenizer of images and sound": "apertus1p5",
     "attention over chosen keys (an indexer)": (
-        "deepseek_v32 glm_moe_dsa axk2 dots3_note dots3_note_text qwen4_exp qwen4_exp_text hy_v4 hy_v4_vl glm5_next "
+        "axk2 dots3_note dots3_note_text qwen4_exp qwen4_exp_text hy_v4 hy_v4_vl glm5_next "
         "minimax_m3_vl_text minimax_m3_vl"
     ),
     "several residuals side by side": "deepseek_v4 hrm_text mistral_large4",
@@ -78,7 +75,7 @@ MISSING_IN_TYPES: dict[str, str] = {
     "image tokens that the model predicts": "emu3 chameleon janus",
     "experts beside norms after the branches": "flex_olmo beam kolibri1 afmoe cohere2_moe",
     "gates of heads of another kind": "dory flint laguna muse_glimmer muse_spark step3p7",
-    "experts whose weights one tensor holds in another order": "aria_text aria phi4_multimodal qwen3_vl_moe",
+    "experts whose weights one tensor holds in another order": "phi4_multimodal qwen3_vl_moe",
 }
 """Feature -> types of transformers that are not supported for want of it."""
 

@@ -52,6 +52,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "llava_onevision": Wrapper("LLaVA-OneVision", "qwen2"),
     "vipllava": Wrapper("ViP-LLaVA", "llama"),
     "video_llava": Wrapper("Video-LLaVA", "llama"),
+    "aria": Wrapper("Aria", "aria_text"),
     "internvl": Wrapper("InternVL3, InternVL3.5 (-HF)", "qwen2", tied=True),
     "idefics2": Wrapper("Idefics2", "mistral", **OF_TEXT_MODEL),
     "idefics3": Wrapper("Idefics3", "llama", **OF_TEXT_MODEL),
