@@ -207,6 +207,9 @@ COMMANDS = {
         _main_of("flexengine.commands.generate"), "answers of a model to prompts, many at a time, within the budgets"
     ),
     "models": Command(_main_of("flexengine.commands.models"), "the architectures that can be trained, and the presets"),
+    "check": Command(
+        _main_of("flexengine.commands.check"), "whether a model computes what transformers computes, op by op"
+    ),
     "probe": Command(_main_of("flexengine.commands.probe"), "measure this machine and remember its rates"),
     "doctor": Command(_main_of("flexengine.commands.doctor"), "what this machine lacks, and the remedy"),
     "export": Command(
