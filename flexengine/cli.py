@@ -208,6 +208,9 @@ COMMANDS = {
     ),
     "chat": Command(_main_of("flexengine.commands.chat"), "talk with a model, a run or an adapter in the terminal"),
     "models": Command(_main_of("flexengine.commands.models"), "the architectures that can be trained, and the presets"),
+    "check": Command(
+        _main_of("flexengine.commands.check"), "whether a model computes what transformers computes, op by op"
+    ),
     "probe": Command(_main_of("flexengine.commands.probe"), "measure this machine and remember its rates"),
     "doctor": Command(_main_of("flexengine.commands.doctor"), "what this machine lacks, and the remedy"),
     "export": Command(

@@ -132,6 +132,11 @@ def check_new_rows(source: ModelSource, job: Job) -> None:
 def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
     longest = spec.longest_sequence
     if longest is not None and max_seq_len > longest:
+        if spec.beyond_longest:
+            raise ValueError(
+                f"max_seq_len={max_seq_len}, but {spec.name} has {spec.beyond_longest} in sequences of more than"
+                f" {longest} tokens, which is not trained; give --max-seq-len {longest} or less"
+            )
         has = "frequencies that change with the length of a longer sequence" if spec.tables else "none for later ones"
         raise ValueError(
             f"max_seq_len={max_seq_len}, but {spec.name} has {'rotations' if spec.tables else 'learned positions'} for"

@@ -111,6 +111,22 @@ def routed(model_type: str, **changes: Any) -> dict:
     return variant(model_type, **{**counts, "first_k_dense_replace": 1, **changes})
 
 
+ROUTED = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "first_k_dense_replace",
+)
+
+
+def latent(model_type: str, **changes: Any) -> dict:
+    """With the heads of DeepSeek's tiny configs, and five experts in the second layer of two where it has experts."""
+    heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    return without_head_dim(routed(model_type, **{**heads, "q_lora_rank": 11, "kv_lora_rank": 14, **changes}))
+
+
+INDEXED = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 8}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.3,
 }  # fmt: skip
@@ -327,6 +343,36 @@ CASES: dict[str, dict] = {
     "jais2": variant("jais2"),
     "cohere": without_head_dim(variant("cohere", tie_word_embeddings=True, logit_scale=0.3)),
     "cohere2": without_head_dim(variant("cohere2", tie_word_embeddings=True, logit_scale=0.3, **WINDOWS)),
+    "exaone": variant("exaone", num_key_value_heads=1),
+    "sarvam_moe": routed("sarvam_moe", num_experts=5, num_shared_experts=1, use_qk_norm=True, head_dim=8),
+    "granite_swa": without_head_dim(
+        variant("granite_swa", layer_rope_theta=[0, 5e3, 700.0, 5e3], **GRANITE, **WINDOWS)
+    ),
+    "granitemoe_swa": without_head_dim(
+        variant(
+            "granitemoe_swa",
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            intermediate_size=12,
+            shared_intermediate_size=9,
+            layer_rope_theta=[700.0, 0],
+            sliding_window=7,
+            **GRANITE,
+        )
+    ),
+    "apertus": without_head_dim(variant("apertus")),
+    "apertus1p5_text": without_head_dim(variant("apertus1p5_text", num_key_value_heads=1)),
+    "aria_text": variant(
+        "aria_text", moe_num_experts=5, moe_topk=2, moe_num_shared_experts=2, intermediate_size=12, mlp_bias=True
+    ),
+    "youtu": lacking(latent("youtu", tie_word_embeddings=True), *ROUTED),
+    "minicpm3": lacking(
+        latent("minicpm3", scale_emb=3.0, scale_depth=0.7, dim_model_base=10, tie_word_embeddings=True), *ROUTED
+    ),
+    "glm4_moe_lite": lacking(latent("glm4_moe_lite", rope_interleave=False), "first_k_dense_replace"),
+    "sarvam_mla": latent("sarvam_mla", q_lora_rank=None, v_head_dim=10),
+    "deepseek_v32": latent("deepseek_v32", **INDEXED, **GROUPS),
+    "glm_moe_dsa": latent("glm_moe_dsa", **INDEXED, mlp_layer_types=["sparse", "dense"]),
 }
 """Name, whose first word is the family, -> config."""
 
@@ -336,7 +382,8 @@ FAMILY_CASES = {name.split(",")[0].split(" ")[0]: name for name in reversed(CASE
 LIKE_OTHERS = {
     *("gemma", "vaultgemma", "seed_oss", "arcee", "helium", "internlm3", "iquestcoder", "cwm", "exaone4", "granite"),
     *("hunyuan_v1_dense", "ernie4_5", "glm", "glm4_moe", "solar_open", "dots1", "exaone_moe", "mellum", "granitemoe"),
-    *("hyperclovax", "stablelm", "jais2", "cohere"),
+    *("hyperclovax", "stablelm", "jais2", "cohere", "exaone", "sarvam_moe", "granitemoe_swa", "apertus1p5_text"),
+    *("youtu", "minicpm3", "glm4_moe_lite", "sarvam_mla", "glm_moe_dsa"),
 }
 """Families with a row whose blocks have the ops of another family, in other order or with other values."""
 

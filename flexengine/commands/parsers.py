@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,30 @@ def models_parser() -> FlagParser:
     )
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     return parser
+
+
+def check_parser() -> FlagParser:
+    """Make the parser of `flexengine check`."""
+    parser = FlagParser(
+        prog="flexengine check",
+        description="Compares a model with transformers, op by op, forward and backward, and over some steps.",
+    )
+    parser.add_argument("model", metavar="DIR", help="a model folder with weights; a tiny one takes moments")
+    parser.add_argument("--steps", type=int, default=1, help="steps of AdamW on both sides (default: 1)")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of both (default: float32)")
+    parser.add_argument(
+        "--ids", type=_ids, default=(), help="tokens of the sequence, as 5,17,3 (default: 24 drawn ones)"
+    )
+    return parser
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected token ids with commas between them, such as 5,17,3"
+        ) from None
 
 
 def probe_parser() -> FlagParser:
@@ -63,6 +88,7 @@ def report_parser() -> FlagParser:
 PARSERS: dict[str, Callable[[], FlagParser]] = {
     "plan": plan_parser,
     "models": models_parser,
+    "check": check_parser,
     "probe": probe_parser,
     "report": report_parser,
 }

@@ -17,7 +17,7 @@ from flexengine.ops.rmsnorm import NormStyle
 AnyNorm = NormStyle | LayerNormStyle
 """How rows are normalised: by RMSNorm, or by LayerNorm."""
 
-PlainActivation = Literal["gelu_tanh", "relu2"]
+PlainActivation = Literal["gelu_tanh", "relu2", "xielu"]
 """Activations of an FFN without a gate."""
 
 Norms = Literal["pre", "post", "both"]
@@ -29,7 +29,8 @@ class ExpertShape(NamedTuple):
 
     count: experts of the block. per_token: experts of each token. width: FFN width of one expert. normalised: the
     weights of a token's experts are scaled to add up to 1. shared_width: width of one more expert that all tokens
-    share, 0 for none. stacked: the experts have biases and lie in one tensor (models/stacked_experts.py).
+    share, 0 for none. stacked: the experts have biases and lie in one tensor (models/stacked_experts.py). transposed:
+    they lie in one tensor, input by output.
     """
 
     count: int
@@ -40,6 +41,7 @@ class ExpertShape(NamedTuple):
     shared_gated: bool = True
     router: RouterStyle = SOFTMAX
     stacked: bool = False
+    transposed: bool = False
 
 
 class Mixer(Protocol):
@@ -127,6 +129,7 @@ class BlockNames:
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    activation: str = "mlp.act_fn"
     mlp_post_norm: str = "post_feedforward_layernorm"
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flexengine.models.block_parts import closing, norm_params, opening_norm, parts, stacked, weight_names
-from flexengine.models.block_shape import BlockNames, BlockShape, ExpertShape
+from flexengine.models.block_shape import BlockNames, BlockShape, ExpertShape, PlainActivation
 from flexengine.models.spec import ParamSpec, WeightSource
-from flexengine.models.stacked_experts import stacked_options, stacked_params
+from flexengine.models.stacked_experts import product_options, stacked_params
 from flexengine.ops.attention.attention import CausalAttention
 from flexengine.ops.attention.head_gate import HeadGate
 from flexengine.ops.base import Op
@@ -28,12 +28,19 @@ from flexengine.ops.rmsnorm import NormStyle
 from flexengine.ops.rope import RoPE
 from flexengine.ops.scaled_sum import ScaledSum
 from flexengine.ops.squared_relu import SquaredReLU
+from flexengine.ops.xielu import XIELU
 
 PART_ELEMENTS = 1 << 28
 """Most weights in a part of a block's experts: 512 MiB in bf16.
 
 Larger parts take more memory at a time; smaller ones take more calls of the experts' kernels.
 """
+
+PLAIN: dict[PlainActivation, type[Gelu | SquaredReLU | XIELU]] = {
+    "gelu_tanh": Gelu,
+    "relu2": SquaredReLU,
+    "xielu": XIELU,
+}
 
 
 def expert_divisions(s: BlockShape) -> int:
@@ -108,7 +115,7 @@ def _mlp_ops(s: BlockShape) -> list[Op]:
     ops, rows = _opening_mlp(s)
     if s.plain is not None:
         ops.append(Linear("up_proj", rows, "up", s.hidden_size, f, *weight_names("up_proj", s.mlp_bias)))
-        ops.append(Gelu("gelu", "up", "a", f) if s.plain == "gelu_tanh" else SquaredReLU("relu2", "up", "a", f))
+        ops.append(PLAIN[s.plain](s.plain, "up", "a", f))
         return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
     ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *weight_names("gate_up_proj", s.mlp_bias)))
     ops.append(GLU(unit, "gate_up", "a", f, s.activation))
@@ -124,7 +131,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
     bias = "router.bias" if e.stacked else None
     style = e.router._replace(scale=e.router.scale * s.residual_scale)  # its weights scale what experts add
     router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, style)
-    gate_up, down = stacked_options(router.weight) if e.stacked else ({}, {})
+    gate_up, down = product_options(e.stacked, e.transposed, router.weight)
     # The shared expert adds its result to the residual first; the combining op then adds the others to that sum.
     residual, shared = ("x1", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
     # Every op on rows reads the router's bounds on the device, so that the host never waits for the routing.
@@ -194,10 +201,15 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
             *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
         ]
 
+    def number(name: str) -> ParamSpec:
+        source = WeightSource(f"{prefix}.{names.activation}.{name}", (1,))
+        return ParamSpec(f"xielu.{name}", (1,), (source,), "vector", "zeros")
+
     def mlp() -> list[ParamSpec]:
         up = ("gate_up_proj", names.gate_up, (f, f)) if s.plain is None else ("up_proj", names.gate_up[-1:], (f,))
         return [
             *linear(*up, d, s.mlp_bias),
+            *([number("alpha_p"), number("alpha_n")] if s.plain == "xielu" else []),
             *linear("down_proj", (names.down,), (d,), f, s.mlp_bias),
         ]
 
@@ -238,14 +250,16 @@ def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames
         return WeightSource(f"{prefix}.{names.experts}.{name}", (e.count, rows, columns))
 
     experts, d, f = range(e.count), s.hidden_size, e.width
-    both = (fused(names.experts_fused[0], 2 * f, d), fused(names.experts_fused[1], d, f))
-    gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up) or both[:1]
-    down = tuple(source(i, names.expert_down, d, f) for i in experts) if names.expert_down else both[1:]
+    shapes = ((d, 2 * f), (f, d)) if e.transposed else ((2 * f, d), (d, f))
+    both = tuple(fused(name, *shape) for name, shape in zip(names.experts_fused, shapes, strict=True))
+    single = bool(names.expert_down) and not e.transposed
+    gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up) if single else both[:1]
+    down = tuple(source(i, names.expert_down, d, f) for i in experts) if single else both[1:]
     router = WeightSource(f"{prefix}.{names.router}.weight", (e.count, d))
     return [
         ParamSpec("router.weight", (e.count, d), (router,)),
-        ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up, fused=both[0]),
-        ParamSpec("experts_down.weight", (e.count, d, f), down, fused=both[1]),
+        ParamSpec("experts_gate_up.weight", both[0].shape, gate_up, fused=both[0]),
+        ParamSpec("experts_down.weight", both[1].shape, down, fused=both[1]),
         *(_shared_params(s, e, f"{prefix}.{names.shared}", names) if e.shared_width else []),
     ]
 

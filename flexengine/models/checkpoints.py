@@ -18,7 +18,8 @@ OTHER_PREFIXES = {
     "model.": ("model.language_model.", ""),
     "transformer.": ("",),
     "language_model.model.": ("model.language_model.", "language_model."),
-    "model.language_model.": ("language_model.",),
+    "model.language_model.": ("language_model.model.", "language_model.", "model.language_model.model.", "model."),
+    "model.text_model.": ("text_model.",),
 }
 """Prefix of a model's names -> others that transformers reads: of a text taken from a model with images, of one saved
 without its head, of a model with images as versions before and after 5 write it."""
@@ -26,13 +27,20 @@ HEADS = ("lm_head.", "language_model.lm_head.")
 TEXT = "model."
 """Prefix of the names of models that are text alone."""
 COMPUTED = re.compile(
-    r"(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|position_ids|\.(input|output|[qkv]|kv)_scale)$"
+    r"(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|position_ids|\.(input|output|[qkv]|kv)_scale"
+    r"|act_fn\.(beta|eps))$"
 )
-"""Ends of names of what old checkpoints hold and a model computes itself: frequencies, masks and positions; and of the
-scales that servers round activations and caches by."""
-BESIDE = re.compile(r"(^|[._])(visual|vision|image|audio|speech|mm|multi_modal|projector|connector|mtp)([._]|$)")
+"""Ends of names of what old checkpoints hold and a model computes itself: frequencies, masks, positions, constants;
+and of the scales that servers round activations and caches by."""
+BESIDE = re.compile(
+    r"(^|[._])(visual|vision|vit|image|video|audio|speech|mm|multi_modal|projector|projection|connector|aligner|merger|mlp1"
+    r"|mlp_AR|mtp)([._]|$)"
+)
 """Words in the first three parts of the names of what stands beside a text, such as towers, and of heads that predict
 further tokens."""
+
+UNUSED = {"deepseek_v32": (".indexer.",), "glm_moe_dsa": (".indexer.",)}
+"""Model type -> parts of names of tensors that change nothing in the sequences that are trained."""
 
 
 def open_checkpoint(model: ModelSpec, folder: Path) -> CheckpointReader:
@@ -168,6 +176,8 @@ def _may_pass(name: str, model: ModelSpec, read: set[str]) -> bool:
     if name in read or (name.partition(".weight")[0] + ".weight" in read and not name.endswith(".bias")):
         return True
     if COMPUTED.search(name) or BESIDE.search(".".join(name.split(".")[:3])):
+        return True
+    if any(part in name for part in UNUSED.get(model.family, ())):
         return True
     layer = re.match(rf"{re.escape(model.prefix)}(?:layers|h)\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= len(model.blocks)

@@ -19,13 +19,23 @@ from flexengine.ops.scaled_sum import ScaledSum
 
 
 @dataclass(frozen=True)
+class DecoderNames:
+    """What a checkpoint calls the parts of a decoder; all but the head stand under the prefix."""
+
+    prefix: str = "model"
+    embed: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+    head: str = "lm_head.weight"
+
+
+@dataclass(frozen=True)
 class DecoderShape:
     """Sizes and options of a decoder.
 
     tables: rotary frequencies, under the names that the blocks' shapes use. embedding_scale multiplies the embedding's
     rows, logit_scale the logits. logit_soft_cap bounds logits; 0 for none. balance_coefficient: weight of the loss that
-    balances experts; 0 for none. prefix: start of the checkpoint's names of embedding, blocks and last norm. head: its
-    name of the head.
+    balances experts; 0 for none. names, parts: the checkpoint's names, in blocks and around them.
     """
 
     vocab_size: int
@@ -38,8 +48,7 @@ class DecoderShape:
     logit_soft_cap: float = 0.0
     balance_coefficient: float = 0.0
     names: BlockNames = field(default_factory=BlockNames)
-    prefix: str = "model"
-    head: str = "lm_head.weight"
+    parts: DecoderNames = field(default_factory=DecoderNames)
 
     @property
     def balancing(self) -> Balancing | None:
@@ -112,10 +121,10 @@ def _layer_params(group_index: int, group: GroupSpec) -> tuple[tuple[str, int, s
 
 def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> ModelSpec:
     """Describe a decoder of the given shape. Raises ValueError for what else it reads from the config."""
-    fields, d, v = Fields(name, config), s.hidden_size, s.vocab_size
-    embed = ParamSpec("embed.weight", (v, d), (WeightSource(f"{s.prefix}.embed_tokens.weight", (v, d)),))
-    lm_head = ParamSpec("lm_head.weight", (v, d), (WeightSource(s.head, (v, d)),))
-    final_norm = tuple(norm_params("final_norm", f"{s.prefix}.norm", d, s.final_norm))
+    fields, d, v, named = Fields(name, config), s.hidden_size, s.vocab_size, s.parts
+    embed = ParamSpec("embed.weight", (v, d), (WeightSource(f"{named.prefix}.{named.embed}.weight", (v, d)),))
+    lm_head = ParamSpec("lm_head.weight", (v, d), (WeightSource(named.head, (v, d)),))
+    final_norm = tuple(norm_params("final_norm", f"{named.prefix}.{named.norm}", d, s.final_norm))
     # What scales the logits scales the rows that they come from, which are fewer.
     scaled = () if s.logit_scale == 1.0 else (ScaledSum("head_scale", "h", "h_scaled", d, s.logit_scale),)
     head_ops = (
@@ -130,7 +139,7 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         embedding=LayerContent((Embedding("embed", "y", v, d, "embed.weight", s.embedding_scale),), (embed,)),
         blocks=[
             LayerContent(block_ops(shape), block_params(shape, prefix, s.names), block_buffers(shape, prefix, s.names))
-            for prefix, shape in ((f"{s.prefix}.layers.{i}", shape) for i, shape in enumerate(s.blocks))
+            for prefix, shape in ((f"{named.prefix}.{named.layers}.{i}", shape) for i, shape in enumerate(s.blocks))
         ],
         head=LayerContent(head_ops, final_norm if s.tie_word_embeddings else (*final_norm, lm_head)),
         hidden_size=d,
@@ -140,8 +149,8 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         longest_sequence=min((t.longest for t in s.tables if t.longest is not None), default=None),
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),
         tie_word_embeddings=s.tie_word_embeddings,
-        head_source=s.head,
-        prefix=f"{s.prefix}.",
+        head_source=named.head,
+        prefix=f"{named.prefix}.",
         tables=s.tables,
         balancing=s.balancing,
     )

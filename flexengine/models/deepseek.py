@@ -33,7 +33,7 @@ def build(name: str, config: dict) -> ModelSpec:
     fields, family = Fields(name, config), config["model_type"]
     read_activation(fields, family)
     _refuse_others(fields, family)
-    heads = _read_heads(fields)
+    heads = read_heads(fields)
     table = rope_table(config, heads.rope_dim, name, family)
     norm = NormStyle(read_rms_norm_eps(fields))
     # V2 always rotates interleaved pairs; V3 says so in its config.
@@ -75,7 +75,7 @@ def build(name: str, config: dict) -> ModelSpec:
     return replace(spec, notice=notice)
 
 
-def _read_heads(fields: Fields) -> HeadSizes:
+def read_heads(fields: Fields) -> HeadSizes:
     """Read the widths of heads. Raises ValueError for widths that do not go together."""
     count = fields.whole("num_attention_heads")
     nope, rope = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")

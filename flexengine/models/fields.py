@@ -57,6 +57,7 @@ LARGEST = {
     "moe_layer_end_index": 1024,
     "moe_layer_interval": 1024,
     "no_rope_layer_interval": 1024,
+    "index_topk": 2**24,
     "n_embd": 2**18,
     "n_inner": 2**20,
     "n_layer": 1024,

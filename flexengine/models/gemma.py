@@ -1,7 +1,6 @@
-"""Gemma 2 (type `gemma2`), Gemma 3 (`gemma3_text`) and the text of Gemma 3 with images (`gemma3`): norms before and
-after each branch, with weights stored around zero; GeGLU; an embedding scaled by sqrt(hidden_size); windows in most
-layers. Gemma 2 bounds scores and logits; Gemma 3 normalises queries and keys, and rotates them at another base where a
-layer has a window.
+"""Gemma 2 (type `gemma2`) and Gemma 3 (`gemma3_text`): norms before and after each branch, with weights stored around
+zero; GeGLU; an embedding scaled by sqrt(hidden_size); windows in most layers. Gemma 2 bounds scores and logits; Gemma 3
+normalises queries and keys, and rotates them at another base where a layer has a window.
 
 Source: Gemma Team 2024, "Gemma 2"; 2025, "Gemma 3 Technical Report"; config fields as in Hugging Face.
 """
@@ -9,7 +8,6 @@ Source: Gemma Team 2024, "Gemma 2"; 2025, "Gemma 3 Technical Report"; config fie
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from flexengine.models.block_shape import BlockNames, BlockShape
 from flexengine.models.decoder import DecoderShape, decoder_model
@@ -23,7 +21,6 @@ from flexengine.models.sizes import (
     read_rms_norm_eps,
     read_sizes,
     read_window,
-    with_class_defaults,
 )
 from flexengine.models.spec import ModelSpec, Table
 from flexengine.ops.attention.style import AttentionStyle
@@ -34,24 +31,7 @@ NAMES = BlockNames(mlp_norm="pre_feedforward_layernorm")
 
 def build(name: str, config: dict) -> ModelSpec:
     """Describe the model of a config of type `gemma2` or `gemma3_text`. Raises ValueError as the others do."""
-    return _build(name, config, config["model_type"])
-
-
-def build_with_images(name: str, config: dict) -> ModelSpec:
-    """Describe the text part of a config of type `gemma3`. Raises ValueError as the others do."""
-    fields = Fields(name, config)
-    tied = fields.switch("tie_word_embeddings", True)
-    text = with_class_defaults("gemma3_text", fields.nested("text_config"))
-    text |= {"tie_word_embeddings": tied, "final_logit_softcapping": None}  # the text's own are for text alone
-    spec = _build(name, text, "gemma3", prefix="language_model.model", head="language_model.lm_head.weight")
-    return replace(
-        spec, notice="the text part is trained; vision_tower and multi_modal_projector are exported as they are"
-    )
-
-
-def _build(name: str, config: dict, family: str, prefix: str = "model", head: str = "lm_head.weight") -> ModelSpec:
-    """Describe the model; `config` has the fields of the text part."""
-    fields = Fields(name, config)
+    fields, family = Fields(name, config), config["model_type"]
     activation = read_activation(fields, family, "hidden_activation", "gelu_pytorch_tanh")
     second, sizes = family == "gemma2", read_sizes(fields)
     # Every `pattern`-th layer has full attention: every second one in Gemma 2, by default every sixth in Gemma 3.
@@ -86,8 +66,6 @@ def _build(name: str, config: dict, family: str, prefix: str = "model", head: st
         embedding_scale=math.sqrt(sizes.hidden_size),
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0),
         names=NAMES,
-        prefix=prefix,
-        head=head,
     )
     return decoder_model(name, family, config, shape)
 

@@ -17,12 +17,16 @@ from flexengine.options.lora import Targets
 
 TRANSLATED = (
     "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
-    "glm4_moe", "hunyuan_v1_moe", "mellum", "minimax_m2", "solar_open",
+    "glm4_moe", "hunyuan_v1_moe", "mellum", "minimax_m2", "solar_open", "glm4_moe_lite", "sarvam_mla", "sarvam_moe",
+    "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 """Families whose targets PEFT (0.21) turns into tensors of experts."""
 CALLED_OTHERWISE = {
     "hy_v3": (".shared_mlp.", ".router."),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), (".block_sparse_moe.",)),
+    "exaone": (".attn.", ".mlp."),
+    "sarvam_moe": (".attention.",),
+    **dict.fromkeys(("aria_text", "aria"), (".experts.",)),
 }
 """Parts of names of modules that transformers calls by other names than checkpoints, and PEFT does not find."""
 EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -1,7 +1,6 @@
-"""Qwen3-Next (type `qwen3_next`), Qwen3.5 and 3.6 (`qwen3_5_text`, with experts `qwen3_5_moe_text`), and the text of
-those with images (`qwen3_5`, `qwen3_5_moe`): linear attention in three layers of four, in the fourth attention with
-gated output and a part of each head rotated; norms with weights around zero; a dense FFN, or experts beside a gated one
-that all tokens share.
+"""Qwen3-Next (type `qwen3_next`), the text of Qwen3.5, 3.6 and 3.8 (`qwen3_5_text`, with experts `qwen3_5_moe_text`):
+linear attention in three layers of four, in the fourth attention with gated output and a part of each head rotated;
+norms with weights around zero; a dense FFN, or experts beside a gated one that all tokens share.
 
 Source: Qwen Team 2025, "Qwen3-Next"; Yang et al. 2024, "Gated Delta Networks"; Qiu et al. 2025, "Gated Attention for
 Large Language Models"; config fields as in Hugging Face.
@@ -24,35 +23,19 @@ from flexengine.models.sizes import (
     read_activation,
     read_rms_norm_eps,
     read_sizes,
-    with_class_defaults,
 )
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.rmsnorm import NormStyle
 
-NOTICE = "{}heads that predict further tokens (mtp), if any, are exported as they are"
+NOTICE = "heads that predict further tokens (mtp), if any, are exported as they are"
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """Describe the model of a config of text alone. Raises ValueError as the others do."""
-    spec = _build(name, config, config["model_type"])
-    return replace(spec, notice=NOTICE.format("")) if config["model_type"] == "qwen3_next" else spec
-
-
-def build_with_images(name: str, config: dict) -> ModelSpec:
-    """Describe the text part of a config of type `qwen3_5` or `qwen3_5_moe`. Raises ValueError as the others do."""
-    family, fields = config["model_type"], Fields(name, config)
-    text = with_class_defaults(f"{family}_text", fields.nested("text_config"))
-    # The outer config decides about the tied head; the text's own value counts if the outer one has none.
-    tied = fields.switch("tie_word_embeddings", Fields(name, text).switch("tie_word_embeddings", False))
-    spec = _build(name, {**text, "tie_word_embeddings": tied}, family, prefix="model.language_model")
-    return replace(spec, notice=NOTICE.format("the text part is trained; model.visual, and "))
-
-
-def _build(name: str, config: dict, family: str, prefix: str = "model") -> ModelSpec:
-    """Describe the model; `config` has the fields of the text part."""
+    """Describe the model of a config of one of these types. Raises ValueError as the others do."""
+    family = config["model_type"]
     fields, experts, without = Fields(name, config), None, set()
     read_activation(fields, family)
-    if family not in ("qwen3_5", "qwen3_5_text"):
+    if family != "qwen3_5_text":
         experts = _experts(fields, family)
         config = {"intermediate_size": experts.width, **config}  # Qwen3.5 lacks it, and has no dense FFN
     sizes = read_sizes(Fields(name, config))
@@ -72,10 +55,9 @@ def _build(name: str, config: dict, family: str, prefix: str = "model") -> Model
         ),
         tables=(table,),
         final_norm=norm,
-        prefix=prefix,
         balance_coefficient=read_balance(fields) if experts else 0.0,
     )
-    return decoder_model(name, family, config, shape)
+    return replace(decoder_model(name, family, config, shape), notice=NOTICE)
 
 
 def _kinds(fields: Fields, count: int) -> list[str]:

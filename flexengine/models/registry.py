@@ -12,8 +12,23 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flexengine.checkpoint.manifest import DownloadError, check_acted_on
+from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.safetensors_format import CheckpointError
-from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next, variants
+from flexengine.models import (
+    deepseek,
+    gemma,
+    gpt2,
+    gpt_oss,
+    llama,
+    mistral,
+    moe,
+    olmo,
+    phi3,
+    qwen,
+    qwen_next,
+    variants,
+    with_images,
+)
 from flexengine.models.any_family import dropout_notice, refuse_other_tasks, refuse_unsupported
 from flexengine.models.checkpoints import open_checkpoint, reads_as_it_is
 from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names
@@ -22,6 +37,7 @@ from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
 from flexengine.models.variant_rows import VARIANTS
+from flexengine.models.wrappers import WRAPPERS
 from flexengine.wording import did_you_mean, hub_model, parse_json, shown
 
 
@@ -59,12 +75,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         gemma.build, "Gemma 3 (text)", "as Gemma 2; normalised queries and keys in place of caps, two rope bases", 3
-    ),
-    "gemma3": Family(
-        gemma.build_with_images,
-        "Gemma 3 with images: its text",
-        "as gemma3_text; the vision tower is exported unchanged",
-        1,
     ),
     "olmo2": Family(olmo.build, "OLMo 2", "norms after attention and FFN, queries and keys normalised by row", 3),
     "olmo3": Family(olmo.build, "OLMo 3", "as OLMo 2; windows in three layers of four, two rope tables", 3),
@@ -104,22 +114,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (dense, text)", "as qwen3_next, with a dense FFN", 3),
     "qwen3_5_moe_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (experts, text)", "as qwen3_next", 3),
-    "qwen3_5": Family(
-        qwen_next.build_with_images,
-        "Qwen3.5-9B, Qwen3.6-27B: their text",
-        "as qwen3_5_text; the vision tower is exported unchanged",
-        1,
-    ),
-    "qwen3_5_moe": Family(
-        qwen_next.build_with_images,
-        "Qwen3.5-35B-A3B: its text",
-        "as qwen3_5_moe_text; the vision tower is exported unchanged",
-        1,
-    ),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
+    "gpt-sw3": Family(gpt2.build, "GPT-SW3", "as gpt2, which its configs call themselves", 0),
     **{
         name: Family(variants.build, row.checkpoints, row.options, row.configs_compared)
         for name, row in VARIANTS.items()
+    },
+    **{
+        name: Family(with_images.build, f"{row.checkpoints}: the text", f"as `{row.text}`; {with_images.BESIDE}", 1)
+        for name, row in WRAPPERS.items()
     },
 }
 
@@ -200,6 +203,7 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
     folder, name = _folder_of(text, needs_weights)
     config = _read_config(folder)
     check_acted_on(folder)
+    config = _as_stored(folder, config)
     # Planning needs the config alone, so the weights may be missing there.
     if not needs_weights and (name != folder.name or not any(folder.glob("*.safetensors"))):
         return ModelSource(build_model(name, config), None, folder)
@@ -212,6 +216,17 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
             " --init random"
         )
     return ModelSource(_with_weights(folder, name, config, needs_weights), folder, folder)
+
+
+def _as_stored(folder: Path, config: Any) -> Any:
+    """State what a config leaves open and the names of the checkpoint's tensors tell. Reads headers only."""
+    if not with_images.leaves_tie_open(config) or not any(folder.glob("*.safetensors")):
+        return config
+    try:
+        with CheckpointReader.open(folder) as reader:
+            return with_images.tied_as_stored(config, reader.tensors)
+    except CheckpointError:  # told where the weights are read
+        return config
 
 
 def _folder_of(text: str, needs_weights: bool) -> tuple[Path, str]:

@@ -78,6 +78,14 @@ def hunyuan_experts(fields: Fields, sizes: Sizes) -> Routed:
     return Routed(ExpertShape(count, per_token, width, True, width, shared_gated=False, router=RouterStyle(exact=True)))
 
 
+def aria_experts(fields: Fields, sizes: Sizes) -> Routed:
+    """Read Aria's: stored input by output, those with the largest logits beside shared ones."""
+    count, width = fields.whole("moe_num_experts"), sizes.intermediate_size
+    shared = width * fields.whole("moe_num_shared_experts", 0, least=0)
+    per_token = fields.whole("moe_topk")
+    return Routed(ExpertShape(count, per_token, width, True, shared, shared_gated=False, transposed=True))
+
+
 def ernie_experts(fields: Fields, sizes: Sizes) -> Routed:
     """Read ERNIE's: a bias takes part in the choice by softmax; layers at both ends may have none."""
     width = fields.whole("moe_intermediate_size")

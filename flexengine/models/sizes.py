@@ -14,6 +14,7 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 LAYER_TYPES = (SLIDING, FULL, LINEAR)
 ACTIVATIONS: dict[str, Activation | PlainActivation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2",
+    "xielu": "xielu",
 }  # fmt: skip
 """Activations by their names in configs. Plain "gelu" is another function, and is not supported."""
 

@@ -183,6 +183,8 @@ class ModelSpec:
     max_position_embeddings: int = 0
     longest_sequence: int | None = None
     """Longest sequence that learned positions or frequencies are for; None if they are for all."""
+    beyond_longest: str = ""
+    """What longer sequences would need; empty where that is positions or frequencies."""
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     head_source: str = "lm_head.weight"

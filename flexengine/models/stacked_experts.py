@@ -13,11 +13,13 @@ from typing import Any
 from flexengine.models.spec import ParamSpec, WeightSource
 
 
-def stacked_options(row_weight: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def product_options(biased: bool, transposed: bool, row_weight: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Give the options of both products of the experts.
 
     A router's weight multiplies the input of the last product, so it must multiply that product's bias as well.
     """
+    if not biased:
+        return {"transposed": transposed}, {"transposed": transposed}
     gate_up = {"bias": "experts_gate_up.bias", "transposed": True}
     return gate_up, {"bias": "experts_down.bias", "row_weight": row_weight, "transposed": True}
 

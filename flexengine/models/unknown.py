@@ -41,25 +41,19 @@ MISSING_IN_TYPES: dict[str, str] = {
         "gpt_neox gpt_neox_japanese falcon codegen persimmon fuyu"
     ),
     "a bias of the head": "phi gptj phimoe",
-    "xIELU, an activation with weights": "apertus apertus1p5_text apertus1p5",
     "norms after the experts": "axk1",
     "norms of queries and keys without weights": "nanochat",
-    "frequencies of their own in single layers": "granite_swa granitemoe_swa cohere_compass_text cohere_compass",
-    "queries, keys and values in one tensor beside experts": "sarvam_moe",
-    "tensors that are called otherwise": "exaone gpt-sw3",
-    "latent attention with scaled queries or residuals": "minicpm3 mistral4",
-    "latent attention whose config has other fields than DeepSeek's": "glm4_moe_lite sarvam_mla youtu",
-    "a config whose text is described inside of one for images or sound": (
-        "aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl deepseek_vl_hybrid "
-        "ernie4_5_vl_moe exaone4_5 fast_vlm glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 hunyuan_vl "
-        "hyperclovax_vision_v2 idefics2 idefics3 internvl kimi_k25 lighton_ocr llava llava_next llava_next_video "
-        "llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 molmo2 moss_transcribe_diarize ovis2 "
-        "paddleocr_vl paligemma perception_lm pi0 pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl "
-        "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm unlimited_ocr video_llama_3 video_llava "
-        "vipllava"
+    "frequencies of their own in single layers": "cohere_compass_text cohere_compass",
+    "latent attention with scaled queries": "mistral4",
+    "a text whose block is described inside of a config for images or sound alone": (
+        "cosmos3_edge cosmos3_omni deepseek_ocr2 ernie4_5_vl_moe molmo2 pi0 unlimited_ocr"
     ),
+    "a tower of another library, beside which no text was compared": "fast_vlm perception_lm",
+    "attention to later tokens of a prompt": "paligemma",
+    "a head that classifies": "shieldgemma2",
+    "a tokenizer of images and sound": "apertus1p5",
     "attention over chosen keys (an indexer)": (
-        "deepseek_v32 glm_moe_dsa axk2 dots3_note dots3_note_text qwen4_exp qwen4_exp_text hy_v4 hy_v4_vl glm5_next "
+        "axk2 dots3_note dots3_note_text qwen4_exp qwen4_exp_text hy_v4 hy_v4_vl glm5_next "
         "minimax_m3_vl_text minimax_m3_vl"
     ),
     "several residuals side by side": "deepseek_v4 hrm_text mistral_large4",
@@ -81,7 +75,7 @@ MISSING_IN_TYPES: dict[str, str] = {
     "image tokens that the model predicts": "emu3 chameleon janus",
     "experts beside norms after the branches": "flex_olmo beam kolibri1 afmoe cohere2_moe",
     "gates of heads of another kind": "dory flint laguna muse_glimmer muse_spark step3p7",
-    "experts whose weights one tensor holds in another order": "aria_text aria phi4_multimodal",
+    "experts whose weights one tensor holds in another order": "phi4_multimodal qwen3_vl_moe",
 }
 """Feature -> types of transformers that are not supported for want of it."""
 

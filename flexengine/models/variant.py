@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexengine.models.block_shape import AnyNorm, BlockNames, Norms
+from flexengine.models.decoder import DecoderNames
 from flexengine.models.fields import Fields
 from flexengine.models.rope import THETA
 from flexengine.models.routed import Routed
@@ -81,6 +82,12 @@ def smollm_rotated(fields: Fields, kinds: list[str]) -> list[bool]:
     return [bool(x) for x in stated]
 
 
+def indexed(fields: Fields, count: int) -> list[str]:
+    """Read the kinds of layers where an indexer chooses keys: all of them, in sequences that are short enough."""
+    layer_types(fields, count, [], ("indexed_attention",))
+    return [FULL] * count
+
+
 def everywhere(fields: Fields, kinds: list[str]) -> list[bool]:
     """Rotate in all layers."""
     return [True] * len(kinds)
@@ -94,6 +101,16 @@ def in_windows(fields: Fields, kinds: list[str]) -> list[bool]:
 def in_windows_if_any(fields: Fields, kinds: list[str]) -> list[bool]:
     """Rotate in layers with a window, or in all where the config has no window."""
     return [kind == SLIDING or not read_window(fields) for kind in kinds]
+
+
+def halves(fields: Fields) -> bool:
+    """Rotate pairs of which one lies in each half."""
+    return False
+
+
+def side_by_side(fields: Fields) -> bool:
+    """Rotate pairs side by side, unless the config says otherwise."""
+    return fields.switch("rope_interleave", True)
 
 
 def one(fields: Fields) -> float:
@@ -114,6 +131,18 @@ def over(name: str, default: float = 1.0) -> Number:
 def root_of_width(fields: Fields) -> float:
     """Scale by sqrt(hidden_size)."""
     return math.sqrt(fields.whole("hidden_size"))
+
+
+def depth_scale(fields: Fields) -> float:
+    """Scale branches by scale_depth / sqrt(layers)."""
+    depth = fields.number("scale_depth", None, low=1e-6, high=1e6)
+    return 1.0 if depth is None else depth / math.sqrt(fields.whole("num_hidden_layers"))
+
+
+def base_scale(fields: Fields) -> float:
+    """Scale logits by dim_model_base / hidden_size."""
+    base = fields.number("dim_model_base", None, low=1.0, high=2.0**20)
+    return 1.0 if base is None else base / fields.whole("hidden_size")
 
 
 def usual(fields: Fields) -> float | None:
@@ -189,6 +218,16 @@ def with_rotary_dim(config: dict) -> dict:
     return config
 
 
+def latent_heads(config: dict) -> dict:
+    """Tell the width of heads of latent attention, which have keys of their own each."""
+    nope, rope = (config.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    if not isinstance(nope, int) or not isinstance(rope, int):
+        return config
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    equal = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else None
+    return {**config, "head_dim": nope + rope, "v_head_dim": config.get("v_head_dim") or equal}
+
+
 def with_rope(**options: Any) -> Callable[[dict], dict]:
     """Give rope options to a config that states none."""
     none = lambda config: config.get("rope_parameters") is None and not config.get("rope_scaling")  # noqa: E731
@@ -216,7 +255,10 @@ class Variant:
     checkpoints, options, configs_compared: as in registry.py:Family. defaults: of fields that a config leaves out.
     renamed: a config's own names of fields -> usual ones. adjusted: what else is told in another way. refused: fields
     that ask for features which no op has. eps: the field that states it, and its default. share: of a head that is
-    rotated. typed_ropes: frequencies for each kind of layers.
+    rotated. typed_ropes: frequencies for each kind of layers. latent: whether latent attention rotates pairs side by
+    side; None for attention of the usual kind. longest: the field with the longest sequence that trains, and beyond
+    it what longer ones would need.
+    layer_thetas: the field with a base for every layer, 0 for one that does not rotate.
     """
 
     checkpoints: str
@@ -258,4 +300,9 @@ class Variant:
     query_scale: Callable[[Fields], tuple[float, int] | None] = no_scaling
     experts: Callable[[Fields, Sizes], Routed] | None = None
     balanced: bool = False
+    latent: Callable[[Fields], bool] | None = None
+    longest: str = ""
+    beyond: str = ""
+    layer_thetas: str = ""
+    parts: DecoderNames = field(default_factory=DecoderNames)
     notice: str = ""

@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from flexengine.models.block_shape import BlockNames
+from flexengine.models.decoder import DecoderNames
+from flexengine.models.granite_rows import GRANITES
+from flexengine.models.latent_rows import LATENT, LATER
 from flexengine.models.routed import (
+    aria_experts,
     ernie_experts,
-    granite_experts,
     hunyuan_experts,
     mellum_experts,
     minimax_experts,
@@ -21,15 +24,12 @@ from flexengine.models.variant import (
     all_windows,
     all_windows_named,
     both,
-    both_if,
     from_query_scalar,
     full_every,
     in_windows,
     in_windows_if_any,
     llama4_scaling,
     ntk_alpha,
-    over,
-    own_scale,
     post,
     root_of_width,
     smollm_kinds,
@@ -46,34 +46,27 @@ from flexengine.ops.rmsnorm import NormStyle
 LN, BARE = LayerNormStyle(0.0), LayerNormStyle(0.0, weight=False, bias=False)
 GLM = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "attention_bias": True}
 SHARED = "mlp.shared_experts"
-GRANITE: dict[str, Any] = {
+APERTUS: dict[str, Any] = {
+    "defaults": {"max_position_embeddings": 65536},
+    "adjusted": with_rope(
+        rope_type="llama3",
+        rope_theta=12e6,
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    ),
+    "theta": 12e6,
+    "eps": ("rms_norm_eps", 1e-5),
+    "qk_norm": "head",
     "qkv_bias": "attention_bias",
     "o_bias": "attention_bias",
-    "embedding_scale": times("embedding_multiplier"),
-    "residual_scale": times("residual_multiplier"),
-    "logit_scale": over("logits_scaling"),
-    "score_scale": times("attention_multiplier"),
-    "defaults": {"max_position_embeddings": 2048},
-}
-GRANITE_MOE: dict[str, Any] = {
-    **GRANITE,
-    "defaults": {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "experts": granite_experts,
-    "balanced": True,
-    "names": BlockNames(
-        router="block_sparse_moe.router.layer",
-        experts="block_sparse_moe",
-        experts_fused=("input_linear.weight", "output_linear.weight"),
-        expert_gate_up=(),
-        expert_down="",
-        shared="shared_mlp",
-        shared_gate_up=("input_linear",),
-        shared_down="output_linear",
-    ),
+    "activation": "xielu",
+    "plain": True,
+    "names": BlockNames(attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm", gate_up=("mlp.up_proj",)),
 }
 BALANCE = "a loss that balances experts"
 EXPERT_COUNTS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
-LATER = "layers that predict further tokens, if any, are not trained: they are exported as they are"
 
 VARIANTS: dict[str, Variant] = {
     "gemma": Variant(
@@ -282,21 +275,6 @@ VARIANTS: dict[str, Variant] = {
         renamed={"num_local_experts": "num_experts"}, kinds=all_windows_named, experts=mellum_experts, balanced=True,
         notice=LATER,
     ),
-    "granite": Variant(
-        "Granite 3.0 to 3.3, dense 4.0", "scaled embedding, residuals, scores and logits", mlp_bias="mlp_bias",
-        **GRANITE
-    ),
-    "granitemoe": Variant("Granite 3.0 and 3.1 1B-A400M, 3B-A800M", "as granite; experts in one tensor", **GRANITE_MOE),
-    "granitemoeshared": Variant("Granite MoE with a shared expert", "as granitemoe; a shared expert", **GRANITE_MOE),
-    "hyperclovax": Variant(
-        "HyperCLOVA X SEED", "as granite; norms before and after",
-        configs_compared=2, defaults={"max_position_embeddings": 2048, "use_post_norm": True},
-        norms=both_if("use_post_norm"),
-        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias",
-        embedding_scale=times("embedding_multiplier"), residual_scale=times("residual_multiplier"),
-        logit_scale=times("logits_scaling"), score_scale=own_scale,
-        names=BlockNames(attn_post_norm="post_norm1", mlp_post_norm="post_norm2"),
-    ),
     "olmo": Variant(
         "OLMo 1B, 7B", "LayerNorm without weights", defaults={"max_position_embeddings": 2048}, norm=BARE,
         eps=("layer_norm_eps", 1e-5), qkv_bias="attention_bias", o_bias="attention_bias",
@@ -341,5 +319,48 @@ VARIANTS: dict[str, Variant] = {
         eps=("layer_norm_eps", 1e-5), tied=True, interleaved=True, parallel=True, qkv_bias="attention_bias",
         o_bias="attention_bias", kinds=full_every(4, 3), rotated=in_windows, logit_scale=times("logit_scale", 0.0625),
     ),
+    "exaone": Variant(
+        "EXAONE 3.0, 3.5", "tensors of other names",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096}, theta=5e5, eps=("rms_norm_eps", 1e-5),
+        renamed={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",
+                 "activation_function": "hidden_act"},
+        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias",
+        parts=DecoderNames("transformer", "wte", "h", "ln_f"),
+        names=BlockNames(
+            attn_norm="ln_1", qkv=tuple(f"attn.attention.{name}_proj" for name in "qkv"), o="attn.attention.out_proj",
+            mlp_norm="ln_2", gate_up=("mlp.c_fc_0", "mlp.c_fc_1"), down="mlp.c_proj",
+        ),
+    ),
+    "sarvam_moe": Variant(
+        "Sarvam 30B", "as GLM-4.5, whole heads rotated; queries, keys and values in one tensor",
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 131072, "moe_intermediate_size": 1024,
+            "num_experts_per_tok": 6, "n_shared_experts": 1, "n_routed_experts": 128, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5, "use_qk_norm": True,
+        },
+        theta=8e6, qk_norm="head", has_qk_norm="use_qk_norm", qkv_bias="attention_bias", experts=sigmoid_experts,
+        partial=True,
+        renamed={**EXPERT_COUNTS, "use_qkv_bias": "attention_bias"}, refused={"output_router_logits": BALANCE},
+        notice=LATER, parts=DecoderNames(embed="word_embeddings"),
+        names=BlockNames(
+            qkv=("attention.query_key_value",), o="attention.dense", q_norm="attention.query_layernorm",
+            k_norm="attention.key_layernorm", router_bias="mlp.gate.expert_bias", shared=SHARED,
+        ),
+    ),
+    "apertus": Variant("Apertus 8B, 70B", "xIELU without a gate, queries and keys normalised by head", **APERTUS),
+    "apertus1p5_text": Variant(
+        "Apertus 1.5 (text)", "as apertus", refused={"output_vocab_size": "a head of fewer words"}, **APERTUS
+    ),
+    "aria_text": Variant(
+        "Aria (text)", "experts in one tensor beside shared ones, stored input by output",
+        defaults={"max_position_embeddings": 2048, "moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2},
+        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", experts=aria_experts,
+        names=BlockNames(
+            router="mlp.router", experts_fused=("fc1.weight", "fc2.weight"), expert_gate_up=(), expert_down="",
+            shared=SHARED,
+        ),
+    ),
+    **GRANITES,
+    **LATENT,
 }  # fmt: skip
 """Model type -> what it has beside Llama's decoder."""

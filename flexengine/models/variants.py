@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from flexengine.models.block_shape import BlockShape
 from flexengine.models.decoder import DecoderShape, decoder_model
+from flexengine.models.deepseek import read_heads
 from flexengine.models.fields import Fields
+from flexengine.models.latent_block import LatentAttention
 from flexengine.models.moe import check_counts, read_balance
-from flexengine.models.rope import rope_table, typed_rope_table
+from flexengine.models.rope import THETA_RANGE, rope_table, score_scale, typed_rope_table
 from flexengine.models.sizes import FULL, SLIDING, Sizes, read_activation, read_sizes, read_window
 from flexengine.models.spec import ModelSpec, Table
 from flexengine.models.variant import Told, Variant
@@ -26,30 +28,42 @@ def build(name: str, config: dict) -> ModelSpec:
     sizes, norm = read_sizes(fields), row.norm._replace(eps=fields.number(*row.eps, high=1.0))
     kinds = row.kinds(fields, sizes.num_hidden_layers)
     rotated = row.rotated(fields, kinds)
-    tables = _tables(name, config, sizes.head_dim, row)
+    latent = None if row.latent is None else _latent(fields, row.latent(fields))
+    tables = _tables(fields, config, latent.heads.rope_dim if latent else sizes.head_dim, row)
+    by_layer = [tables[kind] if rotates else None for kind, rotates in zip(kinds, rotated, strict=True)]
+    if row.layer_thetas and fields.values.get(row.layer_thetas) is not None:
+        by_layer = _tables_by_layer(fields, len(kinds), sizes.head_dim, row.layer_thetas)
     experts = None if row.experts is None else row.experts(fields, sizes)
     if experts is not None:
         check_counts(name, experts.shape)
 
     def block(index: int) -> BlockShape:
         shape = _block(fields, sizes, row, kinds[index])
-        table = tables[kinds[index]]
-        shape = replace(shape, norm=norm, rope=table.name if rotated[index] else None, rope_scaling=table.scaling)
+        table = by_layer[index]
+        rope = {} if table is None else {"rope_scaling": table.scaling}
+        shape = replace(shape, norm=norm, rope=None if table is None else table.name, **rope)
+        if latent:
+            scale = sizes.head_dim**-0.5 * score_scale(config, name)
+            shape = replace(shape, mixer=latent, attention=AttentionStyle(scale))
         return shape if experts is None or index in experts.dense else replace(shape, experts=experts.shape)
 
     shape = DecoderShape(
         vocab_size=sizes.vocab_size,
         tie_word_embeddings=fields.switch("tie_word_embeddings", row.tied),
         blocks=tuple(block(i) for i in range(sizes.num_hidden_layers)),
-        tables=tuple(dict.fromkeys(tables.values())),
+        tables=tuple(dict.fromkeys(table for table in (*by_layer, *tables.values()) if table is not None)),
         final_norm=norm,
         embedding_scale=row.embedding_scale(fields),
         logit_scale=row.logit_scale(fields),
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0) if row.capped else 0.0,
         balance_coefficient=read_balance(fields) if row.balanced else 0.0,
         names=row.names,
+        parts=row.parts,
     )
     spec = decoder_model(name, family, config, shape)
+    if row.longest:
+        stated = min(fields.whole(row.longest), spec.longest_sequence or 2**31)
+        spec = replace(spec, longest_sequence=stated, beyond_longest=row.beyond)
     return replace(spec, notice=row.notice) if row.notice else spec
 
 
@@ -71,8 +85,14 @@ def _refuse_others(fields: Fields, row: Variant) -> None:
         raise ValueError(f"{fields.model}: config.json asks for {'; '.join(found)}: not supported in this model type")
 
 
-def _tables(name: str, config: dict, head_dim: int, row: Variant) -> dict[str, Table]:
+def _latent(fields: Fields, interleaved: bool) -> LatentAttention:
+    ranks = fields.whole("q_lora_rank", 0), fields.whole("kv_lora_rank")
+    return LatentAttention(read_heads(fields), *ranks, fields.switch("attention_bias", False), interleaved)
+
+
+def _tables(fields: Fields, config: dict, head_dim: int, row: Variant) -> dict[str, Table]:
     """Give the frequencies of each kind of layers."""
+    name = fields.model
     if row.typed_ropes:
         thetas = {FULL: row.theta, SLIDING: row.window_theta}
         return {
@@ -80,6 +100,20 @@ def _tables(name: str, config: dict, head_dim: int, row: Variant) -> dict[str, T
         }
     options = {"theta": row.theta, "share": row.share, "partial": row.share < 1.0 or row.partial}
     return dict.fromkeys((FULL, SLIDING), rope_table(config, head_dim, name, config["model_type"], **options))
+
+
+def _tables_by_layer(fields: Fields, count: int, head_dim: int, place: str) -> list[Table | None]:
+    """Give the frequencies of each layer of a config that states a base for each; None for a layer without rotation."""
+    thetas = fields.numbers(place, count, 0.0, THETA_RANGE[1])
+    options = fields.nested("rope_parameters") or fields.nested("rope_scaling")
+
+    def table(theta: float) -> Table:
+        rope = {**options, "rope_theta": theta}
+        config = {**fields.values, "rope_theta": None, "rope_scaling": None, "rope_parameters": rope}
+        return rope_table(config, head_dim, fields.model, name=f"inv_freq.{theta:g}")
+
+    made = {theta: table(theta) for theta in set(thetas) if theta}
+    return [made.get(theta) for theta in thetas]
 
 
 def _block(fields: Fields, sizes: Sizes, row: Variant, kind: str) -> BlockShape:

@@ -134,3 +134,18 @@ def test_a_preset_is_exported_with_its_bias(tmp_path):
     assert bias.dtype == torch.float32
     assert not bias.any()
     engine.close()
+
+
+def test_the_indexer_is_exported_as_it_is_and_longer_sequences_are_refused(tmp_path):
+    """As DeepSeek-V3.2 trains: within index_topk tokens its indexers choose every key."""
+    saved_model(tmp_path / "base", CASES["deepseek_v32"])
+    options = {"max_global_batch_tokens": 128, "hardware": "cpu-test", "device": "cpu"}
+    with from_pretrained(tmp_path / "base", AdamW(lr=1e-2), max_seq_len=64, **options) as engine:
+        engine.train_step(random_batch(0, [60, 9], 60))
+        engine.save_pretrained(tmp_path / "export")
+    base, export = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "export"))
+    assert base.keys() == export.keys()
+    indexers = {name for name in base if ".indexer." in name}
+    same_bits({name: export[name] for name in indexers}, {name: base[name] for name in indexers})
+    with pytest.raises(ValueError, match=r"max_seq_len=65, but base has attention over keys that an indexer chooses"):
+        from_pretrained(tmp_path / "base", max_seq_len=65, **options)

@@ -66,7 +66,8 @@ def test_the_text_of_a_model_with_images(family, tmp_path, caplog):
     tensors["mtp.norm.weight"] = torch.randn(5)
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     engine = opened(tmp_path / "source")
-    assert "the text part is trained; model.visual, and heads that predict further tokens (mtp)" in caplog.text
+    beside = "the tensors beside it are exported unchanged (vision tower, projector)"
+    assert f"the text part is trained; {beside}; heads that predict further tokens (mtp)" in caplog.text
     row = random_batch(1, [37], 59)[0]
     assert engine.train_step([row])[0].loss == pytest.approx(loss_of(model, row).item(), abs=1e-5)
     engine.save_pretrained(tmp_path / "export")
