@@ -170,11 +170,14 @@ def probe_shape(spec: ModelSpec) -> ProbeShape:
 # ---- budgets ----------------------------------------------------------------------------------------------------
 
 
-def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1) -> Request:
+def make_request(
+    job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1, whole_sequences: bool = False
+) -> Request:
     """Make what a job asks of the planner for all ranks.
 
     A budget that is not given is what is free on the machine, less some room for the system (`system_room`).
-    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. ranks: of a node. Raises ValueError
+    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. ranks: of a node. whole_sequences: as
+    of the model. Raises ValueError
     where the machine has no memory left or cannot do what the job wants.
     """
     if job.transport != "auto" and ranks * nodes == 1:
@@ -201,6 +204,7 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: in
         transport=job.transport,
         recompute=job.recompute,
         reproducible=job.reproducible,
+        whole_sequences=whole_sequences,
         graphs=job.cuda_graphs,
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,
