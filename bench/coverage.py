@@ -11,6 +11,7 @@ types of which no tiny model is made here. Needs transformers; takes a few minut
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import warnings
 from collections import Counter
@@ -29,6 +30,7 @@ from flexengine.models.registry import FAMILIES, build_model
 from flexengine.models.unknown import MISSING_IN_TYPES, is_encoder
 
 BOUND, OPAQUE_BOUND = 3e-5, 1e-4
+MOST_PARAMETERS = 1 << 23
 IDS = [[5, 17, 3, 29, 11, 7, 2, 41, 19, 23, 31, 8, 13, 37], [7, 3, 60], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8,
@@ -43,7 +45,23 @@ TINY = {
 }  # fmt: skip
 """Sizes of the tiny models, as far as a type has the field."""
 OF_TYPE: dict[str, dict[str, Any]] = {
-    **{kind: {"num_key_value_heads": 4, "head_dim": 4} for kind in ("deepseek_v2", "deepseek_v3")},
+    **{
+        kind: {"num_key_value_heads": 4, "head_dim": 4}
+        for kind in (
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe_lite",
+            "sarvam_mla",
+            "youtu",
+            "axk1",
+            "axk2",
+            "minicpm3",
+            "mistral4",
+            "longcat_flash",
+            "bailing_hybrid",
+        )
+    },
     "dots1": {"n_shared_experts": 1},
     **{kind: {"rotary_dim": 4} for kind in ("gptj", "codegen")},
     **{
@@ -79,6 +97,10 @@ def tiny_model(kind: str) -> Any:
     """A random model of a type, in float32; norms and biases are random, too."""
     torch.manual_seed(7)
     config = tiny_config(kind)
+    with torch.device("meta"):
+        size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size} parameters with the sizes that are known here")
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -129,16 +151,18 @@ def row_of(kind: str) -> dict[str, Any]:
 
 def _not_native(kind: str) -> dict[str, Any]:
     listed = [feature for feature, types in MISSING_IN_TYPES.items() if kind in types.split()]
+    config: dict[str, Any] = {"model_type": kind}
+    if not is_encoder(kind):
+        try:
+            _loss(tiny_model(kind), IDS[0])
+            config = tiny_config(kind).to_dict()
+        except Exception as error:
+            return {"state": "untried", "error": f"transformers: {_short(error)}"}
     try:
-        build_model(kind, {"model_type": kind, **({} if is_encoder(kind) else tiny_config(kind).to_dict())})
-        tiny_model(kind)
+        build_model(kind, config)
     except ValueError as error:
-        if "in config.json is not supported" not in str(error):
-            return {"state": "untried", "error": _short(error)}
         named = (bool(listed) and listed[0] in str(error)) or "as opaque blocks" in str(error)
         return {"state": "refused" if named else "refused without a reason", "missing": listed, "error": _short(error)}
-    except Exception as error:  # transformers makes no such model
-        return {"state": "untried", "error": _short(error)}
     errors = compared(kind)
     return {"state": "opaque" if max(errors.values()) <= OPAQUE_BOUND else "differs", **errors}
 
@@ -148,25 +172,31 @@ def _short(error: Exception) -> str:
     return text.partition("; nor does it run as opaque blocks: ")[2][:200] or text[:200]
 
 
+def _write(path: Path | None, rows: dict[str, dict[str, Any]]) -> None:
+    if path is not None:
+        counts = Counter(row["state"] for row in rows.values())
+        write_json(str(path), {"counts": counts, "types": dict(sorted(rows.items()))})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a row for each type; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="types whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, and go on after those that it has")
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
-    rows: dict[str, dict[str, Any]] = {}
-    for kind in sorted(kind for kind in CAUSAL if arguments.only in kind):
+    found = arguments.json is not None and arguments.json.exists()
+    rows: dict[str, dict[str, Any]] = json.loads(arguments.json.read_text())["types"] if found else {}
+    for kind in sorted(kind for kind in CAUSAL if arguments.only in kind and kind not in rows):
         try:
             rows[kind] = row_of(kind)
         except Exception as error:  # the row of a type that fails shall not cost the others'
             rows[kind] = {"state": "fails", "error": f"{type(error).__name__}: {str(error)[:200]}"}
         print(kind, *(f"{key}={value}" for key, value in rows[kind].items()), flush=True)
+        _write(arguments.json, rows)
     counts = Counter(row["state"] for row in rows.values())
     print(", ".join(f"{state}: {count}" for state, count in counts.most_common()))
-    if arguments.json:
-        write_json(str(arguments.json), {"counts": counts, "types": rows})
     return int(bool(set(counts) - {"native", "opaque", "refused", "untried"}))
 
 

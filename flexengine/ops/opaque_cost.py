@@ -7,6 +7,7 @@ of a layer grow at most with the square of the length, and a line between two po
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
@@ -53,10 +54,14 @@ class CallCost(NamedTuple):
 
 
 class CostCurve:
-    """Costs of calls by length. traced: gives that of a length, in elements of TRACED_BYTES."""
+    """Costs of calls by length. traced: gives that of a length, in elements of TRACED_BYTES.
 
-    def __init__(self, traced: Callable[[int], CallCost]) -> None:
+    longest: tokens of the longest sequence that the model has positions for; of more tokens there are more calls.
+    """
+
+    def __init__(self, traced: Callable[[int], CallCost], longest: int | None = None) -> None:
         self._traced = lru_cache(maxsize=None)(traced)
+        self._limit = longest or sys.maxsize
 
     def at(self, tokens: int, compute_bytes: int) -> CallCost:
         """The cost of a call on a sequence of so many tokens, where an element takes compute_bytes."""
@@ -73,18 +78,21 @@ class CostCurve:
 
     @cached_property
     def _longest(self) -> int:
-        short, double = (self._traced(length).forward.kernels for length in (SHORTEST, 2 * SHORTEST))
-        return LONGEST_LOOP if double > 1.5 * short else LONGEST
+        """The longest length that is traced."""
+        lengths = (min(length, self._limit) for length in (SHORTEST, 2 * SHORTEST))
+        short, double = (self._traced(length).forward.kernels for length in lengths)
+        return min(LONGEST_LOOP if double > 1.5 * short else LONGEST, self._limit)
 
     def _between(self, tokens: int) -> CallCost:
+        tokens = min(tokens, self._limit)
         if tokens > self._longest:
             return self._beyond(tokens)
-        high = max(SHORTEST, 1 << (tokens - 1).bit_length())
+        power = max(SHORTEST, 1 << (tokens - 1).bit_length())
+        low, high = power // 2, min(power, self._limit)
         if tokens == high or tokens <= SHORTEST:
             return self._traced(high)
-        share = (tokens - high // 2) / (high - high // 2)
-        low, nothing = self._traced(high // 2), CallCost(Work(), Work(), 0)
-        return nothing.combined(low, 1.0 - share).combined(self._traced(high), share)
+        share, nothing = (tokens - low) / (high - low), CallCost(Work(), Work(), 0)
+        return nothing.combined(self._traced(low), 1.0 - share).combined(self._traced(high), share)
 
     def _beyond(self, tokens: int) -> CallCost:
         """Lagrange's parabola through the last three lengths."""

@@ -43,11 +43,12 @@ def check_contexts(skeleton: Skeleton) -> list[Context]:
     skeleton.others = None
     for index, (one, other) in enumerate(zip(*found, strict=True)):
         for name, value in one.items():
-            _check_given(index, name, value, other.get(name))
+            check_given(index, name, value, other.get(name))
     return found[0]
 
 
-def _check_given(index: int, name: str, value: Any, other: Any) -> None:
+def check_given(index: int, name: str, value: Any, other: Any) -> None:
+    """Check one thing that a layer is given. Raises: StructureError where it is more than a constant."""
     given = f"layer {index} is given {name} beside the hidden state"
     for leaf, same in zip(tree_leaves(value), tree_leaves(other), strict=True):
         if isinstance(leaf, Tensor):

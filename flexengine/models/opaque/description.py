@@ -39,6 +39,7 @@ def build(name: str, config: dict[str, Any]) -> ModelSpec:
         vocab_size=edges.vocab_size,
         head_dim=getattr(text, "head_dim", None) or skeleton.width // (getattr(text, "num_attention_heads", 0) or 1),
         max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
+        longest_sequence=skeleton.longest_sequence,
         initializer_range=getattr(text, "initializer_range", None) or 0.02,
         tie_word_embeddings=edges.tied,
         head_source=edges.head_source,
@@ -64,7 +65,7 @@ def _blocks(skeleton: Skeleton, edges: Edges, calls: LayerCalls) -> list[LayerCo
         params = tuple(parameter(skeleton, name, p) for name, p in layer.named_parameters())
         buffers = _buffers(skeleton, layer)
         if key not in known:
-            cost = CostCurve(lambda tokens, index=index: calls.cost(index, tokens))
+            cost = CostCurve(lambda tokens, index=index: calls.cost(index, tokens), skeleton.longest_sequence)
             names = tuple(param.name for param in params)
             op = OpaqueBlock(
                 "layer", ("entered" if key[1] else "x", "y"), (skeleton.width, skeleton.width), names, calls, cost

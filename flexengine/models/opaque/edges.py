@@ -97,7 +97,10 @@ class Edges:
         """An op before or after the layers. local: its parameters' names in base by those that it uses."""
         skeleton, width = self.skeleton, self.skeleton.width
         shapes = {own: tuple(skeleton.outside[other].shape) for own, other in local.items()}
-        cost = CostCurve(lambda tokens: traced_call(lambda w, x: function(0, w, x), shapes, width, tokens, "cpu"))
+        longest = skeleton.longest_sequence
+        cost = CostCurve(
+            lambda tokens: traced_call(lambda w, x: function(0, w, x), shapes, width, tokens, "cpu"), longest
+        )
         widths = width, width if rows is None else self.output.weight.shape[1]
         return OpaqueBlock(name, io, widths, tuple(local), skeleton.titled(function), cost, rows)
 
@@ -142,5 +145,7 @@ class Edges:
         def final(layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
             return skeleton.after_layers(x, {own: weights[name] for name, own in local.items()})
 
-        op = self._around("final_norm", ("x", "h"), local, final, ROWS_PER_CALL)
+        op = self._around(
+            "final_norm", ("x", "h"), local, final, min(ROWS_PER_CALL, skeleton.longest_sequence or ROWS_PER_CALL)
+        )
         return op, tuple(parameter(skeleton, name, skeleton.outside[own]) for name, own in local.items())

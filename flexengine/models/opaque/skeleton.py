@@ -89,6 +89,16 @@ class Skeleton:
         """Elements per token of the hidden state."""
         return self.first_input(torch.zeros(1), {}, input_ids=torch.zeros(1, 1, dtype=torch.int64)).shape[-1]
 
+    @cached_property
+    def longest_sequence(self) -> int | None:
+        """Tokens that a table of positions is for; None where the model has no such table."""
+        stated = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if not isinstance(stated, int):
+            return None
+        tables = [p for p in self.outside.values() if p is not self.model.get_input_embeddings().weight]
+        sizes = {size for table in (*tables, *self.base.buffers()) if table.dim() > 1 for size in table.shape}
+        return stated if any(stated <= size < stated + 8 for size in sizes) else None
+
     def buffers_of(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
         """The buffers of a module on a device, by name."""
         key = id(module), device
