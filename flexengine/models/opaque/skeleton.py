@@ -54,7 +54,7 @@ class Skeleton:
     """A causal language model with parameters on the meta device and real buffers.
 
     base: the module that runs the layers. outside: parameters of base that are in no layer, by their names in base.
-    outputs: how many things a layer gives: 1 for a tensor, else the length of its tuple. others: what stands for all
+    outputs: how many things a layer gives in a tuple; 0 where it gives a tensor. others: what stands for all
     of them but the hidden state.
     """
 
@@ -67,7 +67,7 @@ class Skeleton:
         self.outside = {n: p for n, p in self.base.named_parameters() if id(p) not in inside}
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.modules = {id(module): name for name, module in model.named_modules()}
-        self.outputs = 1
+        self.outputs = 0
         self.others: object = None
         self._signatures = [inspect.signature(layer.forward) for layer in self.layers]
         self._buffers: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
@@ -197,7 +197,7 @@ class Skeleton:
         x = torch.zeros(1, 2, self.input_width, dtype=DTYPE)
         context = self._reached(x, {}, inputs_embeds=x).context
         found = self.call_without_storage(0, context, 2)
-        self.outputs = len(found) if isinstance(found, tuple) else 1
+        self.outputs = len(found) if isinstance(found, tuple) else 0
 
     def call_without_storage(self, index: int, context: dict[str, Any], tokens: int) -> Any:
         """Run a layer on a hidden state of so many tokens on the meta device; context: of that length, anywhere."""
@@ -228,7 +228,7 @@ class Skeleton:
             def forward(*args: Any, **given: Any) -> Any:
                 x, context = self._bound(index, args, given)
                 y = run(index, x, context)
-                return (y, *[self.others] * (self.outputs - 1)) if self.outputs > 1 else y
+                return (y, *[self.others] * (self.outputs - 1)) if self.outputs else y
 
             return forward
 
