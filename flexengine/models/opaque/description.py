@@ -17,6 +17,9 @@ from flexengine.models.spec import ModelSpec, WeightSource
 from flexengine.ops.opaque import OpaqueBlock
 from flexengine.ops.opaque_cost import CostCurve
 
+NOTICE = "runs as opaque blocks: recomputed, not fused"
+UNBALANCED = "; the loss that balances experts is left out"
+
 
 def build(name: str, config: dict[str, Any]) -> ModelSpec:
     """Describe the model of a config that transformers knows.
@@ -44,7 +47,7 @@ def build(name: str, config: dict[str, Any]) -> ModelSpec:
         tie_word_embeddings=edges.tied,
         head_source=edges.head_source,
         prefix=edges.prefix,
-        notice="runs as opaque blocks: recomputed, not fused",
+        notice=NOTICE + (UNBALANCED if getattr(text, "output_router_logits", False) else ""),
     )
 
 
