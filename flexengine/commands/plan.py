@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.compare:
         return _compare(asked)
     profile = machine(asked, flags.gpu)
-    request = request_of(asked, job, profile, model)
+    request = request_of(asked, job, profile)
     if found := budgets_found(job, request, profile, profile.device_type):
         print(found, file=sys.stderr)
     try:
@@ -69,9 +69,11 @@ def main(argv: Sequence[str]) -> int:
     return _fits(asked, Picture(plan, model, profile))
 
 
-def request_of(asked: Asked, job: Job, profile: HardwareProfile, model: ModelSpec) -> Request:
+def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:
     """What is asked of the planner for all GPUs together."""
-    return make_request(job, profile, profile.device_type, asked.flags.gpus, asked.flags.nodes, model.whole_sequences)
+    return make_request(
+        job, profile, profile.device_type, asked.flags.gpus, asked.flags.nodes, asked.model.whole_sequences
+    )
 
 
 def _network_bytes_per_s(flags: argparse.Namespace) -> float:
