@@ -274,7 +274,7 @@ def _profile(hardware: HardwareProfile | str | Path | None, opened: _Opened) -> 
 def _plan(opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, cache_bytes: int) -> Plan:
     """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free."""
     source, job, device = opened
-    request = make_request(job, profile, device.type, ranks.local_size, ranks.nodes)
+    request = make_request(job, profile, device.type, ranks.local_size, ranks.nodes, source.spec.whole_sequences)
     plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:

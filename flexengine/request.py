@@ -41,6 +41,7 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     ValueError where it cannot take them, or as `with_matmul_dtype`, `with_keep_dtype`, `with_frozen` and
     `with_base_dtype`.
     """
+    _check_opaque(spec, job)
     model = with_keep_dtype(with_matmul_dtype(spec, job.matmul_dtype), job.keep_dtype)
     model = with_lora(model, job.lora_setup) if job.lora_setup is not None else with_frozen(model, job.freeze)
     if job.trains and (unread := unread_by_peft(model)):
@@ -51,6 +52,19 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     for option in ("lr_groups", "weight_decay_groups"):
         group_factors(model, option, getattr(job, option))
     return model
+
+
+def _check_opaque(spec: ModelSpec, job: Job) -> None:
+    """Raise ValueError for what takes the single ops of a layer, where layers are opaque blocks."""
+    if not spec.whole_sequences:
+        return
+    for option, value in (("mode", "lora"), ("matmul_dtype", "fp8"), ("keep_dtype", "fp8")):
+        if getattr(job, option) == value:
+            raise ValueError(
+                f"{job.words.setting(option, value)}: layers of {spec.family} run as opaque blocks, whose products are"
+                " not replaced and take no adapters; leave it out (--freeze trains a part of the layers), or give a"
+                " model of a type that flexengine models lists"
+            )
 
 
 def lora_options(lora: LoRA) -> dict[str, Any]:
@@ -175,11 +189,14 @@ def probe_shape(spec: ModelSpec) -> ProbeShape:
 # ---- budgets ----------------------------------------------------------------------------------------------------
 
 
-def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1) -> Request:
+def make_request(
+    job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1, whole_sequences: bool = False
+) -> Request:
     """Make what a job asks of the planner for all ranks.
 
     A budget that is not given is what is free on the machine, less some room for the system (`system_room`).
-    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. ranks: of a node. Raises ValueError
+    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. ranks: of a node. whole_sequences: as
+    of the model. Raises ValueError
     where the machine has no memory left or cannot do what the job wants.
     """
     if job.transport != "auto" and ranks * nodes == 1:
@@ -206,6 +223,7 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str, ranks: in
         transport=job.transport,
         recompute=job.recompute,
         reproducible=job.reproducible,
+        whole_sequences=whole_sequences,
         graphs=job.cuda_graphs,
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,

@@ -71,7 +71,9 @@ def main(argv: Sequence[str]) -> int:
 
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:
     """What is asked of the planner for all GPUs together."""
-    return make_request(job, profile, profile.device_type, asked.flags.gpus, asked.flags.nodes)
+    return make_request(
+        job, profile, profile.device_type, asked.flags.gpus, asked.flags.nodes, asked.model.whole_sequences
+    )
 
 
 def _network_bytes_per_s(flags: argparse.Namespace) -> float:

@@ -61,7 +61,7 @@ def own_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:
     """Pair the names in a checkpoint with what the model calls these tensors, which may be the same."""
     bare = {name: _unwrapped(name) for name in names}
     known, anchor = set(bare.values()), model.embedding_source.removeprefix(model.prefix)
-    prefixes = (model.prefix, *OTHER_PREFIXES[model.prefix])
+    prefixes = (model.prefix, *OTHER_PREFIXES.get(model.prefix, ()))
     prefix = next((prefix for prefix in prefixes if prefix + anchor in known), model.prefix)
     own_head = model.head_source.removesuffix("weight")
 

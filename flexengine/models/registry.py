@@ -31,6 +31,7 @@ from flexengine.models import (
 )
 from flexengine.models.any_family import dropout_notice, refuse_other_tasks, refuse_unsupported
 from flexengine.models.checkpoints import open_checkpoint, reads_as_it_is
+from flexengine.models.opaque.loading import runs_opaque
 from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names
 from flexengine.models.quantised_weights import as_quantised, quantised_by, without_quantisation
 from flexengine.models.sizes import with_class_defaults
@@ -166,13 +167,16 @@ def build_model(name: str, config: Any) -> ModelSpec:
         found = type(config).__name__
         raise ValueError(f"{name}: config.json holds a {found}, expected an object of fields; fetch it again")
     family = config.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str):
+        raise unknown_family(name, family, config)
+    native = FAMILIES.get(family)
+    if native is None and not runs_opaque(name, config):
         raise unknown_family(name, family, config)
     # Refusals come before the builder: it would read a config that asks for something else without noticing.
-    method = quantised_by(name, config, FAMILIES[family].quantised)
+    method = quantised_by(name, config, () if native is None else native.quantised)
     refuse_other_tasks(name, config)
     refuse_unsupported(name, config)
-    spec = FAMILIES[family].build(name, with_class_defaults(family, config))
+    spec = _opaque(name, config) if native is None else native.build(name, with_class_defaults(family, config))
     spec = as_quantised(spec, config, method, plain=ROUTERS)
     notice = "; ".join(filter(None, (spec.notice, dropout_notice(name, config))))
     # The config as it was read, without class defaults: the export writes it back.
@@ -185,6 +189,16 @@ def build_model(name: str, config: Any) -> ModelSpec:
             f"num_hidden_layers={len(spec.blocks)}, vocab_size={spec.vocab_size}"
         )
     return spec
+
+
+def _opaque(name: str, config: dict[str, Any]) -> ModelSpec:
+    """Describe a model of a type without ops of its own. Raises ValueError, saying what is in the way."""
+    from flexengine.models.opaque.description import build  # noqa: PLC0415, needs transformers
+
+    try:
+        return build(name, config)
+    except Exception as error:  # transformers raises all kinds for configs that it cannot read
+        raise unknown_family(name, config["model_type"], config, f"{type(error).__name__}: {error}") from error
 
 
 def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelSource:

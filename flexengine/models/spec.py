@@ -249,6 +249,11 @@ class ModelSpec:
         return replace(self, layers=tuple(renumbered), groups=groups)
 
     @property
+    def whole_sequences(self) -> bool:
+        """Whether chunks must hold sequences whole."""
+        return any(op.whole_sequences for layer in self.layers for op in layer.ops)
+
+    @property
     def buffers(self) -> dict[str, WeightSource]:
         """Tensors that layers read beside parameters, by their names in the checkpoint."""
         return {source.name: source for layer in self.layers for _, source in layer.buffers}

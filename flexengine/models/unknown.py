@@ -111,6 +111,11 @@ MISSING: dict[str, Callable[[Config], bool]] = {
 """Features that a type which is not listed above may have, with tests for the fields that ask for them."""
 
 
+def is_encoder(family: str) -> bool:
+    """Tell whether a type is one of encoders, or of decoders that need one, which see later tokens or other inputs."""
+    return any(family in types.split() for feature, types in MISSING_IN_TYPES.items() if "an encoder" in feature)
+
+
 def missing_feature(family: str, config: Config) -> str:
     """Name what a type has that no supported one has; its whole block if nothing tells."""
     # A feature is named only if a field asks for it: absent fields say nothing about an unknown architecture.
@@ -119,12 +124,13 @@ def missing_feature(family: str, config: Config) -> str:
     return ", ".join(asked) or "a description of its block"
 
 
-def unknown_family(model: str, family: Any, config: Config) -> ValueError:
-    """Make the error for a config of a type that is not supported."""
+def unknown_family(model: str, family: Any, config: Config, opaque: str = "") -> ValueError:
+    """Make the error for a config of a type that is not supported. opaque: why it does not run as opaque blocks."""
     listed = "flexengine models lists those that are"
     if not isinstance(family, str):
         return ValueError(f"{model}: model_type {shown(family)} in config.json is not supported; {listed}")
+    why = f"; nor does it run as opaque blocks: {' '.join(opaque.split())[:200]}" if opaque else ""
     return ValueError(
         f"{model}: model_type {shown(family)} in config.json is not supported; missing: "
-        f"{missing_feature(family, config)}. Give a model of another type; {listed}"
+        f"{missing_feature(family, config)}{why}. Give a model of another type; {listed}"
     )

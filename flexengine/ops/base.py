@@ -90,21 +90,15 @@ class Work(NamedTuple):
             self.head_flops + other.head_flops,
         )
 
+    def times(self, factor: float) -> Work:
+        """So many times this work."""
+        scaled = {name: factor * value for name, value in self._asdict().items()}
+        return Work(**scaled | {"kernels": round(factor * self.kernels)})
+
     def shared(self, calls: int) -> Work:
         """An equal share of so many calls."""
-        if calls == 1:
-            return self
-        return Work(
-            self.matmul_flops / calls,
-            self.attention_forward_flops / calls,
-            self.attention_backward_flops / calls,
-            self.memory_bytes / calls,
-            self.kernels // calls,
-            self.fp8_flops / calls,
-            self.padding_flops / calls,
-            self.grouped_flops / calls,
-            self.head_flops / calls,
-        )
+        shares = {name: value / calls for name, value in self._asdict().items()}
+        return Work(**shares | {"kernels": self.kernels // calls})
 
     @property
     def flops(self) -> float:
@@ -261,6 +255,8 @@ class Op(ABC):
     replays: bool = True
     """Whether its calls launch the same kernels with the same operands for all batches with the same lengths of
     sequences, so that a CUDA graph may stand for them."""
+    whole_sequences: bool = False
+    """Whether a chunk that it is called on must hold its sequences whole."""
     few_operands: bool = False
     """Whether the host issues a call in the time of its launches, which have few operands each; else more operands take
     it longer."""

@@ -7,6 +7,8 @@ are those of the SUM of losses over tokens; the division by the step's active to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -162,9 +164,9 @@ class LMHeadLoss(Op):
         custom = chunk.custom_loss.of_rows(rows)
         return custom_loss_(custom, logits, labels, weights, losses, write_grad, self.soft_cap)
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits [T, V] of x [T, D], for samples: what the losses are made of."""
-        logits = x @ weight.t()
+    def logits_of(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """Logits [T, V] of x [T, D], for samples: what the losses are made of. weights: the layer's parameters."""
+        logits = x @ weights[self.weight].t()
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
     def _blocks(self, env: OpEnv) -> list[slice]:

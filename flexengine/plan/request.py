@@ -82,7 +82,7 @@ class Request:
     transport: how ranks of a node share weights and gradients (see `Plan`), or as the planner finds fastest. graphs:
     whether blocks' commands are replayed as CUDA graphs; auto is where the planner finds that faster, and its plan's
     request then says always. reproducible: where sizes are not given, they follow from model and batch alone
-    (`planner/reproducible.py`).
+    (`planner/reproducible.py`). whole_sequences: no chunk cuts a sequence, as the model's layers take them whole.
     """
 
     max_seq_len: int
@@ -100,6 +100,7 @@ class Request:
     transport: Literal["auto", "relay", "split", "stages"] = "auto"
     graphs: Literal["auto", "never", "always"] = "auto"
     reproducible: bool = False
+    whole_sequences: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):

@@ -36,6 +36,7 @@ def sizes_of_rule(model: ModelSpec, request: Request) -> tuple[int, int]:
     """
     longest, batch = request.max_seq_len, request.max_global_batch_tokens
     chunk = filled(min(CHUNK_TOKENS, max(longest, batch // 2)), longest)
+    chunk = max(chunk, longest) if request.whole_sequences else chunk
     slices = ceil(longest / chunk)  # of a sequence; 1 where chunks hold whole ones
     unit_tokens = longest if slices > 1 else chunk // longest * longest
     units = ceil(batch / unit_tokens)

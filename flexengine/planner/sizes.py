@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexengine.plan import MOST_ROUNDED, Request, rounds_of_step
+from flexengine.plan import MOST_ROUNDED, PlanError, PlanReason, Request, rounds_of_step
 
 CHUNK_TOKENS = tuple(1 << i for i in range(8, 15))
 CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -19,9 +19,9 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
     A round is at most the batch, rounded up to chunks, and takes the longest sequence whole. Where gradients are stored
     in 16 bits, no size makes more rounds of a step than these bear, as far as others are left.
     """
-    request.check_pinned_sizes()
+    check_sizes(request)
     sizes = []
-    for chunk in _chunk_choices(request):
+    for chunk in _allowed(request, _chunk_choices(request)):
         slices = max(1, -(-request.max_seq_len // chunk))
         if request.round_tokens is not None:
             counts = [request.round_tokens // chunk]
@@ -37,6 +37,26 @@ def _sums_well(request: Request, chunk_tokens: int, chunks: int) -> bool:
     """Whether the gradients of a step's rounds, of all ranks, add up within 1% in the dtype that they are stored in."""
     rounds = rounds_of_step(request.max_seq_len, request.max_global_batch_tokens, chunk_tokens, chunks)
     return request.numerics.grad != "bfloat16" or rounds * request.ranks <= MOST_ROUNDED
+
+
+def check_sizes(request: Request) -> None:
+    """Raise PlanError when pinned sizes contradict each other, or cut sequences that layers take whole."""
+    request.check_pinned_sizes()
+    chunk, longest = request.chunk_tokens, request.max_seq_len
+    if request.whole_sequences and chunk is not None and chunk < longest:
+        raise PlanError(
+            PlanReason.INVALID_REQUEST,
+            f"chunk_tokens={chunk} is less than max_seq_len={longest}, and layers that run as opaque blocks take"
+            f" sequences whole\n  works with: --chunk-tokens {longest}, or --max-seq-len {chunk}",
+        )
+
+
+def _allowed(request: Request, chunks: list[int]) -> list[int]:
+    """The sizes that take the longest sequence whole where layers ask for that: at least one of them."""
+    if not request.whole_sequences:
+        return chunks
+    longest, tokens = request.max_seq_len, request.round_tokens
+    return [c for c in chunks if c >= longest] or [tokens if tokens is not None else longest]
 
 
 def _chunk_choices(request: Request) -> list[int]:

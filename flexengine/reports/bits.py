@@ -11,8 +11,8 @@ from typing import Any
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 
-NAMES = {"name", "sources", "fused", "matrices", "slot_class", "divisions", "num_parts"}
-"""Fields of a model that say what something is called in a checkpoint, or how it crosses the link."""
+NAMES = {"name", "sources", "fused", "matrices", "slot_class", "divisions", "num_parts", "cost"}
+"""Fields of a model that say what something is called in a checkpoint, how it crosses the link, or what it costs."""
 
 
 def bits_digest(model: ModelSpec, plan: Plan) -> str:

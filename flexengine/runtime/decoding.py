@@ -57,7 +57,7 @@ class Decoder:
 
     def runs(self, op: Op, env: OpEnv, call: LayerCall) -> bool:
         """Run an op that is not run as in training; returns False for others."""
-        if hasattr(op, "logits"):
+        if hasattr(op, "logits_of"):
             self._take_logits(op, env)
         elif op.carried:
             self._run_by_sequence(op, env, call.layer)
@@ -73,7 +73,7 @@ class Decoder:
         hidden = env.t[op.inputs[0]]
         if rows:
             taken = hidden[torch.tensor(rows, device=hidden.device)]
-            self.logits = op.logits(taken, env.p[op.params[0]]).float()  # type: ignore[attr-defined]
+            self.logits = op.logits_of(taken, env.p).float()  # type: ignore[attr-defined]
 
     def _run_by_sequence(self, op: Op, env: OpEnv, layer: int) -> None:
         first = 0

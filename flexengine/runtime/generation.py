@@ -105,6 +105,7 @@ class Generator:
     def __init__(self, rounds: RoundRunner, layers: LayerRunner) -> None:
         self._rounds, self._layers, self._layout = rounds, layers, layers.layout
         self._chunk_tokens = layers.layout.plan.chunk_tokens
+        self._whole_sequences = layers.layout.model.whole_sequences
 
     def generate(self, request: GenerationRequest) -> list[list[int]]:
         """Return the new tokens after each prompt. Raises ValueError where no cache of one sequence fits."""
@@ -180,11 +181,17 @@ class Generator:
         return Piece(sequence.cache, taken.start, taken.length, number, end == len(sequence.ids))
 
     def _chunks(self, active: list[_Sequence]) -> list[list[SequenceRange]]:
-        """Fill chunks with the tokens that are not cached, sequence after sequence; long prompts are cut."""
+        """Fill chunks with the tokens that are not cached, sequence after sequence; long prompts are cut.
+
+        Layers that take sequences whole cache nothing: all tokens of a sequence pass again for every new one.
+        """
         chunks: list[list[SequenceRange]] = [[]]
         room = self._chunk_tokens
         for index, sequence in enumerate(active):
-            start = sequence.done
+            start = 0 if self._whole_sequences else sequence.done
+            if self._whole_sequences and len(sequence.ids) > room:
+                chunks.append([])
+                room = self._chunk_tokens
             while start < len(sequence.ids):
                 if not room:
                     chunks.append([])

@@ -127,8 +127,8 @@ class RoundRunner:
         head = call.program.forward[-1]
         chunk = self._layers.chunks[call.chunk]
         hidden = self._layers.bind(call, head.tensors, chunk.tokens)[head.op.inputs[0]]
-        weight = self._layers.params_of(call)[head.op.params[0]]
-        return head.op.logits(hidden[-1:], weight)[0].float().cpu()  # type: ignore[attr-defined]
+        logits = head.op.logits_of(hidden[-1:], self._layers.params_of(call))  # type: ignore[attr-defined]
+        return logits[0].float().cpu()
 
     def _pack(self, batch: Sequences) -> list[list[PackedChunk]]:
         plan = self._plan

@@ -106,6 +106,16 @@ CONFIGS = (
         ("model_type 'dbrx'", "missing: clamped queries, keys and values", "flexengine models lists"),
     ),
     Case(
+        "opaque_blocks_that_do_not_run",
+        having(model_type="gpt_neox", num_attention_heads=5),
+        ("model_type 'gpt_neox'", "nor does it run as opaque blocks", "flexengine models lists"),
+    ),
+    Case(
+        "code_of_its_own",
+        having(model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"}),
+        ("brings code of its own", "not run here. Give a model"),
+    ),
+    Case(
         "model_for_another_task",
         having(architectures=["LlamaForSequenceClassification"]),
         ("architectures=\\['LlamaForSequenceClassification'\\]", "for sequence classification", "predicts tokens"),

@@ -135,7 +135,8 @@ def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
 def _smaller_chunks(request: Request) -> Iterator[Remedy]:
     """Chunk sizes below those that were tried, largest first, that the pinned round and the batch allow."""
     chunk = min(c for c, _ in chunk_sizes(request)) // 2
-    while chunk >= SMALLEST_CHUNK_TOKENS:
+    smallest = request.max_seq_len if request.whole_sequences else SMALLEST_CHUNK_TOKENS
+    while chunk >= smallest:
         if (request.round_tokens or 0) % chunk == 0:
             yield Remedy(f"--chunk-tokens {chunk}", replace(request, chunk_tokens=chunk))
         chunk //= 2

@@ -21,7 +21,7 @@ from flexengine.plan import GroupPlan, LayerPlan, Plan, PlanError, PlanReason, P
 from flexengine.planner.cost.memory import gpu_required_bytes, host_categories, host_required_bytes
 from flexengine.planner.problem import Problem, Room
 from flexengine.planner.ranks.price import bytes_planned, priced_together
-from flexengine.planner.sizes import filled
+from flexengine.planner.sizes import check_sizes, filled
 from flexengine.planner.variants import OF_WHOLE_EXPERTS, fastest
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layout import Layout
@@ -73,7 +73,7 @@ def _why_not(model: ModelSpec, request: Request) -> str:
 
 def fastest_in_stages(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
     """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so."""
-    request.check_pinned_sizes()
+    check_sizes(request)
     search = _Search(model, request, profile)
     found = list[tuple[Plan, StageSize]]()
     for sizes in stage_sizes(request):
@@ -118,6 +118,8 @@ def _chunks(request: Request) -> list[int]:
         return [request.chunk_tokens]
     most = request.round_tokens or -(-request.max_global_batch_tokens // request.ranks)
     large = {filled(chunk, request.max_seq_len) for chunk in CHUNK_TOKENS if chunk <= most}
+    if request.whole_sequences:
+        return sorted(chunk for chunk in large if chunk >= request.max_seq_len) or [max(most, request.max_seq_len)]
     return sorted(large) or sorted({min(request.max_seq_len, most), most})
 
 

@@ -1,0 +1,1 @@
+"""Describes any decoder of transformers, layer by layer as opaque blocks."""

@@ -1,0 +1,82 @@
+"""What layers are given beside the hidden state, by length; and the functions that opaque blocks call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from flexengine.models.opaque.skeleton import Skeleton
+from flexengine.ops.opaque_cost import CallCost, traced_call
+
+Context = dict[str, Any]
+
+
+def context_bytes(contexts: list[Context]) -> int:
+    """Bytes of all tensors in contexts; layers share most of them."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(contexts) if _is(t)}
+    return sum(storages.values())
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+class Contexts:
+    """Contexts of all layers by the length of a sequence.
+
+    Those used last are kept, of as many bytes as the largest takes: about those of one chunk's sequences.
+    """
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self._skeleton = skeleton
+        self._kept: OrderedDict[tuple, tuple[int, list[Context]]] = OrderedDict()
+
+    def at(self, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Context]:
+        """The context of every layer for a sequence of so many tokens."""
+        key = tokens, dtype, device
+        if key not in self._kept:
+            found = self._skeleton.contexts(*key)
+            self._kept[key] = context_bytes(found), found
+            most = max(size for size, _ in self._kept.values())
+            while len(self._kept) > 1 and sum(size for size, _ in self._kept.values()) > most:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key][1]
+
+
+class LayerCalls:
+    """Calls the layers of a skeleton, each with what the model's own forward gives it."""
+
+    __qualname__: str
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton, self._contexts = skeleton, Contexts(skeleton)
+        self._own = [{n for n, _ in (*m.named_parameters(), *m.named_buffers())} for m in skeleton.layers]
+
+    def __call__(self, layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """y [T, D] of a sequence; layer: its number in the model, that of the embedding being 0."""
+        context = self._contexts.at(len(x), x.dtype, x.device)[layer - 1]
+        own = {name: tensor for name, tensor in weights.items() if name in self._own[layer - 1]}
+        return _hidden(self.skeleton.call_layer(layer - 1, own, x[None], context))
+
+    def cost(self, index: int, tokens: int) -> CallCost:
+        """What a call of a layer costs, with what its contexts take while they are kept and a new one is made."""
+        skeleton = self.skeleton
+        contexts = skeleton.contexts(tokens, torch.bfloat16, torch.device("cpu"))
+        given = tree_map(lambda value: value.to("meta") if _is(value) else value, contexts[index])
+        shapes = {name: tuple(p.shape) for name, p in skeleton.layers[index].named_parameters()}
+
+        def call(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return _hidden(skeleton.call_layer(index, weights, x[None], given))
+
+        cost = traced_call(call, shapes, skeleton.width, tokens)
+        return cost._replace(peak_bytes=cost.peak_bytes + 2 * context_bytes(contexts))
+
+
+def _hidden(found: Any) -> Tensor:
+    return (found[0] if isinstance(found, tuple) else found)[0]

@@ -1,0 +1,176 @@
+"""A decoder layer of any kind as one op: forward without a graph, backward by recomputation under autograd.
+
+The layer is a function of its weights and its input. Each sequence of a chunk is a call of its own, as the layer's
+masks and positions are those of one sequence. Nothing is kept but the layer's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+from flexengine.ops.cross_entropy import LMHeadLoss
+from flexengine.ops.opaque_cost import CallCost, CostCurve
+
+Weights = Mapping[str, Tensor]
+
+
+class LayerFunction(Protocol):
+    """What an opaque block computes."""
+
+    def __call__(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
+        """y [T, D] of one sequence x [T, D]. layer: the layer's number in the model, the embedding being 0."""
+        ...
+
+
+def _add(total: Tensor, grad: Tensor | None, first: bool) -> None:
+    """Write or add a gradient; None is zero."""
+    if grad is None:
+        total.zero_() if first else None
+    elif first:
+        total.copy_(grad)
+    else:
+        total.add_(grad)
+
+
+def _leaves(weights: Weights, names: Sequence[str], trained: bool) -> dict[str, Tensor]:
+    """The weights as autograd sees them: `names` are leaves of their own."""
+    return {**weights, **{name: weights[name].detach().requires_grad_(trained) for name in names}}
+
+
+class OpaqueBlock(Op):
+    """y = layer(x), with weights from env.p. cost: of a call, by its tokens.
+
+    A call takes a sequence or, where a row of y depends on one row of x alone, rows_per_call tokens.
+    """
+
+    replays = False
+
+    def __init__(
+        self, name: str, io: tuple[str, str], width: tuple[int, int], params: tuple[str, ...], function: LayerFunction,
+        cost: CostCurve, rows_per_call: int | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.function, self.cost, self.params = name, function, cost, params
+        self.rows_per_call, self.whole_sequences = rows_per_call, rows_per_call is None
+        self.x, self.y = io
+        self.inputs, self.outputs = (self.x,), (TensorSpec(self.y, (width[1],)),)
+        self.needs_input = self.grad_inputs = self.inputs
+        if width[0] == width[1] and rows_per_call is None:
+            # one slot holds both gradients: a sequence's is read before it is written
+            self.grad_alias = ((self.x, self.y),)
+
+    def forward(self, env: OpEnv) -> None:
+        with torch.no_grad():
+            for rows in self._calls(env):
+                env.t[self.y][rows] = self.function(env.layer, env.p, env.t[self.x][rows])
+
+    def backward_input(self, env: OpEnv) -> None:
+        first, trained = env.first, self.params if self.trained else ()
+        for rows in self._calls(env):
+            with torch.enable_grad():
+                x = env.t[self.x][rows].detach().requires_grad_(True)
+                weights = _leaves(env.p, trained, True)
+                y = self.function(env.layer, weights, x)
+                wanted = [x, *(weights[name] for name in trained)]
+                grads = torch.autograd.grad(y, wanted, env.g[self.y][rows], allow_unused=True)
+            del y, weights
+            _add(env.g[self.x][rows], grads[0], self.x not in env.accumulate)
+            for name, grad in zip(trained, grads[1:], strict=True):
+                _add(env.gp[name], grad, first)
+            first = False
+
+    def backward_weight(self, env: OpEnv) -> None:
+        """Do nothing: one call of autograd gave both halves."""
+
+    def _calls(self, env: OpEnv) -> list[slice]:
+        """The rows of each call."""
+        step = self.rows_per_call
+        if step is None:
+            return sequences(env)
+        return [slice(start, min(start + step, env.chunk.tokens)) for start in range(0, env.chunk.tokens, step)]
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    def _work(self, tokens: int, seq_len: int, compute_bytes: int, part: Callable[[CallCost], Work]) -> Work:
+        length = max(1, min(tokens, self.rows_per_call or seq_len))
+        return part(self.cost.at(length, compute_bytes)).times(tokens / length)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._work(tokens, seq_len, compute_bytes, lambda cost: cost.forward)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._work(tokens, seq_len, compute_bytes, lambda cost: cost.backward)
+
+    def model_flops(self, seq_len: int) -> float:
+        halves = 1.0 + self.has_input_half + self.has_weight_half
+        return halves * self._work(seq_len, seq_len, 2, lambda cost: cost.forward).flops
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return self.cost.at(min(tokens, self.rows_per_call or tokens), compute_bytes).peak_bytes
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return self.workspace_bytes(tokens, compute_bytes)
+
+
+def sequences(env: OpEnv) -> list[slice]:
+    """The rows of each sequence of a chunk."""
+    assert env.chunk.window is None, "an opaque block takes whole sequences"
+    ends = torch.tensor(env.chunk.seq_lens).cumsum(0).tolist()
+    return [slice(end - count, end) for end, count in zip(ends, env.chunk.seq_lens, strict=True)]
+
+
+class OpaqueHead(LMHeadLoss):
+    """Losses under logits = function(weights, h [T, D]), block by block over the tokens. params: the matrix first."""
+
+    replays = False
+
+    def __init__(
+        self, name: str, x: str, width: int, vocab_size: int, params: tuple[str, ...],
+        function: Callable[[Weights, Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        super().__init__(name, x, width, vocab_size, params[0])
+        self.params, self.function = params, function
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        return ()
+
+    def forward(self, env: OpEnv) -> None:
+        with torch.no_grad():
+            for rows in self._blocks(env):
+                self._losses(env.chunk, rows, self.function(env.p, env.t[self.x][rows]).contiguous(), False)
+
+    def backward_input(self, env: OpEnv) -> None:
+        first, trained = env.first, self.params if self.trained else ()
+        # autograd takes a write into any view of the arena, which losses are, for one into what it has saved
+        chunk = replace(env.chunk, losses=torch.empty_like(env.chunk.losses))
+        for rows in self._blocks(env):
+            with torch.enable_grad():
+                h = env.t[self.x][rows].detach().requires_grad_(True)
+                weights = _leaves(env.p, trained, True)
+                logits = self.function(weights, h)
+                grad = logits.detach().clone()
+                self._losses(chunk, rows, grad, True)
+                grads = torch.autograd.grad(logits, [h, *(weights[n] for n in trained)], grad, allow_unused=True)
+            env.chunk.losses[rows] = chunk.losses[rows]
+            del logits, grad
+            _add(env.g[self.x][rows], grads[0], self.x not in env.accumulate)
+            for name, total in zip(trained, grads[1:], strict=True):
+                _add(env.gp[name], total, first)
+            first = False
+
+    def logits_of(self, x: Tensor, weights: Weights) -> Tensor:
+        with torch.no_grad():
+            return self.function(weights, x)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        rows = min(tokens, self.block)
+        matrix = self.vocab_size * self.width * compute_bytes if self.trained else 0
+        return 6 * rows * self.vocab_size * max(4, compute_bytes) + 2 * matrix
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return self.workspace_bytes(tokens, compute_bytes) + super().plain_workspace_bytes(tokens, compute_bytes)

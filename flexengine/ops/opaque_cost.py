@@ -1,0 +1,244 @@
+"""What a call of an opaque block costs: FLOPs, traffic and memory, counted on tensors without storage.
+
+A call is traced at lengths that are powers of two. What lies between them lies on lines between these: time and memory
+of a layer grow at most with the square of the length, and a line between two points of such a curve is above it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from flexengine.ops.base import Work
+
+TRACED_BYTES = 2
+"""Bytes of an element of what is traced: bfloat16, which all functions take. Wider ones take more in proportion."""
+SHORTEST, LONGEST = 16, 1024
+"""Lengths that are traced; beyond the longest one a parabola through the last three goes on."""
+LONGEST_LOOP = 128
+"""The longest one of layers that go from token to token, which take as many calls as there are tokens."""
+STEP = 256
+"""Tokens to whose multiples scans pad a sequence, at the most."""
+ALLOCATION_BYTES = 64
+"""The allocator's granularity on the CPU."""
+
+TracedCall = Callable[[dict[str, Tensor], Tensor], Tensor]
+"""(weights by name, x [T, D]) -> y, on the meta device."""
+
+
+class CallCost(NamedTuple):
+    """Work of a call's forward and of its backward, which begins with another forward; most bytes that either takes."""
+
+    forward: Work
+    backward: Work
+    peak_bytes: int
+
+    def combined(self, other: CallCost, share: float) -> CallCost:
+        """The sum of this and `share` of another."""
+        return CallCost(
+            self.forward.plus(other.forward.times(share)),
+            self.backward.plus(other.backward.times(share)),
+            int(self.peak_bytes + share * other.peak_bytes),
+        )
+
+
+class CostCurve:
+    """Costs of calls by length. traced: gives that of a length, in elements of TRACED_BYTES.
+
+    longest: tokens of the longest sequence that the model has positions for; of more tokens there are more calls.
+    """
+
+    def __init__(self, traced: Callable[[int], CallCost], longest: int | None = None) -> None:
+        self._traced = lru_cache(maxsize=None)(traced)
+        self._limit = longest or sys.maxsize
+
+    def at(self, tokens: int, compute_bytes: int) -> CallCost:
+        """The cost of a call on a sequence of so many tokens, where an element takes compute_bytes."""
+        found, padded = self._between(tokens), self._between(self._padded(tokens))
+        wider = compute_bytes / TRACED_BYTES
+        forward, backward = (w._replace(memory_bytes=wider * w.memory_bytes) for w in found[:2])
+        return CallCost(forward, backward, math.ceil(max(1.0, wider) * padded.peak_bytes))
+
+    @staticmethod
+    def _padded(tokens: int) -> int:
+        """A length whose memory is no less than that of any length up to `tokens`."""
+        power = 1 << max(0, tokens - 1).bit_length()
+        return min(tokens + STEP, max(power, SHORTEST))
+
+    @cached_property
+    def _longest(self) -> int:
+        """The longest length that is traced."""
+        lengths = (min(length, self._limit) for length in (SHORTEST, 2 * SHORTEST))
+        short, double = (self._traced(length).forward.kernels for length in lengths)
+        return min(LONGEST_LOOP if double > 1.5 * short else LONGEST, self._limit)
+
+    def _between(self, tokens: int) -> CallCost:
+        tokens = min(tokens, self._limit)
+        if tokens > self._longest:
+            return self._beyond(tokens)
+        power = max(SHORTEST, 1 << (tokens - 1).bit_length())
+        low, high = power // 2, min(power, self._limit)
+        if tokens == high or tokens <= SHORTEST:
+            return self._traced(high)
+        share, nothing = (tokens - low) / (high - low), CallCost(Work(), Work(), 0)
+        return nothing.combined(self._traced(low), 1.0 - share).combined(self._traced(high), share)
+
+    def _beyond(self, tokens: int) -> CallCost:
+        """Lagrange's parabola through the last three lengths."""
+        lengths = [self._longest // 4, self._longest // 2, self._longest]
+        total = CallCost(Work(), Work(), 0)
+        for length in lengths:
+            others = [other for other in lengths if other != length]
+            share = math.prod((tokens - other) / (length - other) for other in others)
+            total = total.combined(self._traced(length), share)
+        return total
+
+
+def traced_call(
+    call: TracedCall, shapes: Mapping[str, tuple[int, ...]], width: int, tokens: int, device: str = "meta"
+) -> CallCost:
+    """Trace forward and backward of a call. shapes: of the weights that are trained.
+
+    On the meta device tensors have no storage. On the CPU, for calls that look at numbers, weights have one element's.
+    """
+    made: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    if device == "meta":
+        weights = {name: torch.empty(shape, **made).requires_grad_() for name, shape in shapes.items()}
+    else:
+        weights = {name: torch.zeros((), **made).expand(shape).requires_grad_() for name, shape in shapes.items()}
+    x = torch.zeros(tokens, width, **made, requires_grad=True)
+    with _Counted() as forward, torch.no_grad():
+        call(weights, x)
+    with _Counted() as both, torch.enable_grad():
+        y = call(weights, x)
+        grads = torch.autograd.grad(y, [x, *weights.values()], torch.empty_like(y), allow_unused=True)
+    del y, grads
+    return CallCost(forward.work(), both.work(), max(forward.peak_bytes, both.peak_bytes))
+
+
+class _Counted:
+    """Counts what runs inside: attention as the fused kernels that run it, everything else call by call."""
+
+    def __init__(self) -> None:
+        self._traffic = _Traffic()
+        self._attention = _FusedAttention()
+
+    def __enter__(self) -> _Counted:
+        self._traffic.__enter__()
+        self._attention.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._attention.__exit__(*error)
+        self._traffic.__exit__(*error)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that were alive at once."""
+        return self._traffic.peak
+
+    def work(self) -> Work:
+        """What ran."""
+        traffic, attention = self._traffic, self._attention
+        return Work(
+            matmul_flops=traffic.flops,
+            attention_forward_flops=attention.forward_flops,
+            attention_backward_flops=attention.backward_flops,
+            memory_bytes=traffic.moved,
+            kernels=traffic.kernels,
+            grouped_flops=traffic.grouped_flops,
+        )
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts FLOPs of products, bytes of operands, calls, and the most bytes of storages alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.kernels = 0
+        self.flops = self.grouped_flops = self.moved = 0.0
+        self._seen: set[int] = set()
+
+    def _free(self, size: int, key: int) -> None:
+        self.live -= size
+        self._seen.discard(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and not func.is_view and self._is_new(t)]
+        packet = func._overloadpacket
+        if packet is torch.ops.aten._grouped_mm:
+            self.grouped_flops += _grouped_flops(*args)
+        elif packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        if made:
+            read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self.moved += sum(t.numel() * t.element_size() for t in (*read, *made))
+            self.kernels += 1
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Count a storage that was not seen before, until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return False
+        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        self._seen.add(key)
+        self.live += size
+        weakref.finalize(storage, self._free, size, key)
+        return True
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *others: Any, **options: Any) -> float:
+    """FLOPs of products of groups of rows of a [M, K] with matrices of b [E, K, N], or of a [M, K] and b [K, N]."""
+    if a.dim() == 2:
+        return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
+    return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Stands for kernels that make no matrix of scores, which is what runs; counts their FLOPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_flops = self.backward_flops = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        q, k, v = (named[name] for name in ("query", "key", "value"))
+        pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if named.get("is_causal") else 1.0)
+        self.forward_flops += 2.0 * pairs * (q.shape[-1] + v.shape[-1])
+        return _Attention.apply(q, k, v, self, 2.0 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]))
+
+
+class _Attention(torch.autograd.Function):
+    """An attention that computes nothing and has the tensors of one that does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, counts: _FusedAttention, flops: float) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        ctx.counts, ctx.flops = counts, flops
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.counts.backward_flops += ctx.flops
+        q, k, v = ctx.saved_tensors[:3]
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None

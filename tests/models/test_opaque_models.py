@@ -1,0 +1,194 @@
+"""Types without ops of their own, as opaque blocks: against transformers, under several plans, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from engine_helpers import build_engine, make_plan, peak_bytes, same_bits, streamed_plan
+from family_checks import MAX_SEQ_LEN, check_against_transformers, check_export, engine_like, reference_of
+
+from flexengine import from_pretrained
+from flexengine.models.opaque import loading
+from flexengine.models.opaque.checks import check_given, check_layer
+from flexengine.models.opaque.skeleton import Skeleton, StructureError
+from flexengine.models.registry import build_model, open_model
+from flexengine.ops.base import ChunkContext, OpEnv
+from flexengine.optim import AdamW
+from flexengine.plan import PlanError
+
+SIZES = {"vocab_size": 67, "initializer_range": 0.2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+USUAL = {**SIZES, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+OF_GPT = {**SIZES, "n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 64}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+CONFIGS = {
+    "gpt_neox": {**USUAL, "rotary_pct": 0.5},  # branches side by side, norms with biases
+    "gptj": {**OF_GPT, "rotary_dim": 4},  # a bias of the head
+    "falcon": {**USUAL, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "bloom": {**SIZES, "hidden_size": 24, "n_head": 4, "n_layer": 2},  # ALiBi, a norm after the embedding
+    "gpt_neo": {**USUAL, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
+                "window_size": 5},  # learned positions, two kinds of layers
+    "lfm2": {**USUAL, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "mamba2": {**SIZES, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 12, "state_size": 8,
+               "n_groups": 1, "chunk_size": 16},
+    "bamba": {**USUAL, **MAMBA, "attn_layer_indices": [1]},
+    "apertus": {**USUAL},  # an activation with weights
+    "cohere2_moe": {**USUAL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                    "logit_scale": 0.5},
+    "granitemoehybrid": {**USUAL, **MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
+                         "num_experts_per_tok": 2, "shared_intermediate_size": 16, "logits_scaling": 2.0,
+                         "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+}  # fmt: skip
+
+
+def config_of(kind):
+    return {"model_type": kind, **CONFIGS[kind]}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def reference(request, tmp_path_factory):
+    """What transformers says of each type."""
+    return reference_of(config_of(request.param), tmp_path_factory.mktemp("reference"))
+
+
+def test_loss_gradients_logits_and_export(reference, tmp_path):
+    with engine_like(reference, chunk_tokens=MAX_SEQ_LEN) as engine:
+        assert "opaque blocks" in engine.layout.model.notice
+        check_against_transformers(engine, reference)
+        check_export(engine, reference, tmp_path)
+
+
+THREE = ["gpt_neo", "bamba", "cohere2_moe"]
+
+
+def trained(folder, plan_of, **options):
+    """Weights after two steps, and what the engine held."""
+    source = open_model(folder)
+    with build_engine(source, plan_of(source.spec), AdamW(lr=1e-2), **options) as engine:
+        ids = [[(7 * i + n) % 67 for i in range(n)] for n in (48, 3, 21, 17, 40)]
+        for _ in range(2):
+            engine.train_step(ids)
+        return engine.state_dict()
+
+
+@pytest.mark.parametrize("reference", THREE, indirect=True)
+def test_plans_give_the_same_bits_and_keep_to_their_budget(reference):
+    sizes = {"chunk_tokens": MAX_SEQ_LEN, "max_seq_len": MAX_SEQ_LEN}
+    streamed = trained(reference.folder, lambda spec: streamed_plan(spec, **sizes))
+    same_bits(trained(reference.folder, lambda spec: make_plan(spec, **sizes)), streamed)
+    spec = open_model(reference.folder).spec
+    budget = 14 * spec.num_parameters + 2**20
+    with from_pretrained(
+        reference.folder, AdamW(lr=1e-2), max_seq_len=MAX_SEQ_LEN, max_global_batch_tokens=192, chunk_tokens=48,
+        round_tokens=96, max_gpu_mem_bytes=budget, max_host_mem_gib=8, hardware="cpu-test", device="cpu",
+        dtype="float32",
+    ) as engine:  # fmt: skip
+        ids = [[(7 * i + n) % 67 for i in range(n)] for n in (48, 3, 21, 17, 40)]
+        for _ in range(2):
+            engine.train_step(ids)
+        assert engine.memory_peaks().gpu_bytes <= budget
+        same_bits(engine.state_dict(), streamed)
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [("gpt_neox", (300, 40)), ("bamba", (100,)), ("cohere2_moe", (300,))])
+def test_memory_of_a_call_is_within_what_the_plan_counts(kind, lengths):
+    spec, tokens = build_model(kind, config_of(kind)), sum(lengths)
+    layer, params = spec.blocks[0], {param.name: param for param in spec.groups[1].params}
+    op, width = layer.ops[-1], spec.hidden_size
+    weights = {name: 0.1 * torch.randn(params[name].shape) for name in op.params}
+    rows = {name: torch.randn(tokens, width) for name in ("x", "y")}
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    chunk = ChunkContext(tokens, ids, ids, ids, ends, lengths, torch.zeros(tokens), {})
+    totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    env = OpEnv(rows, weights, {name: torch.randn(tokens, width) for name in rows}, totals, chunk, layer=1)
+    held = max(peak_bytes(lambda: op.forward(env)), peak_bytes(lambda: op.backward_input(env)))
+    assert held <= op.plain_workspace_bytes(tokens, 4) <= 4 * held
+
+
+def test_what_opaque_blocks_cost_grows_with_the_length():
+    op = build_model("gpt_neox", config_of("gpt_neox")).blocks[0].ops[0]
+    once, twice, together = (op.forward_work(*sizes, 2) for sizes in ((64, 64), (128, 64), (128, 128)))
+    linear = 2 * 64 * (3 * 24 * 24 + 24 * 24 + 2 * 24 * 40)
+    assert once.matmul_flops == linear
+    assert twice.matmul_flops == 2 * linear
+    assert twice.attention_forward_flops < together.attention_forward_flops
+
+
+def folder_with(config, folder):
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+RANDOM = {"max_seq_len": 16, "max_global_batch_tokens": 64, "hardware": "cpu-test", "device": "cpu",
+          "dtype": "float32", "init": "random"}  # fmt: skip
+
+
+def test_frozen_layers_stay_and_tokens_are_generated(tmp_path):
+    folder = folder_with(config_of("gpt_neox"), tmp_path)
+    with from_pretrained(folder, freeze=("embed", "block.0"), **RANDOM) as engine:
+        before = engine.state_dict()
+        for _ in range(2):
+            engine.train_step([[1, 2, 3, 4, 5], [6, 7]])
+        after = engine.state_dict()
+        moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+        assert not any(".layers.0." in name or "embed_in" in name for name in moved)
+        assert any(".layers.1." in name for name in moved)
+        [answer] = engine.generate([[1, 2, 3]], 3)
+        ids = [1, 2, 3]
+        for token in answer:
+            assert int(engine.next_token_logits(ids).argmax()) == token
+            ids.append(token)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "lora"}, "layers of gpt_neox run as opaque blocks.*take no adapters"),
+        ({"chunk_tokens": 8}, "opaque blocks take sequences whole\n  works with: --chunk-tokens 16"),
+    ],
+)
+def test_what_opaque_blocks_do_not_take_is_refused(options, message, tmp_path):
+    with pytest.raises((ValueError, PlanError), match=message):
+        from_pretrained(folder_with(config_of("gpt_neox"), tmp_path), **{**RANDOM, **options})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt_neox", "num_attention_heads": 5}, "nor does it run as opaque blocks"),
+        ({"model_type": "own_type", "auto_map": {"AutoModelForCausalLM": "own.py"}}, "code of its own"),
+        ({"model_type": "gpt_neox", "quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    ],
+)
+def test_models_that_do_not_run_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        build_model("tiny", {**CONFIGS["gpt_neox"], **config})
+
+
+def test_transformers_is_asked_for(monkeypatch):
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install transformers"):
+        build_model("tiny", config_of("gpt_neox"))
+
+
+class Handing(torch.nn.Module):
+    """A layer that leaves something for the next one in what both are given."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states, shared=None):
+        y = self.layer(hidden_states + sum(shared.values()))
+        shared[len(shared)] = y
+        return y
+
+
+def test_a_layer_that_hands_on_more_is_named():
+    skeleton = Skeleton(loading.empty_model(config_of("gpt_neox")))
+    skeleton.layers[0] = Handing(torch.nn.Linear(24, 24, device="meta", dtype=torch.bfloat16))
+    with pytest.raises(StructureError, match="layer 0 hands on shared beside the hidden state"):
+        check_layer(skeleton, 0, {"shared": {}})
+    with pytest.raises(StructureError, match="layer 1 is given mask beside the hidden state, which has a gradient"):
+        check_given(1, "mask", torch.zeros(1, requires_grad=True), torch.zeros(1))
