@@ -32,7 +32,6 @@ CONFIGS = {
     "mamba2": {**SIZES, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 12, "state_size": 8,
                "n_groups": 1, "chunk_size": 16},
     "bamba": {**USUAL, **MAMBA, "attn_layer_indices": [1]},
-    "apertus": {**USUAL},  # an activation with weights
     "cohere2_moe": {**USUAL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                     "logit_scale": 0.5},
     "granitemoehybrid": {**USUAL, **MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4,

@@ -41,10 +41,10 @@ def train(rank: int, model: Path, folder: Path, signals: dict[int, tuple[int, in
              "max_host_mem_gib": 8.0}  # fmt: skip
     take_step = trainer.take_step
 
-    def taken(engine, batch, number, lr, predicted_s):
+    def taken(engine, batch, number, *more):
         if signals.get(rank, (0, 0))[0] == number:
             os.kill(os.getpid(), signals[rank][1])
-        return take_step(engine, batch, number, lr, predicted_s)
+        return take_step(engine, batch, number, *more)
 
     trainer.take_step = taken
     try:
