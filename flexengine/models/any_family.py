@@ -39,9 +39,11 @@ def refuse_unsupported(name: str, config: dict) -> None:
     """Raise ValueError if a config attends to later tokens, also in its part on the text."""
     for fields in _described(name, config):
         for switch, harmless in (("is_causal", True), ("use_bidirectional_attention", False)):
-            if fields.switch(switch, harmless) is not harmless:
+            of_images = fields.values.get(switch) == "vision"  # tokens of images see each other
+            if of_images or fields.switch(switch, harmless) is not harmless:
+                stated = "vision" if of_images else str(not harmless).lower()
                 raise ValueError(
-                    f"{name}: {switch}={str(not harmless).lower()} in config.json: tokens see later ones, which a "
+                    f"{name}: {switch}={stated} in config.json: tokens see later ones, which a "
                     "causal language model is not trained with. Give a model without it"
                 )
 

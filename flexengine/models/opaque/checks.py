@@ -17,7 +17,7 @@ from flexengine.models.opaque.contexts import Context, LayerCalls
 from flexengine.models.opaque.graph import leaves_of
 from flexengine.models.opaque.skeleton import DTYPE, Skeleton, StructureError
 
-TOKENS = 5
+TOKENS, TRACED_TOKENS = 5, 256
 MOST_COMPARED = 1 << 22
 """Parameters of models whose gradients are compared with plain autograd's as well: that takes 64 MiB at the most."""
 BOUND = 1e-4
@@ -84,6 +84,14 @@ def check_layer(skeleton: Skeleton, index: int, context: Context) -> None:
         raise StructureError(f"layer {index} turns a hidden state of {list(x.shape)} into {list(y.shape)}")
     if leaves_of(y) - {id(x), *map(id, weights.values())}:
         raise StructureError(f"layer {index} reads parameters of other modules")
+
+
+def check_cost(calls: LayerCalls, index: int) -> None:
+    """Raise StructureError where a layer does not run in bfloat16, in which its memory and time are traced."""
+    try:
+        calls.cost(index, min(TRACED_TOKENS, calls.skeleton.longest_sequence or TRACED_TOKENS))
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise StructureError(f"layer {index} does not run in bfloat16 ({' '.join(str(error).split())[:200]})") from None
 
 
 def check_gradients(skeleton: Skeleton, calls: LayerCalls) -> None:

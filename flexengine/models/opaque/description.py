@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from flexengine.models.decoder import LayerContent, assemble
-from flexengine.models.opaque.checks import check_contexts, check_gradients, check_layer
+from flexengine.models.opaque.checks import check_contexts, check_cost, check_gradients, check_layer
 from flexengine.models.opaque.contexts import LayerCalls
 from flexengine.models.opaque.edges import Edges, parameter
 from flexengine.models.opaque.loading import empty_model
@@ -57,6 +57,7 @@ def _check(skeleton: Skeleton, calls: LayerCalls) -> None:
     contexts = check_contexts(skeleton)
     for index in kinds.values():
         check_layer(skeleton, index, contexts[index])
+        check_cost(calls, index)
     check_gradients(skeleton, calls)
 
 
