@@ -11,7 +11,7 @@ types of which no tiny model is made here. Needs transformers; takes a few minut
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -39,6 +39,7 @@ from flexengine.models.unknown import MISSING_IN_TYPES, is_encoder
 
 BOUND, OPAQUE_BOUND = 3e-5, 1e-4
 MOST_PARAMETERS = 1 << 24
+TOO_LARGE = "parameters with the sizes that are known here"
 NAMED = ("as opaque blocks", "tokens see later ones", "a description of its block")
 """Parts of messages that name what is missing of types beside MISSING_IN_TYPES."""
 KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types")
@@ -157,7 +158,7 @@ def tiny_model(kind: str) -> Any:
     with torch.device("meta"):
         size = loader.from_config(config).num_parameters()
     if size > MOST_PARAMETERS:
-        raise ValueError(f"{size} parameters with the sizes that are known here")
+        raise ValueError(f"{size} {TOO_LARGE}")
     model = loader.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -252,34 +253,41 @@ def _not_native(kind: str) -> dict[str, Any]:
 
 def _short(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return (text.partition("; nor does it run as opaque blocks: ")[2] or text)[:120]
+    text = re.sub(r"\S*\btmp\w+", "DIR", text.partition("; nor does it run as opaque blocks: ")[2] or text)
+    return text[:90]
 
 
 def _write(path: Path | None, rows: dict[str, dict[str, Any]]) -> None:
     if path is not None:
         of_text = Counter(row["state"] for kind, row in rows.items() if kind in CAUSAL)
         of_images = Counter(row["state"] for kind, row in rows.items() if kind not in CAUSAL)
-        counts = {"causal": of_text, "image_text": of_images}
-        write_json(str(path), {"counts": counts, "types": dict(sorted(rows.items()))})
+        by_state: dict[str, dict[str, Any]] = {state: {} for state in sorted({row["state"] for row in rows.values()})}
+        for kind, row in sorted(rows.items()):
+            errors = [row[name] for name in ("loss_error", "gradient_error") if name in row]
+            by_state[row["state"]][kind] = errors or ", ".join(row.get("missing", ())) or row["error"]
+        write_json(str(path), {"counts": {"causal": of_text, "image_text": of_images}, **by_state})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a row for each type; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="types whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the rows to this file, and go on after those that it has")
+    parser.add_argument(
+        "--json", type=Path, help="write to this file: by state, errors of loss and gradients, or what is missing"
+    )
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
-    found = arguments.json is not None and arguments.json.exists()
-    rows: dict[str, dict[str, Any]] = json.loads(arguments.json.read_text())["types"] if found else {}
-    for kind in sorted(kind for kind in {*CAUSAL, *IMAGES} if arguments.only in kind and kind not in rows):
+    rows: dict[str, dict[str, Any]] = {}
+    for kind in sorted(kind for kind in {*CAUSAL, *IMAGES} if arguments.only in kind):
         try:
             rows[kind] = row_of(kind)
         except Exception as error:  # the row of a type that fails shall not cost the others'
-            rows[kind] = {"state": "fails", "error": f"{type(error).__name__}: {_short(error)}"}
+            named, large = any(part in str(error) for part in NAMED), TOO_LARGE in str(error)
+            state = "refused" if named else "untried" if large else "fails"
+            rows[kind] = {"state": state, "error": f"{type(error).__name__}: {_short(error)}"}
         print(kind, *(f"{key}={value}" for key, value in rows[kind].items()), flush=True)
-        _write(arguments.json, rows)
+    _write(arguments.json, rows)
     counts = Counter(row["state"] for row in rows.values())
     print(", ".join(f"{state}: {count}" for state, count in counts.most_common()))
     return int(bool(set(counts) - {"native", "opaque", "refused", "untried"}))

@@ -24,7 +24,13 @@ def test_linear_attention_in_float64():
 
 
 def test_a_refused_type_names_what_is_missing():
-    assert row_of("mamba") == {"state": "refused", "missing": ["state-space layers (Mamba)"]}
+    assert row_of("cpmant") == {
+        "state": "refused", "missing": ["positions or embeddings of another kind beside LayerNorm"],
+    }  # fmt: skip
+
+
+def test_a_type_without_ops_of_its_own_runs_as_opaque_blocks():
+    assert row_of("mamba")["state"] == "opaque"
 
 
 def test_the_docs_have_these_tables():
