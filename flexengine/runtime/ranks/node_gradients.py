@@ -21,6 +21,7 @@ from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.node_exchange import NodePiece, givers_of, node_pieces
+from flexengine.schedule.shares import Share
 
 
 class NodeGradients:
@@ -44,7 +45,7 @@ class NodeGradients:
         num_rounds: of the step. All ranks make this call together; when it returns, the node's memory holds the sums.
         """
         givers = givers_of(num_rounds, self._link.nodes)
-        own = self._pieces[self._ranks.local_rank :: self._ranks.local_size]
+        own = Share(self._ranks.local_rank, self._ranks.local_size).every(self._pieces)
         with _threads(host_threads()):
             squares = self._link.add(map(self._await, own), givers, wide_dtype(self._layout))
         return self._by_run(self._control.gather(squares))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from flexengine.models.spec import ModelSpec
@@ -168,12 +169,10 @@ class StagePlaces(RelayPlaces):
         return True
 
     def add_on_host(self, sizes: Sizes, own: Region, node: Region) -> None:
-        super().add_on_host(sizes, own, node)
-        start, squares = 0, next(slot for slot in reversed(node.slots) if slot.key.role == "norm_squares")
-        for group, stored in enumerate(sizes.groups):
-            num_bytes = norm_square_bytes([stored])
-            node.slots.append(squares.subslot(("group", group), start, num_bytes, "run"))
-            start += num_bytes
+        node.add("norm_squares", norm_square_bytes(sizes.groups), "scalars")
+        lengths = [norm_square_bytes([stored]) for stored in sizes.groups]
+        starts = accumulate(lengths[:-1], initial=0)
+        node.add_pieces(zip(range(len(lengths)), starts, lengths, strict=True), "group")
         for layer in range(2, len(sizes.model.layers)):  # block 0 is with the embedding
             for c in range(sizes.plan.num_chunks):
                 node.add("handed", sizes.hidden_bytes, "handed over", layer, c)

@@ -116,12 +116,16 @@ class SharedEvaluation(EvaluationLowering):
         return SharedContext(self.layout, self.shape, self.builder)
 
 
-class SharedUpdate(UpdateLowering):
-    """An update of which each rank makes a share."""
+class RanksUpdate(UpdateLowering):
+    """An update of one of several ranks."""
 
     def keeps_clip(self, updates: bool) -> bool:
         """As of one rank; signals of ranks need a command before all updates."""
         return False
+
+
+class SharedUpdate(RanksUpdate):
+    """An update of which each rank makes a share."""
 
     def signal_updates(self) -> None:
         """Have the command that ends each group's update say so; the last before all updates, of groups without one

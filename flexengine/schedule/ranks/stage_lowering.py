@@ -12,8 +12,8 @@ from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.round import RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
-from flexengine.schedule.lowering.update import UpdateLowering
 from flexengine.schedule.program_builder import ProgramBuilder
+from flexengine.schedule.ranks.relay_lowering import RanksUpdate
 from flexengine.schedule.ranks.stage_layout import StageLayout
 from flexengine.schedule.ranks.stages import HandedOver
 
@@ -249,7 +249,7 @@ class StageRound(RoundLowering):
         self.handed.send_grad(index, c)
 
 
-class StageUpdate(UpdateLowering):
+class StageUpdate(RanksUpdate):
     """An update of a rank's own blocks, and of its share of embedding and head."""
 
     layout: StageLayout
@@ -260,10 +260,6 @@ class StageUpdate(UpdateLowering):
             return super().sums_of_squares()
         exchange_squares(self.builder, self.layout, self.kind.last)
         return Access(self.layout.slot("norm_squares"), "norm squares")
-
-    def keeps_clip(self, updates: bool) -> bool:
-        """As of one rank; signals of ranks need a command before all updates."""
-        return False
 
     def signal_updates(self) -> None:
         """Tell of the updates that all ranks make together: their shares of embedding and head."""

@@ -6,6 +6,7 @@ checks, prices or runs it asks the plan's transport.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -136,7 +137,7 @@ class Relay(Alone):
     round, update, evaluation = RelayRound, RelayUpdate, SharedEvaluation
 
 
-class _Together(Alone):
+class _Together(Alone, ABC):
     """As many rounds at a time as there are ranks."""
 
     def rank_of(self, seat: Seat, number: int, first: int = 0) -> int:
@@ -152,9 +153,9 @@ class _Together(Alone):
             last_before = len(together) - 1
             yield self.turn(together, wave, ends_batch=together[-1] == own[-1])
 
+    @abstractmethod
     def turn(self, together: tuple[int, ...], wave: Wave, ends_batch: bool) -> Turn:
         """A rank's part of rounds that run together."""
-        raise NotImplementedError
 
 
 class Split(_Together):
