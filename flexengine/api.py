@@ -107,6 +107,7 @@ class PrepareArguments(Job, ModelArgument):
     max_gpu_mem_bytes: int | None = None
     max_host_mem_bytes: int | None = None
     hardware: HardwareProfile | str | Path | None = None
+    whole_steps: bool = False
     lora: InitVar[LoRA | None] = None
 
     def __post_init__(self, lora: LoRA | None) -> None:
@@ -181,12 +182,16 @@ def prepare(arguments: PrepareArguments) -> PlannedRun:
     max_gpu_mem_bytes, max_host_mem_bytes: the same budgets in another unit. lora: LoRA(...) in place of mode and the
     options of adapters.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
+    whole_steps: every step will be one `train_step`; without clipping gradients then need not be stored, which takes
+    less memory.
     """
     return _prepare(arguments)
 
 
 def _prepare(arguments: PrepareArguments) -> PlannedRun:
-    return prepare_job(arguments.path_or_preset, arguments.as_job(), arguments.hardware)
+    return prepare_job(
+        arguments.path_or_preset, arguments.as_job(), arguments.hardware, whole_steps=arguments.whole_steps
+    )
 
 
 def prepare_job(
@@ -196,17 +201,18 @@ def prepare_job(
     cache_bytes: int = 0,
     needs_weights: bool = True,
     tell: bool = True,
+    whole_steps: bool = False,
 ) -> PlannedRun:
     """What `prepare` does, for a job that is a value already.
 
     cache_bytes: of the GPU budget, what the plan leaves to sequences that are generated. needs_weights: False where
-    nothing will be built of the plan. tell: whether budgets that were found are logged.
+    nothing will be built of the plan. tell: whether budgets that were found are logged. whole_steps: as of `prepare`.
     """
     team = join()
     if team is None:
         opened = _open(path_or_preset, job, None, needs_weights)
         profile = _profile(hardware, opened)
-        plan = _plan(opened, profile, hardware is None, Ranks.alone(), cache_bytes)
+        plan = _plan(opened, profile, hardware is None, Ranks.alone(), cache_bytes, whole_steps)
     else:
         with team.control.all_or_none():
             opened = _open(path_or_preset, job, team, needs_weights)
@@ -271,10 +277,14 @@ def _profile(hardware: HardwareProfile | str | Path | None, opened: _Opened) -> 
     return named_profile(hardware)
 
 
-def _plan(opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, cache_bytes: int) -> Plan:
+def _plan(
+    opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, cache_bytes: int, whole_steps: bool = False,
+) -> Plan:  # fmt: skip
     """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free."""
     source, job, device = opened
-    request = make_request(job, profile, device.type, ranks.local_size, ranks.nodes, source.spec.whole_sequences)
+    request = make_request(
+        job, profile, device.type, ranks.local_size, ranks.nodes, source.spec.whole_sequences, whole_steps
+    )
     plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:

@@ -190,14 +190,15 @@ def probe_shape(spec: ModelSpec) -> ProbeShape:
 
 
 def make_request(
-    job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1, whole_sequences: bool = False
-) -> Request:
+    job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1,
+    whole_sequences: bool = False, whole_steps: bool = False,
+) -> Request:  # fmt: skip
     """Make what a job asks of the planner for all ranks.
 
     A budget that is not given is what is free on the machine, less some room for the system (`system_room`).
     device_type: cuda or cpu, on which the GPU budget is taken out of the host's. ranks: of a node. whole_sequences: as
-    of the model. Raises ValueError
-    where the machine has no memory left or cannot do what the job wants.
+    of the model. whole_steps: as of a request. Raises ValueError where the machine has no memory left or cannot do what
+    the job wants.
     """
     if job.transport != "auto" and ranks * nodes == 1:
         asked = job.words.setting("transport", job.transport)
@@ -224,6 +225,7 @@ def make_request(
         recompute=job.recompute,
         reproducible=job.reproducible,
         whole_sequences=whole_sequences,
+        whole_steps=whole_steps,
         graphs=job.cuda_graphs,
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,

@@ -71,8 +71,9 @@ def main(argv: Sequence[str]) -> int:
 
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:
     """What is asked of the planner for all GPUs together."""
+    flags, device_type = asked.flags, profile.device_type
     return make_request(
-        job, profile, profile.device_type, asked.flags.gpus, asked.flags.nodes, asked.model.whole_sequences
+        job, profile, device_type, flags.gpus, flags.nodes, asked.model.whole_sequences, whole_steps=True
     )
 
 

@@ -52,11 +52,12 @@ class GroupPlan:
     gradients and no states. Several ranks may divide the optimizer rule's states ("dealt"): each keeps on its GPU those
     of the elements that it updates, and the rest, masters' lower halves too, stays on the host. speculative: with
     clipping the CPU updates the group inside the last backward pass, as if nothing were clipped, into second planes,
-    which take the place of the first ones where nothing is.
+    which take the place of the first ones where nothing is. grads "none": in a step of one round the GPU updates from
+    the gradient as backward leaves it, so that it has no home.
     """
 
     weights: Home = "host"
-    grads: Home = "host"
+    grads: Literal["gpu", "host", "none"] = "host"
     states: Literal["gpu", "host", "dealt"] = "host"
     update: Literal["gpu", "cpu", "none"] = "gpu"
     speculative: bool = False
@@ -66,6 +67,8 @@ class GroupPlan:
             raise ValueError("only the CPU updates speculatively")
         if self.update == "none" and "gpu" in (self.grads, self.states):
             raise ValueError("what is not updated has no gradients and no optimizer states, so none on the GPU")
+        if self.grads == "none" and self.update != "gpu":
+            raise ValueError("only the GPU updates from a gradient that is not stored")
         if self.update == "cpu" and "gpu" in (self.weights, self.grads, self.states):
             raise ValueError("an update on the CPU needs weights, gradients and optimizer states on the host")
         if self.states == "gpu" and self.weights != "gpu":
@@ -82,6 +85,11 @@ class GroupPlan:
     def streams_grads(self) -> bool:
         """Whether gradients leave for the host."""
         return self.trained and self.grads == "host"
+
+    @property
+    def stages_grads(self) -> bool:
+        """Whether gradients pass through slots on the GPU."""
+        return self.trained and self.grads != "gpu"
 
     @property
     def uses_tiles(self) -> bool:
@@ -226,8 +234,18 @@ class Plan:
 
     @property
     def updates_in_backward(self) -> bool:
-        """True when the CPU's updates begin inside the last round's backward pass."""
-        return self.updates_on_cpu and not self.request.clipping and not self.shares_node
+        """True when updates begin inside the last round's backward pass."""
+        return self.request.may_update_in_round and (self.updates_on_cpu or self.gpu_updates_in_round)
+
+    @property
+    def gpu_updates_in_round(self) -> bool:
+        """True when the GPU updates inside the last round's backward pass."""
+        return self.request.gpu_updates != "auto"
+
+    @property
+    def stores_gradients(self) -> bool:
+        """False when some gradient has no home, so that a step is one `train_step` of one round."""
+        return all(home.grads != "none" for home in self.groups)
 
     @property
     def is_bounded(self) -> bool:
@@ -278,8 +296,10 @@ class Plan:
         return self.request.replays(self.chunk_tokens)
 
     def for_request(self, request: Request) -> Plan:
-        """The plan for a request that differs in budgets; whether it replays graphs stays decided."""
-        return replace(self, request=replace(request, graphs=self.request.graphs))
+        """The plan for a request that differs in budgets; whether it replays graphs, and where the GPU updates, stays
+        decided."""
+        own = self.request
+        return replace(self, request=replace(request, graphs=own.graphs, gpu_updates=own.gpu_updates))
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives it back equal."""

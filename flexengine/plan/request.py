@@ -83,6 +83,10 @@ class Request:
     whether blocks' commands are replayed as CUDA graphs; auto is where the planner finds that faster, and its plan's
     request then says always. reproducible: where sizes are not given, they follow from model and batch alone
     (`planner/reproducible.py`). whole_sequences: no chunk cuts a sequence, as the model's layers take them whole.
+    whole_steps: every step is one `train_step`, so that gradients of one round need not be stored. gpu_updates: without
+    clipping the GPU, too, may update inside the last round ("in_round"), also from gradients that are not stored, so
+    that every step is one round ("unstored"); auto is where the planner finds one of them faster, or finds nothing
+    else, and its plan's request then says which.
     """
 
     max_seq_len: int
@@ -101,6 +105,8 @@ class Request:
     graphs: Literal["auto", "never", "always"] = "auto"
     reproducible: bool = False
     whole_sequences: bool = False
+    whole_steps: bool = False
+    gpu_updates: Literal["auto", "in_round", "unstored"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -123,6 +129,15 @@ class Request:
             raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
         if self.graphs not in ("auto", "never", "always"):
             raise ValueError(f"graphs={self.graphs!r}; choose auto, never or always")
+        if self.gpu_updates != "auto" and not self.may_update_in_round:
+            raise ValueError("the GPU updates inside a round on one rank, and where gradients are not clipped")
+        if self.gpu_updates == "unstored" and not self.whole_steps:
+            raise ValueError("gradients are stored where a step may be several calls: whole_steps is false")
+
+    @property
+    def may_update_in_round(self) -> bool:
+        """Whether updates may begin inside the last round, before all gradients are known."""
+        return not self.clipping and not self.shares_node
 
     def replays(self, chunk_tokens: int) -> bool:
         """Whether blocks' commands on chunks of so many tokens are replayed: slices of a sequence are not."""

@@ -20,8 +20,8 @@ class ChoiceCosts(NamedTuple):
     """What the rows (keep option x level) of a block cost: arrays [K], or [L, P] for placements.
 
     Seconds on the streams, copies at the rates of a busy link: recompute_s to save_h2d_s per chunk, weights_h2d_s to
-    grad_d2h_s per layer, 0 where nothing is copied. The last four are what the host takes to issue a chunk's and a
-    layer's commands.
+    grad_d2h_s per layer, 0 where nothing is copied. The four issue_s are what the host takes to issue a chunk's and a
+    layer's commands. cpu_update_s, and update_h2d_s to update_issue_s of the GPU: updates inside the last round.
     """
 
     recompute_s: np.ndarray
@@ -37,12 +37,17 @@ class ChoiceCosts(NamedTuple):
     fetch_issue_s: np.ndarray
     finish_issue_s: np.ndarray
     cpu_update_s: np.ndarray
+    update_h2d_s: np.ndarray
+    update_s: np.ndarray
+    update_d2h_s: np.ndarray
+    update_issue_s: np.ndarray
 
 
 class EdgeCosts(NamedTuple):
     """Embedding or head in a round: seconds, or arrays [P] of them; copies are 0 where resident.
 
     again_h2d_s: the part of grad_h2d_s that even a first round fetches (a tied embedding's, which the head stored).
+    update_h2d_s, update_s, update_d2h_s: of updates by the GPU inside the last round.
     """
 
     forward_s: float
@@ -54,6 +59,9 @@ class EdgeCosts(NamedTuple):
     grad_h2d_s: np.ndarray
     grad_d2h_s: np.ndarray
     again_h2d_s: np.ndarray
+    update_h2d_s: np.ndarray
+    update_s: np.ndarray
+    update_d2h_s: np.ndarray
 
 
 class RoundCosts(NamedTuple):
@@ -180,6 +188,8 @@ class BatchedSimulator:
         self.everyone = self.hidden.pick(np.ones(size, dtype=bool))
         self.layers = [_Layer(i, self) for i in range(len(batch.rows.recompute_s))]
         self.offloaded: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
+        self.updates_on_gpu = self.any_updating and bool(batch.rows.update_s.any())
+        self.waiting: ChoiceCosts | None = None  # of the layer whose update by the GPU is to come
 
     def run(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds [P] of forward, head and backward, and by block [L, P] of the CPU's updates that are left then."""
@@ -215,6 +225,7 @@ class BatchedSimulator:
             last = np.where(share & self.layers[0].grads, self.d2h, 0.0)  # the first block's gradient must have left
             self.compute = np.maximum(self.compute, last)
             self._edge_backward(embedding, self.compute, np.zeros_like(last), gives_hidden=False)
+        self._update_on_gpu()
         end = np.maximum(np.maximum(self.compute, self.h2d), self.d2h)
         if self.any_updating:
             self._update(0, end)
@@ -311,6 +322,7 @@ class BatchedSimulator:
         self.weights.take(self.weights.pick(still))
         fetched = layer.weights & ~still
         ready = self._fetch_weights(layer, fetched, self.weights.pick(fetched), floor)
+        self._update_on_gpu()
         for _ in range(self.costs.refill + layer.in_parts):
             for c in range(self.chunks):
                 ready = self._fetch_saved(layer, c, sent, ready, 0.0)
@@ -326,6 +338,21 @@ class BatchedSimulator:
         if self.any_updating:
             self._update(layer.number + 1, self.d2h)
             self.work[layer.number] = self.batch.updating * layer.costs.cpu_update_s
+            self.waiting = layer.costs if self.updates_on_gpu else None
+
+    def _update_on_gpu(self) -> None:
+        """Update by the GPU the layer before: its tiles come behind this one's weights."""
+        if self.waiting is not None:
+            self.host = self.host + self.batch.updating * self.waiting.update_issue_s
+            self._update_group_on_gpu(self.waiting.update_h2d_s, self.waiting.update_s, self.waiting.update_d2h_s)
+            self.waiting = None
+
+    def _update_group_on_gpu(self, h2d_s: np.ndarray, update_s: np.ndarray, d2h_s: np.ndarray) -> None:
+        """Fetch, update and send back what a group needs, where its placement updates."""
+        updating = self.batch.updating
+        arrived = self._fetch(updating * h2d_s, 0.0)
+        self.compute = np.maximum(self.compute, arrived) + updating * update_s
+        self._send(updating * d2h_s, self.compute, updating & (d2h_s > 0))
 
     def _fetch_saved(
         self,
@@ -369,3 +396,5 @@ class BatchedSimulator:
         again = np.where(self.batch.accumulating, edge.grad_h2d_s, edge.again_h2d_s)
         free = np.where(self.batch.grads_over_weights, self.compute, 0.0)  # which compute read until now
         self._finish(edge.grad_d2h_s > 0, free, again, edge.finish_s, edge.grad_d2h_s)
+        if self.updates_on_gpu:
+            self._update_group_on_gpu(edge.update_h2d_s, edge.update_s, edge.update_d2h_s)

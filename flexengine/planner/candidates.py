@@ -119,7 +119,7 @@ class CandidateMemory:
         block, edges = self.buffers.accumulator_bytes + weight + grad, self.edge_slots[0]
         region = np.where(self.share, np.maximum(block, edges), block + edges) + slots[2] * staged_bytes
         activations = self.tables.activations
-        fixed = activations.fixed_gpu_bytes + activations.round_gpu_bytes
+        fixed = activations.fixed_gpu_bytes + activations.round_gpu_bytes + self.buffers.round_tile_bytes
         return fixed + max(activations.scratch_floor, scratch_bytes) + self.edge_gpu + region
 
     def block_slot_bytes(self, candidates: Candidates) -> np.ndarray:
@@ -127,7 +127,7 @@ class CandidateMemory:
         buffers, residencies = self.buffers, candidates.choices % NUM_RESIDENCIES
         total = np.full(len(residencies), buffers.accumulator_bytes)
         sizes = buffers.slot_bytes[:, buffers.kind_of]
-        streams = STREAMS_WEIGHTS[residencies], self.tables.streams_grads.at(residencies)
+        streams = STREAMS_WEIGHTS[residencies], self.tables.stages_grads.at(residencies)
         for size, count, streamed in zip(sizes, candidates.slots.T[:2], streams, strict=True):
             total = total + np.minimum(count, streamed @ buffers.parts_of_blocks) * (size * streamed).max(axis=1)
         return total
@@ -147,10 +147,11 @@ class CandidateMemory:
         tables, residencies = self.tables, candidates.choices % NUM_RESIDENCIES
         resident = self.edge_gpu[candidates.edges] + tables.residency_gpu.at(residencies).sum(axis=1)
         tiled = tables.needs_tiles.at(residencies).any(axis=1) | self.edge_tiles[candidates.edges]
-        region = np.maximum(
-            self.region_bytes(candidates),
-            np.where(tiled, self.buffers.least_tile_bytes, self.buffers.update_scratch_bytes),
-        )
+        region, scratch = self.region_bytes(candidates), self.buffers.update_scratch_bytes
+        if self.buffers.round_tile_bytes:
+            region = region + np.where(tiled, self.buffers.round_tile_bytes, scratch)
+        else:
+            region = np.maximum(region, np.where(tiled, self.buffers.least_tile_bytes, scratch))
         return tables.activations.fixed_gpu_bytes + resident + region
 
     def host_bytes(self, candidates: Candidates) -> np.ndarray:
@@ -197,5 +198,5 @@ class CandidateMemory:
         """Slots of one candidate's layout: no more weight or gradient slots than parts of blocks need one."""
         residencies, parts = one.choices[0] % NUM_RESIDENCIES, self.buffers.parts_of_blocks
         weight, grad, save = one.slots[0].tolist()
-        weights, grads = parts @ STREAMS_WEIGHTS[residencies], parts @ self.tables.streams_grads.at(residencies)
+        weights, grads = parts @ STREAMS_WEIGHTS[residencies], parts @ self.tables.stages_grads.at(residencies)
         return max(1, min(weight, int(weights))), max(1, min(grad, int(grads))), save

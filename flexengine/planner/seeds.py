@@ -168,8 +168,8 @@ class Seeder:
     def _holding(self, choices: np.ndarray, resident: tuple[bool, bool]) -> np.ndarray:
         """Choices whose weights, and gradients, are resident where asked."""
         homes = choices % NUM_RESIDENCIES
-        streams_grads = np.max(self.tables.streams_grads.by_kind, axis=0)[homes]
-        return choices[~(resident[0] & STREAMS_WEIGHTS[homes]) & ~(resident[1] & streams_grads)]
+        stages_grads = np.max(self.tables.stages_grads.by_kind, axis=0)[homes]
+        return choices[~(resident[0] & STREAMS_WEIGHTS[homes]) & ~(resident[1] & stages_grads)]
 
     def least_memory(self, options: Iterable[int] = ()) -> Iterator[Seed]:
         """Find what takes the least host memory within the GPU budget, whatever its seconds.

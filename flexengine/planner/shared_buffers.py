@@ -26,6 +26,7 @@ from flexengine.planner.cost.stream_loads import (
     RESIDENT,
     RESIDENT_BOTH,
     STREAMED,
+    UNSTORED_RESIDENCIES,
     UPDATED_BY_CPU,
     plane_bytes_in,
     residencies_of,
@@ -46,6 +47,8 @@ LEAST_TILE = 1 << 12
 """Elements of the smallest optimizer tile."""
 TILES_PER_MODEL = 64
 """An optimizer tile is at most this share of the parameters: larger ones only fill and drain the pipeline longer."""
+TILES_IN_ROUND, SLOTS_IN_ROUND = 16, 8
+"""Tiles that lie beside a round's slots take at most this share of the GPU's budget, and are so many."""
 SMALL_BLOCKS = 4
 """Blocks of the small model: at least as many as there are weight slots."""
 
@@ -108,13 +111,15 @@ class SharedBuffers:
         by_cpu = profile.device_type == "cuda" and not any(layout.on_gpu_only for layout in self.kind_layouts)
         # what blocks may have: on the CPU both updates are one, and several ranks share one copy on the host. Adapters
         # live on the GPU otherwise: they are small, and every chunk reads them
-        on_gpu = (STREAMED,) if request.shares_node else GPU_RESIDENCIES
+        self.unstored = request.gpu_updates == "unstored"
+        on_gpu = (STREAMED,) if request.shares_node else UNSTORED_RESIDENCIES if self.unstored else GPU_RESIDENCIES
         self.residencies = np.array([*on_gpu, UPDATED_BY_CPU] if by_cpu else on_gpu)
         self.adapter_residency = STREAMED if request.shares_node else RESIDENT
         self.adapter_home = RESIDENCIES[self.adapter_residency]
         self.adapter_layouts = [group_storage(model.groups[g], request.numerics) for g in self.adapter_groups]
-        self.kind_residencies = [residencies_of(model.groups[kind.group]) for kind in self.kinds]
-        self.edge_residencies = [residencies_of(model.groups[g]) for g in self.edge_groups]
+        homes = self._residencies(model)
+        self.kind_residencies = [homes[kind.group] for kind in self.kinds]
+        self.edge_residencies = [homes[g] for g in self.edge_groups]
         self._tiles: dict[int, int] = {}
         # parts [L] in which parameters cross the link, and host bytes that updates by the CPU take beside planes
         self.parts_of_blocks = np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
@@ -128,6 +133,18 @@ class SharedBuffers:
         firsts = {int(np.flatnonzero(self.kind_of == kind)[0]) for kind in range(len(self.kinds))}
         blocks = sorted({*range(min(SMALL_BLOCKS, len(self.block_layers))), *firsts})
         return self.model.with_layers((0, *(self.block_layers[b] for b in blocks), len(self.model.layers) - 1))
+
+    def _residencies(self, model: ModelSpec, unstored: bool | None = None) -> list[tuple[GroupPlan, ...]]:
+        """What the numbers of homes mean for each group.
+
+        A gradient that is never whole at one place is stored in any case, and adapters' small ones.
+        """
+        unstored = self.unstored if unstored is None else unstored
+        whole = (use.gradients == 1 for use in group_uses(model))
+        return [
+            residencies_of(group, unstored and once and group.num_parts == 1 and not group.adapter)
+            for group, once in zip(model.groups, whole, strict=True)
+        ]
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -147,7 +164,7 @@ class SharedBuffers:
     def accumulator_bytes(self) -> int:
         """Bytes of the blocks' gradient accumulator."""
         resident = (RESIDENT_BOTH,) * len(self.edge_groups)
-        return _block_part(self._reference(EdgeChoice(False, False, resident), RESIDENT_BOTH))
+        return _block_part(self._reference(EdgeChoice(False, False, resident), RESIDENT_BOTH, unstored=False))
 
     @cached_property
     def slot_bytes(self) -> np.ndarray:
@@ -168,11 +185,15 @@ class SharedBuffers:
             self._edge_slots[edge] = (end, head_grad)
         return self._edge_slots[edge]
 
-    def _reference(self, edge: EdgeChoice, residency: int) -> Layout:
-        """Lay out the small model with one slot of each kind, to read parameter bytes off."""
+    def _reference(self, edge: EdgeChoice, residency: int, unstored: bool | None = None) -> Layout:
+        """Lay out the small model with one slot of each kind, to read parameter bytes off.
+
+        unstored: whether gradients have no home; None = as in plans.
+        """
         chunk = min(256, self.request.max_seq_len)
         size = (chunk, -(-self.request.max_seq_len // chunk))
-        return Layout(self.small, self._plan(size, edge, SlotCounts(1, 1), residency, keep_all=False))
+        plan = self._plan(size, edge, SlotCounts(1, 1), residency, keep_all=False, unstored=unstored)
+        return Layout(self.small, plan)
 
     # -- activations -------------------------------------------------------------------------------------------------
 
@@ -213,8 +234,9 @@ class SharedBuffers:
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def _plan(
-        self, size: tuple[int, int], edge: EdgeChoice, slots: SlotCounts, residency: int, *, keep_all: bool
-    ) -> Plan:
+        self, size: tuple[int, int], edge: EdgeChoice, slots: SlotCounts, residency: int, *, keep_all: bool,
+        unstored: bool | None = None,
+    ) -> Plan:  # fmt: skip
         """Plan the small model for one rank: blocks keep all of their ops' outputs, or nothing, in one residency."""
         edges = iter(edge.residencies)
         nothing = LayerPlan((), (), "host")
@@ -223,7 +245,8 @@ class SharedBuffers:
             self.adapter_residency if g.adapter else residency if g.slot_class == "block" else next(edges)
             for g in self.small.groups
         )
-        groups = tuple(residencies_of(g)[v] for g, v in zip(self.small.groups, homes, strict=True))
+        of_groups = self._residencies(self.small, unstored)
+        groups = tuple(residencies[v] for residencies, v in zip(of_groups, homes, strict=True))
         layers = (LayerPlan(), *blocks, LayerPlan())
         plan = self.plan(size, edge, slots, layers, groups, LEAST_TILE)
         return replace(plan, request=replace(self.request, ranks=1, nodes=1))
@@ -270,12 +293,35 @@ class SharedBuffers:
         """Bytes of an optimizer slot for tiles of at most so many elements, as far as matrices may be cut."""
         if tile not in self._tiles:
             layouts = [*self.kind_layouts, *self.edge_layouts, *self.adapter_layouts]
-            self._tiles[tile] = align(tile_offsets(layouts, tile)["end"])
+            self._tiles[tile] = align(tile_offsets(layouts, tile, self.request.gpu_updates)["end"])
         return self._tiles[tile]
 
+    @cached_property
+    def tiles_in_round(self) -> tuple[int, int]:
+        """(slots, elements of a tile) for updates inside a round, beside its slots.
+
+        All of a block at once, so that its tiles may arrive while the block below computes, as far as there is room.
+        """
+        count, room = SLOTS_IN_ROUND, self.request.max_gpu_bytes // TILES_IN_ROUND - self.update_scratch_bytes
+        block = max(layout.numel for layout in self.kind_layouts)
+        tile = max(LEAST_TILE, -(-block // (count * LEAST_TILE)) * LEAST_TILE)
+        while tile > LEAST_TILE and count * self._tile_bytes(tile) > room:
+            tile = max(LEAST_TILE, tile // (2 * LEAST_TILE) * LEAST_TILE)
+        return count, tile
+
+    @cached_property
+    def round_tile_bytes(self) -> int:
+        """Bytes that updates inside a round take beside its slots; 0 where there are none."""
+        if self.request.gpu_updates == "auto":
+            return 0
+        count, tile = self.tiles_in_round
+        return count * self._tile_bytes(tile) + self.update_scratch_bytes
+
     def tiles(self, region_bytes: int, most: int) -> tuple[int, int]:
-        """(slots, elements of a tile) for the update: as many of at most `most` slots as fit the round's region, the
-        tiles as large as is useful. One smallest tile there is in any case."""
+        """(slots, elements of a tile) for the update: as many of at most `most` slots as fit the round's region, or
+        those beside it, the tiles as large as is useful. One smallest tile there is in any case."""
+        if self.round_tile_bytes:
+            return self.tiles_in_round
         room = region_bytes - self.update_scratch_bytes
         count = max(1, min(most, room // self._tile_bytes(LEAST_TILE)))
         tile = 1 << max(0, (self.num_parameters // TILES_PER_MODEL).bit_length() - 1)

@@ -111,6 +111,11 @@ class SizeTables:
         return self.of_blocks(lambda kind: np.array([home.streams_grads for home in kind.residencies]))
 
     @cached_property
+    def stages_grads(self) -> PerKind:
+        """Whether a block's gradient passes through slots [V]."""
+        return self.of_blocks(lambda kind: np.array([home.stages_grads for home in kind.residencies]))
+
+    @cached_property
     def needs_tiles(self) -> PerKind:
         """Whether a block's update passes through tiles [V]."""
         return self.of_blocks(lambda kind: np.array([home.uses_tiles for home in kind.residencies]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexengine.plan import MOST_ROUNDED, PlanError, PlanReason, Request, rounds_of_step
+from flexengine.schedule.packing import most_chunks
 
 CHUNK_TOKENS = tuple(1 << i for i in range(8, 15))
 CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -17,13 +18,16 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
     """(chunk_tokens, chunks_per_round) worth a look. Raises PlanError when pinned sizes contradict each other.
 
     A round is at most the batch, rounded up to chunks, and takes the longest sequence whole. Where gradients are stored
-    in 16 bits, no size makes more rounds of a step than these bear, as far as others are left.
+    in 16 bits, no size makes more rounds of a step than these bear, as far as others are left. Where they are not
+    stored, a round takes any batch whole, however its sequences fill chunks; then there may be no size.
     """
     check_sizes(request)
     sizes = []
     for chunk in _allowed(request, _chunk_choices(request)):
         slices = max(1, -(-request.max_seq_len // chunk))
-        if request.round_tokens is not None:
+        if request.gpu_updates == "unstored":
+            counts = _of_any_batch(request, chunk)
+        elif request.round_tokens is not None:
             counts = [request.round_tokens // chunk]
         else:
             units = max(1, -(-request.max_global_batch_tokens // chunk) // slices)
@@ -31,6 +35,14 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
             counts = sorted({slices * (-(-units // -(-units // n)) if even else n) for n in fitting})
         sizes += [(chunk, n) for n in counts if n >= slices]
     return [size for size in sizes if _sums_well(request, *size)] or sizes
+
+
+def _of_any_batch(request: Request, chunk_tokens: int) -> list[int]:
+    """The least chunks of a round that takes any batch, or the pinned ones where they do."""
+    longest = request.max_seq_len
+    least = max(-(-longest // chunk_tokens), most_chunks(longest, request.max_global_batch_tokens, chunk_tokens))
+    pinned = least if request.round_tokens is None else request.round_tokens // chunk_tokens
+    return [pinned] if pinned >= least else []
 
 
 def _sums_well(request: Request, chunk_tokens: int, chunks: int) -> bool:
@@ -64,6 +76,9 @@ def _chunk_choices(request: Request) -> list[int]:
     if request.chunk_tokens is not None:
         return [request.chunk_tokens]
     limit = request.round_tokens or request.max_global_batch_tokens
+    if request.gpu_updates == "unstored" and request.round_tokens is None:
+        usual = {c for c in (*CHUNK_TOKENS, limit) if c <= min(limit, 2 * CHUNK_TOKENS[-1])}
+        return sorted(usual | _with_room_for_one(limit, request.max_seq_len))
     choices = {c for c in CHUNK_TOKENS if c <= limit}
     if limit < 2 * CHUNK_TOKENS[0]:
         choices |= {limit, max(1, limit // 2), request.max_seq_len}
@@ -72,6 +87,13 @@ def _chunk_choices(request: Request) -> list[int]:
         return sorted({c for c in choices if c < CHUNK_TOKENS[0]} | whole | _even_parts(limit, request.max_seq_len))
     parts = {limit // n for n in CHUNKS_PER_ROUND if limit % n == 0}
     return sorted(c for c in choices | parts if limit % c == 0 and c <= max(CHUNK_TOKENS[-1], min(parts)))
+
+
+def _with_room_for_one(batch_tokens: int, seq_len: int) -> set[int]:
+    """Chunks with room for a sequence more than an equal part of a batch: so many chunks take any batch."""
+    parts = (batch_tokens // n + seq_len for n in CHUNKS_PER_ROUND)
+    aligned = {-(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS for tokens in parts}
+    return {tokens for tokens in aligned if CHUNK_TOKENS[0] <= tokens <= min(batch_tokens, 2 * CHUNK_TOKENS[-1])}
 
 
 def filled(chunk_tokens: int, seq_len: int) -> int:

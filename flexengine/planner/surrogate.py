@@ -11,10 +11,19 @@ from functools import cached_property
 
 import numpy as np
 
+from flexengine.plan import GroupPlan
 from flexengine.planner.batched_simulator import Batch, BatchedSimulator, ChoiceCosts, EdgeCosts, RoundCosts
 from flexengine.planner.blocks import PerKind
 from flexengine.planner.candidates import CandidateMemory, Candidates
-from flexengine.planner.cost.stream_loads import STREAMED, TileTimes, cpu_update_s, gpu_update_s, issue_s, tile_times
+from flexengine.planner.cost.stream_loads import (
+    STREAMED,
+    TileTimes,
+    cpu_update_s,
+    gpu_update_s,
+    issue_s,
+    tile_times,
+    tile_times_in_round,
+)
 from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS
 from flexengine.schedule.group_storage import GroupStorage
@@ -36,7 +45,7 @@ class Surrogate:
             return np.zeros(0)
         cpu_s = self.choice_costs["cpu_update_s"].at(candidates.choices).T
         several = tables.rounds > 1
-        in_backward = bool(cpu_s.any()) and not tables.request.clipping
+        in_backward = (bool(cpu_s.any()) and not tables.request.clipping) or tables.request.gpu_updates != "auto"
         last_s = np.zeros(count)
         if in_backward:
             no_updates = np.zeros_like(cpu_s), np.zeros(count)
@@ -160,7 +169,16 @@ class Surrogate:
             fetch_issue_s=np.full(len(option), copy_s),
             finish_issue_s=kind.use.gradients * issue_s(cost, "finish_gradient") + 2 * copy_s * streams,
             cpu_update_s=np.array([cpu_update_s(kind.group, home, cost) for home in kind.residencies])[residency],
+            **self._update_costs(kind.group, kind.residencies, residency),
         )
+
+    def _update_costs(
+        self, group: GroupStorage, homes: tuple[GroupPlan, ...], residency: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """What updates by the GPU inside the last round cost under each of some residencies."""
+        tile = self.buffers.tiles(0, SlotCounts().optimizer)[1]
+        times = np.array([tile_times_in_round(group, home, tile, self.cost) for home in homes])[residency]
+        return dict(zip(("update_h2d_s", "update_s", "update_d2h_s", "update_issue_s"), times.T, strict=False))
 
     @cached_property
     def edge_costs(self) -> tuple[EdgeCosts, EdgeCosts]:
@@ -171,6 +189,7 @@ class Surrogate:
         tables, buffers = self.tables, self.buffers
         layer = tables.model.layers[0 if edge == 0 else -1]
         weights, grads, again = (np.zeros(len(self.memory.edge_choices)) for _ in range(3))
+        updates = np.zeros((3, len(weights)))
         finish_s, other = 0.0, set(tables.model.layers[-1 if edge == 0 else 0].groups)
         for i, group in enumerate(buffers.edge_groups):
             if group not in layer.groups:
@@ -182,6 +201,9 @@ class Surrogate:
             if edge == 0 and group in other:
                 again += self._copy_s(streams * planes["grad"], True)
             finish_s += self._finish_s(buffers.edge_layouts[i], buffers.uses[group].gradients)
+            if edge == 0 or group not in other:  # the lower layer's gradient ends it
+                found = self._update_costs(buffers.edge_layouts[i], buffers.edge_residencies[i], residencies)
+                updates += list(found.values())[:3]
         sent = grads * self.profile.link.h2d_duplex_bytes_per_s / self.profile.link.d2h_duplex_bytes_per_s
         seconds = tables.edge_seconds[edge]
         return EdgeCosts(
@@ -194,6 +216,7 @@ class Surrogate:
             grads,
             sent,
             again,
+            *updates,
         )
 
     # -- update ------------------------------------------------------------------------------------------------------

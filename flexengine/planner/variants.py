@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
+from flexengine.planner.bound.speed_of_light import size_bounds
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.stream_loads import issue_s
 from flexengine.planner.problem import Problem
 from flexengine.planner.search import MOST_TOUCHED, Search
+from flexengine.planner.sizes import chunk_sizes
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.packing import full_round
@@ -30,6 +32,8 @@ recomputation, which they hardly win back otherwise."""
 LEAST_ISSUE_SHARE, LEAST_GRAPHS_GAIN = 0.3, 0.03
 """Graphs are tried, which takes another search, where the host issues blocks' commands for this share of a step: larger
 chunks may have been chosen for its sake alone. They must gain this share, as they take memory."""
+LEAST_IN_ROUND_GAIN = 0.02
+"""Updates by the GPU inside the last round are tried where their bound is this share below the best plan's seconds."""
 LEAST_LEFT_GAIN = 0.02
 """Second planes are counted in a search where they have no room and would gain more than this share."""
 
@@ -161,5 +165,33 @@ SECOND_PLANES = Variant[Problem, Found](
     _second_planes_lack, lambda _, best: _without_clipping(best, second_planes=True), -inf
 )
 
+# -- updates by the GPU inside the last round --------------------------------------------------------------------------
+
+
+def _in_round_applies(problem: Problem, best: Found | None) -> bool:
+    """Where nothing is clipped, and what trains is more than adapters, whose updates are short."""
+    trained = any(not group.frozen and not group.adapter for group in problem.model.groups)
+    return trained and problem.request.may_update_in_round
+
+
+def _in_round(problem: Problem, best: Found | None, way: Literal["in_round", "unstored"]) -> Found | None:
+    """The fastest plan whose GPU updates inside the last round; None where its bound is no faster."""
+    graphs = problem.request.graphs if best is None else best.plan.request.graphs
+    asked = replace(problem, request=replace(problem.request, gpu_updates=way, graphs=graphs))
+    if not chunk_sizes(asked.request):
+        return None
+    if best is not None:
+        bound = next((b for _, b in size_bounds(asked.model, asked.request, asked.profile).ascending()), None)
+        if bound is None or bound.seconds > (1.0 - LEAST_IN_ROUND_GAIN) * best.predicted.step_s:
+            return None
+    return fastest((WHOLE, IN_PARTS), asked)
+
+
+IN_ROUND = Variant[Problem, Found](_in_round_applies, lambda problem, best: _in_round(problem, best, "in_round"))
+UNSTORED = Variant[Problem, Found](
+    lambda problem, best: problem.request.whole_steps and _in_round_applies(problem, best),
+    lambda problem, best: _in_round(problem, best, "unstored"),
+)
+
 OF_WHOLE_EXPERTS = (WHOLE, NO_CLIPPING, SECOND_PLANES)
-OF_ONE_RANK = (WHOLE, IN_PARTS, GRAPHS, NO_CLIPPING, SECOND_PLANES)
+OF_ONE_RANK = (WHOLE, IN_PARTS, GRAPHS, NO_CLIPPING, SECOND_PLANES, UNSTORED, IN_ROUND)

@@ -89,7 +89,8 @@ def with_mode(config: TrainConfig, team: Team | None) -> TrainConfig:
     print("\n".join(["--mode auto: what fits this machine", *(one.describe() for one in found)]), flush=True)
     first = next((one for one in found if one.planned is not None), None)
     if first is None:
-        prepare_job(config.model, found[-1].config.as_job(), needs_weights=False)  # raises, with what would fit
+        # raises, with what would fit
+        prepare_job(config.model, found[-1].config.as_job(), needs_weights=False, whole_steps=True)
         raise AssertionError("a plan was found that was not found before")
     given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in KINDS[first.kind].items())
     if not (config.yes or (team is None and is_first(team) and _says_yes(f"train {given}?"))):
@@ -101,7 +102,9 @@ def with_mode(config: TrainConfig, team: Team | None) -> TrainConfig:
 def _proposal(config: TrainConfig, kind: str) -> Proposal:
     chosen = replace(config, **KINDS[kind], yes=False)
     try:
-        planned = prepare_job(config.model, chosen.as_job(), needs_weights=not config.dry_run, tell=False)
+        planned = prepare_job(
+            config.model, chosen.as_job(), needs_weights=not config.dry_run, tell=False, whole_steps=True
+        )
     except PlanError as error:
         return Proposal(kind, chosen, None, f"does not fit: {str(error).splitlines()[0].partition('): ')[2]}")
     except ValueError as error:  # such as a base that cannot be stored so

@@ -201,8 +201,9 @@ class Engine(CheckpointCalls, ReadingCalls):
         loss: takes the place of the cross-entropy: a function of a `LogitsBlock` that returns the sum of the losses of
         its tokens, differentiated by autograd (docs/losses.md).
         Raises ValueError for tokens outside the vocabulary, sequences over max_seq_len, more tokens than
-        max_global_batch_tokens, or no target token.
+        max_global_batch_tokens, or no target token; and where the plan stores no gradients (`whole_steps`).
         """
+        self.state.require_stored(self.plan.stores_gradients)
         sequences = self._read(batch, columns, loss)
         self.steps.start()
         return self.steps.forward_backward(sequences)
@@ -234,8 +235,9 @@ class Engine(CheckpointCalls, ReadingCalls):
         """fwd_bwd and step in one call, with the same results; arguments and errors are theirs.
 
         It is faster where the CPU updates: without clipping it does so inside the backward pass of the last round, as
-        soon as a layer's gradient has reached the host. With clipping a plan may have it do that for some layers as if
-        nothing were clipped; where the norm then says otherwise, these are updated again.
+        soon as a layer's gradient has reached the host; a plan may have the GPU do so, too. With clipping a plan may
+        have the CPU do that for some layers as if nothing were clipped; where the norm then says otherwise, these are
+        updated again.
         """
         sequences = self._read(batch, columns, loss)
         self._agree(lr, divisor)
@@ -244,10 +246,10 @@ class Engine(CheckpointCalls, ReadingCalls):
         if self.steps.speculates(settings):
             return self.steps.forward_backward(sequences, settings), self.steps.update(settings, speculated=True)
         # a clipped gradient is scaled by the norm of all, so no update may count before backward has ended
-        if settings.max_grad_norm is not None or not self.plan.updates_on_cpu or self.plan.shares_node:
+        if settings.max_grad_norm is not None or not self.plan.updates_in_backward:
             return self.steps.forward_backward(sequences), self.steps.update(settings)
         out = self.steps.forward_backward(sequences, settings)
-        return out, self.steps.update(settings, cpu_has_updated=True)
+        return out, self.steps.update(settings, updated_in_round=True)
 
     @one_caller
     def evaluate(

@@ -51,6 +51,8 @@ class RoundRunner:
         inside the last round, which are speculative with clipping; None when no round updates.
         """
         rounds, first = self._pack(batch), self._state.num_rounds
+        if len(rounds) > 1:
+            self._state.require_stored(self._plan.stores_gradients)
         if self._replay is not None:
             self._replay.begin_batch([[[piece.length for piece in c.ranges] for c in chunks] for chunks in rounds])
         if balance is not None and (len(rounds) > 1 or self._plan.shares_node):

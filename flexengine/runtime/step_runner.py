@@ -113,10 +113,11 @@ class StepRunner:
         self._executor.drop_cpu_work()
         return "rolled_back"
 
-    def update(self, settings: UpdateSettings, cpu_has_updated: bool = False, speculated: bool = False) -> StepOutput:
-        """Run the optimizer step and forget the gradients. cpu_has_updated: the last round did the CPU's updates.
+    def update(self, settings: UpdateSettings, updated_in_round: bool = False, speculated: bool = False) -> StepOutput:
+        """Run the optimizer step and forget the gradients.
 
-        speculated: it did some of them as if nothing were clipped.
+        updated_in_round: the last round did what the plan updates inside it. speculated: it did some of that as if
+        nothing were clipped.
         """
         self._state.before_update()
         self._state.unusable = HALF_UPDATED
@@ -124,7 +125,7 @@ class StepRunner:
             squares = self._context.add_nodes(self._state.num_rounds, self._executor)
             if squares is not None:
                 self._updates.norm_squares().copy_(squares)
-            way = self._settle(settings) if speculated else "in_round" if cpu_has_updated else "after_norm"
+            way = self._settle(settings) if speculated else "in_round" if updated_in_round else "after_norm"
             kind = UpdateKind(way, self._context.share, self._context.is_last)
             program = self._rounds.programs.of_update(kind)
             self._runner.run(program, settings)

@@ -73,6 +73,14 @@ class StepState:
         if self.unusable:
             raise ValueError(f"this engine cannot go on: {self.unusable}; make a new one with from_pretrained")
 
+    def require_stored(self, stored: bool) -> None:
+        """Raise ValueError unless gradients are stored from call to call."""
+        if not stored:
+            raise ValueError(
+                "this plan stores no gradients, as each step is one call: use train_step(batch), or plan with"
+                " whole_steps=False, which takes more memory"
+            )
+
     def require_gradients(self, message: str) -> None:
         """Raise ValueError with `message` unless gradients are stored in a usable engine."""
         self.require_usable()

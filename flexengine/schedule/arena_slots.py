@@ -1,9 +1,9 @@
 """Lays slots one after the other in the two arenas: what is resident, a round's slots, optimizer tiles, the host's.
 
-Overlaps save GPU memory: optimizer tiles lie over the slots of forward and backward, which are idle then. An untied
-embedding's and head's slots lie over each other, with `share_edge_slots` over the blocks' as well. With
-`grads_over_weights` their gradients lie over their weights, which nobody reads once the gradient is made. Overlap is
-safe: hazards follow addresses, not names.
+Overlaps save GPU memory: optimizer tiles lie over the slots of forward and backward, which are idle then unless the
+GPU updates inside a round. An untied embedding's and head's slots lie over each other, with `share_edge_slots` over the
+blocks' as well. With `grads_over_weights` their gradients lie over their weights, which nobody reads once the gradient
+is made. Overlap is safe: hazards follow addresses, not names.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class _GpuSlots:
         region.add("grad_norm", SCALAR_BYTES, "scalars")
         self._sizes.places.add_scalars(self._sizes, region)
         self._resident_planes(region)
-        return max(self._round_slots(region.end), self._optimizer_tiles(region.end))
+        end = self._round_slots(region.end)
+        return max(end, self._optimizer_tiles(end if self._plan.gpu_updates_in_round else region.end))
 
     def _resident_planes(self, region: Region) -> None:
         for spec, stored, home in zip(self._model.groups, self._groups, self._sizes.homes, strict=True):
@@ -158,7 +159,8 @@ class _GpuSlots:
                     region.add(kind, dealt.num_bytes(kind), "dealt optimizer states", spec.name)
 
     def _optimizer_tiles(self, start: int) -> int:
-        """Append tiles of the update, over the same bytes as the round's slots; returns where they end."""
+        """Append tiles of the update from `start` on, over a round's slots unless it updates, too; returns where they
+        end."""
         region = Region(self._slots, "gpu", start)
         for k in range(self._plan.optimizer_slots if self._plan.uses_tiles else 0):
             region.add("tile", self._sizes.tile_bytes, "optimizer slots", index=k)
@@ -207,7 +209,7 @@ class _GpuSlots:
         homes = self._sizes.homes
         trained = [i for i in groups if homes[i].trained]
         streamed = [i for i in groups if homes[i].weights == "host"]
-        staged = [i for i in trained if homes[i].grads == "host"]
+        staged = [i for i in trained if homes[i].grads != "gpu"]
         accumulated = max((self._groups[i].part_numel for i in trained), default=0) * self._sizes.acc_bytes
         weights_start = region.end
         lends = self._sizes.places.lends_accumulator(self._sizes, streamed)

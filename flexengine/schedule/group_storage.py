@@ -268,13 +268,22 @@ def _kinds_in_order(segments: Iterable[Iterable[Plane]]) -> list[PlaneKind]:
     return ["weights", *(["remainder"] if "remainder" in found else []), *states, "grad"]
 
 
-def tile_offsets(groups: Iterable[GroupStorage], most: int) -> dict[str, int]:
-    """Byte offset of every plane kind within a slot for any tile of at most `most` elements, and its `end`."""
+def tile_offsets(groups: Iterable[GroupStorage], most: int, gpu_updates: str = "auto") -> dict[str, int]:
+    """Byte offset of every plane kind within a slot for any tile of at most `most` elements, and its `end`.
+
+    gpu_updates: as of the request. Slots beside those of a round are no larger than segments need, and have no place
+    for gradients where all are updated from where a round leaves them.
+    """
+    groups = list(groups)
     segments = [segment for group in groups for segment in group.segments]
     needed = dict.fromkeys(_kinds_in_order(segment.planes for segment in segments), 0)
     for segment in segments:
         for plane in segment.planes:
-            needed[plane.kind] = max(needed[plane.kind], plane.num_bytes(segment.tile_elements(most)))
+            elements = segment.tile_elements(most)
+            elements = elements if gpu_updates == "auto" else min(segment.numel, elements)
+            needed[plane.kind] = max(needed[plane.kind], plane.num_bytes(elements))
+    if gpu_updates == "unstored" and all(len(group.parts) == 1 for group in groups):
+        needed.pop("grad")
     offsets, end = {}, 0
     for kind, num_bytes in needed.items():
         offsets[kind] = end

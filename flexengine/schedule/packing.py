@@ -15,6 +15,19 @@ from flexengine.plan import Request
 from flexengine.schedule.lowering.shape import ChunkShape, RoundShape
 
 
+def most_chunks(longest: int, batch_tokens: int, chunk_tokens: int) -> int:
+    """The most chunks that `pack` makes of any batch of so many tokens, in sequences of at most `longest` tokens.
+
+    Of two chunks of whole sequences that follow each other, the first lacks room for the second's first sequence: both
+    have more than a chunk's tokens together, and each but the last more than a chunk's less the longest. A sequence in
+    slices has fewer than twice its part of chunks, and may leave the chunk before it nearly empty.
+    """
+    pairs = batch_tokens // (chunk_tokens + 1)
+    if longest > chunk_tokens:
+        return 3 * pairs + 1
+    return min(2 * pairs + 1, (batch_tokens - 1) // (chunk_tokens - longest + 1) + 1)
+
+
 class SequenceRange(NamedTuple):
     """Tokens [start, start + length) of sequence number `sequence`."""
 

@@ -140,7 +140,7 @@ class PlannedSizes:
     @cached_property
     def tile_offsets(self) -> dict[str, int]:
         """Byte offset of every plane kind within an optimizer tile, and its `end`."""
-        return tile_offsets(self.groups, self.plan.optimizer_tile)
+        return tile_offsets(self.groups, self.plan.optimizer_tile, self.plan.request.gpu_updates)
 
     @cached_property
     def update_scratch_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """The programs of a whole step, simulated: when each part ends, and what its compute stream waits for.
 
 Where the CPU updates, that goes on under the next step's first round, so the update comes first; without clipping, or
-where a plan says that it speculates, it begins in the last round, and what is left of it comes first.
+where a plan says that it speculates, it begins in the last round, and what is left of it comes first. The GPU's updates
+end with their round, or with a program of their own.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ def simulated_rounds(
     if last is None or not alone:
         first, name = lower_round(layout, opening, first=True), "the round" if alone else "first round"
     else:
-        first, name = last, "the round with updates by the CPU"
+        first, name = last, f"the round with updates by the {updater(plan)}"
     if last is not None:
         timing = simulate(last, rates)
         left = unfinished_updates(last, timing)
         if not alone:
             timing = until_gpu_ends(last, timing)
-            found.append(StepPart("last round with updates by the CPU", 1, last, timing, last_shape))
+            found.append(StepPart(f"last round with updates by the {updater(plan)}", 1, last, timing, last_shape))
     begins = after_a_batch(rates)
     if plan.updates_on_cpu:
         update = "update" if last is None else "rest of the update"
@@ -92,7 +93,7 @@ def simulated_rounds(
 
 def simulated_update(layout: Layout, rates: Rates) -> StepPart:
     """The update of a plan whose CPU updates nothing, after the rounds."""
-    program = lower_update(layout, UpdateKind(share=Share(0, layout.plan.request.ranks)))
+    program = lower_update(layout, UpdateKind(way_of(layout.plan), Share(0, layout.plan.request.ranks)))
     return StepPart("update", 1, program, simulate(program, after_a_round(rates)))
 
 
@@ -117,9 +118,15 @@ def after_a_round(rates: Rates) -> Rates:
 
 
 def lower_last_round(layout: Layout, shape: RoundShape, first: bool) -> Program:
-    """The last round of a step, in which the CPU's updates may begin."""
+    """The last round of a step, in which updates may begin."""
     updates: dict[UpdateWay, RoundUpdates] = {"in_round": "in_round", "committed": "speculative"}
     return lower_round(layout, shape, first, updates.get(way_of(layout.plan), "none"))
+
+
+def updater(plan: Plan) -> str:
+    """Who updates inside the last round, in words."""
+    by = ["GPU"] * plan.gpu_updates_in_round + ["CPU"] * plan.updates_on_cpu
+    return " and the ".join(by)
 
 
 def way_of(plan: Plan) -> UpdateWay:

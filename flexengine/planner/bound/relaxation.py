@@ -53,6 +53,7 @@ class Relaxation:
     def __init__(self, step: Unavoidable, size: SizeWork) -> None:
         self.step, self.size, self.rounds, self.ranks = step, size, size.rounds, step.request.ranks
         self.trained = [p for p in step.parameters if p.trained]
+        self.in_round = step.request.gpu_updates != "auto"
         self.unit_bytes = float(sum(p.weights + p.grads + p.states for p in step.parameters))
         self.unit_s = size.compute_s
         self.lp = LinearProgram()
@@ -174,12 +175,13 @@ class Relaxation:
         touched = {f"u {q.name}": q.touched / self.unit_bytes for q in self.trained}
         homes = self._at_home("wgs", factor=-1.0)
         fetched = {**homes, **self._by_cpu("gs"), "hold end": -1.0, "hold grads": -1.0, "hold states": -1.0}
-        moved = (fetched, total("w") + total("g") / self.ranks + total("s"))
+        moved = (fetched, total("w") + (0.0 if self.in_round else total("g") / self.ranks) + total("s"))
         up_beside, down_beside = self._beside_rates()
-        self._part_row("update h2d", "V", moved, up, (up_beside, slowing), head_s)
+        part = "VB" if self.in_round else "V"  # where the GPU updates
+        self._part_row("update h2d", part, moved, up, (up_beside, slowing), head_s)
         beside = (down_beside, slowing)
         returned = {**self._at_home("s", factor=-1.0), **self._by_cpu("s"), "hold unsent": -1.0}
-        self._part_row("update d2h", "V", (returned, total("s")), down, beside, head_s)
+        self._part_row("update d2h", part, (returned, total("s")), down, beside, head_s)
         both = (_added(fetched, returned, touched), moved[1] + total("s"))
         self._part_row("update rate", updating, both, self._host_rate(), left_s=head_s)
         self._part_row("first d2h", "V", ({"on host": size.round_share}, 0.0), down, beside)
@@ -240,14 +242,16 @@ class Relaxation:
         terms |= {"hold turn": -float(r), "hold between": 1.0 - r, "hold end": -1.0, "hold grads": -1.0, "on host": 1.0}
         terms |= self._by_cpu("gs")
         constant = r * (self._total("w") + self._total("w", twice) + self._total("g")) + self._total("s")
-        return terms, constant - (1 - 1 / self.ranks) * self._total("g")  # a rank updates from its share of gradients
+        # a rank updates from its share of gradients, and inside a round from one that is there
+        return terms, constant - (1 - 1 / self.ranks + self.in_round) * self._total("g")
 
     def _d2h(self) -> tuple[dict[str, float], float]:
         """Bytes to the host: gradients of every round, updated weights and states, kept activations."""
         r = self.rounds
         terms = {**self._at_home("ws", self.trained, factor=-1.0), **self._at_home("g", factor=-float(r))}
         terms |= {"hold grads": -1.0, "on host": 1.0, **self._by_cpu("ws")}
-        return terms, r * self._total("g") + self._total("w", self.trained) / self.ranks + self._total("s")
+        stored = r - self.in_round
+        return terms, stored * self._total("g") + self._total("w", self.trained) / self.ranks + self._total("s")
 
     def _gpu_rows(self) -> None:
         """At the turn under the head's command and under the last block's, between rounds, and before the update."""

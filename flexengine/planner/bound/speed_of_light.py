@@ -27,12 +27,17 @@ Size = tuple[int, int]
 def speed_of_light(model: ModelSpec, request: Request, profile: HardwareProfile) -> Bound | None:
     """Bound a step over all chunk and round sizes of a request, with experts whole or in parts.
 
-    On one rank clipping does not count: a speculative update may begin inside backward, too.
+    On one rank clipping does not count: a speculative update may begin inside backward, too. Without it the GPU's may.
     Returns None when not even the relaxation fits the budgets. Raises: PlanError when pinned sizes contradict.
     """
     models = [model, in_parts(model)] if may_be_in_parts(model) else [model]
     bounded = replace(request, clipping=request.clipping and request.shares_node)
-    found = [bound for one in models for _, bound in islice(size_bounds(one, bounded, profile).ascending(), 1)]
+    ways = (request.gpu_updates,)
+    if request.may_update_in_round and request.gpu_updates == "auto":
+        ways = ("auto", "in_round", "unstored") if request.whole_steps else ("auto", "in_round")
+    requests = [replace(bounded, gpu_updates=way) for way in ways]
+    bounds = (size_bounds(one, each, profile) for one in models for each in requests)
+    found = [bound for bounds_of_one in bounds for _, bound in islice(bounds_of_one.ascending(), 1)]
     return min(found, key=lambda bound: bound.seconds, default=None)
 
 

@@ -82,7 +82,8 @@ class Unavoidable:
         head = bool(set(members) & set(self.model.layers[-1].groups))
         states = sum(num for kind, num in planes.items() if kind not in ("weights", "grad")) // self.request.ranks
         name = slot_class if trained else f"{slot_class} frozen{' twice' if twice else ''}"
-        return ParameterBytes(name, planes["weights"], planes["grad"], states, twice, head, trained)
+        grads = 0 if self.request.gpu_updates == "unstored" else planes["grad"]
+        return ParameterBytes(name, planes["weights"], grads, states, twice, head, trained)
 
     @cached_property
     def layer_counts(self) -> tuple[tuple[LayerSpec, int], ...]:

@@ -37,7 +37,8 @@ class CostModel:
     """Prices commands of chunks of `chunk_tokens` tokens; `compute_bytes` is the size of a compute element.
 
     seq_len: tokens of a sequence, which attention's rates depend on. state_dtype: `Numerics.cpu_update`, for its rate.
-    ranks: that share updates, and the CPU. replays: commands of layers are replayed as CUDA graphs.
+    ranks: that share updates, and the CPU. replays: commands of layers are replayed as CUDA graphs. updates_in_round:
+    the GPU's updates run inside the last round, those of whole groups.
     """
 
     profile: HardwareProfile
@@ -47,13 +48,22 @@ class CostModel:
     state_dtype: str = "float32"
     ranks: int = 1
     replays: bool = False
+    updates_in_round: bool = False
 
     @staticmethod
     def of(request: Request, profile: HardwareProfile, chunk_tokens: int) -> CostModel:
         """The costs of a request's chunks of some size."""
         compute_bytes, state = DTYPE_BYTES[request.numerics.compute], request.numerics.cpu_update
-        replays = request.replays(chunk_tokens)
-        return CostModel(profile, compute_bytes, chunk_tokens, request.max_seq_len, state, request.ranks, replays)
+        return CostModel(
+            profile,
+            compute_bytes,
+            chunk_tokens,
+            request.max_seq_len,
+            state,
+            request.ranks,
+            request.replays(chunk_tokens),
+            request.gpu_updates != "auto",
+        )
 
     @property
     def acc_bytes(self) -> int:

@@ -7,6 +7,7 @@ bounds it from below.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,16 +37,22 @@ RESIDENCIES = (
     GroupPlan(update="cpu"),
 )
 """Ways to hold a parameter group, from fully streamed to fully resident, and streamed with the CPU to update it."""
-STREAMED, _, _, RESIDENT_BOTH, RESIDENT, UPDATED_BY_CPU = range(len(RESIDENCIES))
+STREAMED, RESIDENT_WEIGHTS, _, RESIDENT_BOTH, RESIDENT, UPDATED_BY_CPU = range(len(RESIDENCIES))
 GPU_RESIDENCIES = tuple(range(UPDATED_BY_CPU))
 """Those that the GPU updates."""
+UNSTORED_RESIDENCIES = (STREAMED, RESIDENT_WEIGHTS, RESIDENT)
+"""Of these, those that differ where gradients are not stored."""
 FROZEN_RESIDENCIES = tuple(home.of_frozen() for home in RESIDENCIES)
 """What the same numbers mean for a group that is not trained: the home of its weights."""
 
 
-def residencies_of(group: GroupSpec) -> tuple[GroupPlan, ...]:
-    """What the numbers of homes mean for a group."""
-    return FROZEN_RESIDENCIES if group.frozen else RESIDENCIES
+def residencies_of(group: GroupSpec, unstored: bool = False) -> tuple[GroupPlan, ...]:
+    """What the numbers of homes mean for a group. unstored: its gradient has no home where the GPU updates it."""
+    if group.frozen:
+        return FROZEN_RESIDENCIES
+    if not unstored:
+        return RESIDENCIES
+    return tuple(replace(home, grads="none") if home.update == "gpu" else home for home in RESIDENCIES)
 
 
 def plane_bytes_in(memory: Home, group: GroupStorage, home: GroupPlan) -> int:
@@ -75,22 +82,31 @@ def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int
         loads[BI] = rounds * use.backward * copy_s
     if not home.trained:
         return loads
+    in_round = _in_round(group, home, cost)
     if home.grads == "host":
+        sent = stores - in_round  # what the last round leaves need not go home
         loads[BH] += (stores - 1) * planes["grad"] / p.link.h2d_duplex_bytes_per_s
-        loads[BD] = stores * planes["grad"] / p.link.d2h_duplex_bytes_per_s
-        loads[BI] += (2 * stores - 1) * copy_s
+        loads[BD] = sent * planes["grad"] / p.link.d2h_duplex_bytes_per_s
+        loads[BI] += (stores - 1 + sent) * copy_s
     touched = stores * group.numel * cost.acc_bytes + (2 * stores - 1) * planes["grad"]
     loads[BC] = touched / p.memory.bytes_per_s + 2 * stores * p.host.launch_s
     loads[BI] += stores * issue_s(cost, "finish_gradient")
     if home.update == "cpu":
         return loads
     back = sum(num for kind, num in planes.items() if kind != "grad" and home_of_plane(kind, home) == "host")
-    loads[UC] = (2 * sum(planes.values()) - planes["grad"]) / p.memory.bytes_per_s
-    loads[UC] += group.update_flops / cost.matmul_rate
-    loads[UH] = (back + (planes["grad"] if home.grads == "host" else 0)) / p.link.h2d_duplex_bytes_per_s
-    loads[UD] = back / p.link.d2h_duplex_bytes_per_s
-    loads[[UC, UH, UD]] /= cost.ranks
+    compute, up, down = (BC, BH, BD) if in_round else (UC, UH, UD)
+    fetched = back + (planes["grad"] if home.grads == "host" and not in_round else 0)
+    update_s = (2 * sum(planes.values()) - planes["grad"]) / p.memory.bytes_per_s
+    update_s += group.update_flops / cost.matmul_rate
+    loads[compute] += update_s / cost.ranks
+    loads[up] += fetched / p.link.h2d_duplex_bytes_per_s / cost.ranks
+    loads[down] += back / p.link.d2h_duplex_bytes_per_s / cost.ranks
     return loads
+
+
+def _in_round(group: GroupStorage, home: GroupPlan, cost: CostModel) -> bool:
+    """Whether the GPU updates a group inside the last round."""
+    return cost.updates_in_round and home.update == "gpu" and len(group.parts) == 1
 
 
 class LayerSeconds(NamedTuple):
@@ -182,13 +198,27 @@ def link_seconds(h2d_s: float, d2h_s: float, cost: CostModel) -> float:
 
 
 def tile_times(group: GroupStorage, home: GroupPlan, tile: int, cost: CostModel) -> TileTimes:
-    """Seconds of a group's tiles of at most `tile` elements; what the CPU updates costs issue alone."""
-    p, planes = cost.profile, group.plane_bytes
-    if not home.trained:
+    """Seconds of a group's tiles of at most `tile` elements after the last round; what the CPU updates costs issue
+    alone."""
+    if not home.trained or _in_round(group, home, cost):
         return TileTimes()
     if home.update == "cpu":
         return TileTimes(issue_s=len(group.segments) * issue_s(cost, "update"))
-    fetched = [kind for kind, num in planes.items() if num and home_of_plane(kind, home) == "host"]
+    fetched = [kind for kind, num in group.plane_bytes.items() if num and home_of_plane(kind, home) == "host"]
+    return _times_of(group, fetched, tile, cost)
+
+
+def tile_times_in_round(group: GroupStorage, home: GroupPlan, tile: int, cost: CostModel) -> TileTimes:
+    """Seconds of a group's tiles inside the last round, where their gradient is there."""
+    if not _in_round(group, home, cost):
+        return TileTimes()
+    kinds = (kind for kind, num in group.plane_bytes.items() if num and kind != "grad")
+    return _times_of(group, [kind for kind in kinds if home_of_plane(kind, home) == "host"], tile, cost)
+
+
+def _times_of(group: GroupStorage, fetched: list[str], tile: int, cost: CostModel) -> TileTimes:
+    """Seconds of a group's tiles, of which these planes cross the link."""
+    p, planes = cost.profile, group.plane_bytes
     returned = [kind for kind in fetched if kind != "grad"]
     count = sum(len(segment.tiles(tile)) for segment in group.segments)
     latency_s = count * p.link.copy_latency_s

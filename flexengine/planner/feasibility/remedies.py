@@ -17,6 +17,8 @@ SMALLEST_CHUNK_TOKENS = 32
 UNLIMITED_BYTES = 1 << 60
 NUM_RAISES = 6
 """Budgets tried above the least conceivable one, each a twelfth larger than the one before."""
+IN_BLOCKS = ("adamw", "muon")
+"""Optimizers whose states may be 8-bit codes in blocks."""
 LARGEST_CARD_BYTES = 288 * GIB
 """No GPU has more memory, so that no such budget is advised."""
 
@@ -49,9 +51,14 @@ class Try(NamedTuple):
 
 
 def remedies(request: Request, least: Least, judge: Try) -> Iterator[Remedy]:
-    """Changes that make the job fit, nearest budgets first."""
-    budgets = list(_budgets(request, least, judge))
-    yield from budgets
+    """Changes that make the job fit: what changes least of the result first, then sizes, then budgets."""
+    yield from _cheaper_types(request, judge.fits)
+    yield from _smaller_sizes(request, judge)
+    yield from _budgets(request, least, judge)
+
+
+def _smaller_sizes(request: Request, judge: Try) -> Iterator[Remedy]:
+    """Chunks, rounds, sequences and batches that need less memory."""
     chunks = islice((r for r in _smaller_chunks(request) if judge.fits(r.request)), 1)
     if request.reproducible:  # whose rule has other sizes for another sequence or batch, and is given both or none
         yield from (r._replace(flags=f"{r.flags} --round-tokens {request.round_tokens}") for r in chunks)
@@ -60,7 +67,6 @@ def remedies(request: Request, least: Least, judge: Try) -> Iterator[Remedy]:
         yield from islice((r for r in _shorter_rounds(request) if judge.fits(r.request)), 1)
         yield from _longest_sequence(request, judge.fits)
         yield from islice((r for r in _smaller_batches(request) if judge.fits(r.request)), 1)
-    yield from _cheaper_types(request, judge.fits)
     if request.recompute == "none":
         changed = replace(request, recompute="auto")
         if judge.fits(changed):
@@ -187,32 +193,46 @@ def _smaller_batches(request: Request) -> Iterator[Remedy]:
 # ---- types -----------------------------------------------------------------------------------------------------
 
 
+class _Change(NamedTuple):
+    """A cheaper way to store or update, as flags and as what becomes of a request."""
+
+    flags: str
+    numerics: dict[str, str]
+    clipping: bool = True
+
+    def of(self, request: Request) -> Request:
+        """The request with this change."""
+        numerics = replace(request.numerics, **self.numerics)
+        return replace(request, numerics=numerics, clipping=request.clipping and self.clipping)
+
+
 def _cheaper_types(request: Request, fits: Callable[[Request], bool]) -> Iterator[Remedy]:
-    """Every single cheaper type that suffices, else all of them together if that does."""
+    """Every single cheaper way that suffices, else the first of them together that do."""
     changes = list(_type_changes(request))
-    single = [Remedy(flag, replace(request, numerics=replace(request.numerics, **fields))) for flag, fields in changes]
-    enough = [remedy for remedy in single if fits(remedy.request)]
-    yield from enough
-    if enough or len(changes) < 2:
-        return
-    for count in range(2, len(changes) + 1):
-        flags = " ".join(flag for flag, _ in changes[:count])
-        fields = {name: value for _, change in changes[:count] for name, value in change.items()}
-        changed = replace(request, numerics=replace(request.numerics, **fields))
-        if fits(changed):
-            yield Remedy(flags, changed)
+    enough = [found for change in changes if fits(found := change.of(request))]
+    yield from (Remedy(change.flags, change.of(request)) for change in changes if change.of(request) in enough)
+    together, flags = request, dict[str, str]()
+    for change in () if enough else changes:
+        together = change.of(together)
+        flags[change.flags.split()[0]] = change.flags
+        if len(flags) > 1 and fits(together):
+            yield Remedy(" ".join(flags.values()), together)
             return
 
 
-def _type_changes(request: Request) -> Iterator[tuple[str, dict[str, str]]]:
-    """Cheaper storage types as flags and fields, the least harmful first."""
+def _type_changes(request: Request) -> Iterator[_Change]:
+    """Cheaper types and updates, the least harmful first."""
     numerics = request.numerics
     if numerics.state == "float32":
-        yield "--optimizer-state-dtype bfloat16", {"state": "bfloat16"}
+        yield _Change("--optimizer-state-dtype bfloat16", {"state": "bfloat16"})
+    if numerics.state in ("float32", "bfloat16") and numerics.optimizer in IN_BLOCKS and numerics.compute != "float64":
+        yield _Change("--optimizer-state-dtype int8", {"state": "int8"})
     if numerics.grad == "float32" and numerics.compute == "bfloat16":
-        yield "--grad-dtype bfloat16", {"grad": "bfloat16"}
+        yield _Change("--grad-dtype bfloat16", {"grad": "bfloat16"})
     if numerics.master == "split":
-        yield "--master-dtype bfloat16", {"master": "stochastic"}
+        yield _Change("--master-dtype bfloat16", {"master": "stochastic"})
+    if request.clipping and request.whole_steps and not request.shares_node:
+        yield _Change("--max-grad-norm 0", {}, clipping=False)
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------

@@ -138,17 +138,33 @@ def shortage(problem: Problem) -> ShortageError:
             known[changed] = Feasibility(replace(problem, request=changed))
         return known[changed]
 
-    def least_bytes(changed: Request) -> Least:
-        on_host = feasibility(changed).least_host()
-        return Least(feasibility(changed).least_gpu().gpu_bytes, None if on_host is None else on_host.host_bytes)
+    def smallest(changed: Request) -> tuple[Needs, Needs | None]:
+        """The plan that takes the least GPU memory, and of those within its budget that of the least host memory."""
+        found = [feasibility(way) for way in _ways(changed)]
+        on_host = [needs for each in found if (needs := each.least_host()) is not None]
+        least_gpu = min((each.least_gpu() for each in found), key=lambda needs: needs.gpu_bytes)
+        return least_gpu, min(on_host, key=lambda needs: needs.host_bytes, default=None)
 
-    least_gpu, least_host = feasibility(request).least_gpu(), feasibility(request).least_host()
+    def least_bytes(changed: Request) -> Least:
+        on_gpu, on_host = smallest(changed)
+        return Least(on_gpu.gpu_bytes, None if on_host is None else on_host.host_bytes)
+
+    least_gpu, least_host = smallest(request)
     least = Least(least_gpu.gpu_bytes, None if least_host is None else least_host.host_bytes)
-    fitting = remedies(request, least, Try(lambda r: feasibility(r).fits(), least_bytes))
+    judge = Try(lambda r: any(feasibility(way).fits() for way in _ways(r)), least_bytes)
+    fitting = remedies(request, least, judge)
     found = tuple(remedy._replace(note=remedy_note(remedy.request, request, profile)) for remedy in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY
     needs = least_host or least_gpu
     return ShortageError(reason, shortage_message(request, needs, found), request, needs, found)
+
+
+def _ways(request: Request) -> list[Request]:
+    """The request, and the same from gradients that are not stored, where it allows that."""
+    if not (request.whole_steps and request.may_update_in_round and request.gpu_updates == "auto"):
+        return [request]
+    unstored = replace(request, gpu_updates="unstored")
+    return [request, unstored] if chunk_sizes(unstored) else [request]
 
 
 def shortage_message(request: Request, needs: Needs, found: tuple[Remedy, ...]) -> str:

@@ -1,7 +1,12 @@
-"""Gradients of a round: accumulators become stored gradients, which go home; the CPU's updates in a last round."""
+"""Gradients of a round: accumulators become stored gradients, which go home; updates in a last round.
+
+The CPU updates what has come home. The GPU updates from the gradient as it left the accumulator, which then need not go
+home: its tiles follow among the commands of the next layer's backward, while theirs are on their way.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from flexengine.models.spec import LayerSpec
@@ -13,37 +18,71 @@ from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.cpu_update import cpu_groups, lower_cpu_update, lower_speculative_update
 from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
+from flexengine.schedule.lowering.tiles import GroupTiles, Tile, TileLowering
 from flexengine.schedule.lowering.update import clip, send_scalars
 from flexengine.schedule.slots import Slot
 
 
 class ScaleSlots(NamedTuple):
-    """Where the factor on one group's gradient lies on both sides."""
+    """Where the factor on one group's gradient lies on both sides; -1 where the host does not need it."""
 
     device: int
     host: int
 
 
-def scale_slots(layout: Layout) -> tuple[dict[int, ScaleSlots], tuple[Slot, ...]]:
-    """A slot on either side for each factor that the CPU needs, and the layout's slots with these behind them.
+class InRound(NamedTuple):
+    """What a round updates without waiting for the norm: where the factors lie, and the tiles of the GPU's groups.
 
-    They lie within the slots of all factors. With slots of their own, no group's update waits for another's factor.
+    slots: the layout's, with those of factors and tiles behind them.
     """
-    slots, found = list(layout.slots), {}
-    device, host, width = layout.place("scales"), layout.place("scalars", memory="host"), layout.acc_bytes
-    for group in cpu_groups(layout):
-        found[group] = ScaleSlots(len(slots), len(slots) + 1)
-        for whole, start in ((device, 0), (host, HOST_SCALES)):
-            slots.append(whole.subslot((group,), start + width * group, width, "scalars"))
-    return found, tuple(slots)
+
+    scales: Mapping[int, ScaleSlots]
+    tiles: GroupTiles
+    slots: tuple[Slot, ...]
+
+
+def in_round(layout: Layout) -> InRound:
+    """The groups that a layout's plan updates inside a last round, with a slot on either side for each factor.
+
+    Factors lie within the slots of all of them. With slots of their own, no group's update waits for another's.
+    """
+    slots, scales = list(layout.slots), dict[int, ScaleSlots]()
+    device, width = layout.place("scales"), layout.acc_bytes
+    by_cpu, by_gpu = cpu_groups(layout), gpu_groups_in_round(layout)
+    for group in (*by_cpu, *by_gpu):
+        scales[group] = ScaleSlots(len(slots), len(slots) + 1 if group in by_cpu else -1)
+        slots.append(device.subslot((group,), width * group, width, "scalars"))
+        if group in by_cpu:
+            whole = layout.place("scalars", memory="host")
+            slots.append(whole.subslot((group,), HOST_SCALES + width * group, width, "scalars"))
+    tiles = GroupTiles(layout, by_gpu, slots=tuple(slots), with_gradients=False)
+    return InRound(scales, tiles, tiles.slots)
+
+
+def nothing_in_round(layout: Layout) -> InRound:
+    """A round that updates nothing."""
+    return InRound({}, GroupTiles(layout, ()), layout.slots)
+
+
+def gpu_groups_in_round(layout: Layout) -> list[int]:
+    """Groups that the GPU updates inside a last round: those whose gradient is whole at one time.
+
+    A group in several parts waits for the update's own program, as its gradient does at home.
+    """
+    if not layout.plan.gpu_updates_in_round:
+        return []
+    whole = (g for g, home in enumerate(layout.homes) if home.update == "gpu")
+    return [group for group in whole if len(layout.groups[group].parts) == 1]
 
 
 class GradientLowering:
-    """Finishes gradients of a round of this kind. scales: groups that the CPU updates in it."""
+    """Finishes gradients of a round of this kind. updated: the groups that it updates without waiting for the norm."""
 
-    def __init__(self, context: RoundContext, kind: RoundKind, scales: dict[int, ScaleSlots]) -> None:
+    def __init__(self, context: RoundContext, kind: RoundKind, updated: InRound) -> None:
         self._context, self._builder, self._layout = context, context.builder, context.layout
-        self._first, self._scales, self._kind = kind.first, scales, kind
+        self._first, self._updated, self._kind = kind.first, updated, kind
+        self._tiles, self._waiting = TileLowering(context.layout, context.builder), list[tuple[Tile, Access]]()
+        self._left: dict[int, Access] = {}  # by group that the GPU updates, where the round has left its gradient
         self._stored: set[tuple[int, int]] = set()  # parts of groups that this round has stored
         self._rings: dict[str, SlotRing] = {}
 
@@ -63,18 +102,40 @@ class GradientLowering:
         """Round a piece of an accumulator into the stored gradient."""
         staging = self._fetch_stored(stored, has_previous)
         self._round(stored, accumulator, has_previous, staging)
-        if staging is not None:
+        if stored.group in self._updated.tiles:
+            slot = stored.homes[0][0] if staging is None else staging
+            self._left[stored.group] = Access(slot, stored.content)
+        if staging is not None and not self._stays(stored.group):
             self._send_home(stored, staging)
 
+    def _stays(self, group: int) -> bool:
+        """Whether a gradient is updated from where it was rounded, so that it need not go home.
+
+        Not one that two layers add to: the lower one finds it there.
+        """
+        return group in self._updated.tiles and sum(group in layer.groups for layer in self._context.model.layers) == 1
+
     def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
-        """Update on the CPU those of a layer's groups that no layer below adds to."""
+        """Update those of a layer's groups that no layer below adds to: by the CPU at once, by the GPU with
+        `update_waiting`."""
         for group in self._trained(layer):
             if any(group in below.groups for below in self._context.model.layers[:index]):
                 continue
-            if group in self._scales:
+            if group in self._updated.tiles:
+                self._scale(group)
+                self._waiting += [(tile, self._left[group]) for tile in self._updated.tiles.of(group)]
+            elif group in self._updated.scales:
                 self._update_by_cpu(group)
             elif self._kind.updates == "speculative" and self._context.plan.groups[group].speculative:
                 self._speculate(group)
+
+    def update_waiting(self, turns: int = 1) -> None:
+        """Update tiles by the GPU that wait, the first of equal shares of them for so many turns."""
+        count = -(-len(self._waiting) // turns)
+        for tile, grad in self._waiting[:count]:
+            device = self._updated.scales[tile.group].device
+            self._tiles.update(tile, Access(device, self._scale_content(tile.group)), grad)
+        del self._waiting[:count]
 
     def lower_norm(self) -> None:
         """Tell the host the factors on all gradients and their norm, with which a round ends that speculates."""
@@ -142,15 +203,23 @@ class GradientLowering:
         writes = [*targets, *squares]
         self._builder.add("finish_gradient", name, Stream.COMPUTE, reads, writes, work, args=args)
 
+    def _scale_content(self, group: int) -> str:
+        return f"scale of {self._context.model.groups[group].name}"
+
+    def _scale(self, group: int) -> None:
+        """Compute the factor on a gradient that is complete."""
+        norms, factor = Access(self._layout.slot("norm_squares"), "norm squares"), self._updated.scales[group].device
+        label, args = CommandName("scale", owner=self._context.model.groups[group].name), GroupScale(group)
+        writes = [Access(factor, self._scale_content(group))]
+        self._builder.add("scale", label, Stream.COMPUTE, [norms], writes, Work(kernels=6), args=args)
+
     def _update_by_cpu(self, group: int) -> None:
         """Tell the host the factor on a gradient that is complete, and run AdamW there."""
-        name, (device, host) = self._context.model.groups[group].name, self._scales[group]
-        norms, content = Access(self._layout.slot("norm_squares"), "norm squares"), f"scale of {name}"
-        args, work = GroupScale(group), Work(kernels=6)
-        label = CommandName("scale", owner=name)
-        self._builder.add("scale", label, Stream.COMPUTE, [norms], [Access(device, content)], work, args=args)
+        self._scale(group)
+        (device, host), content = self._updated.scales[group], self._scale_content(group)
         region = CopyRegion(device, 0, host, 0, self._layout.acc_bytes)
-        self._builder.copy(CommandName("offload", "scale", name), Stream.D2H, content, [region])
+        name = CommandName("offload", "scale", self._context.model.groups[group].name)
+        self._builder.copy(name, Stream.D2H, content, [region])
         grads = self._stored_at_home(group)
         lower_cpu_update(self._builder, self._layout, group, Access(host, content), grads=grads)
 

@@ -15,7 +15,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.activations import ActivationLowering
 from flexengine.schedule.lowering.compute import ComputeCall, ComputeLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart, stage_parts
-from flexengine.schedule.lowering.gradients import GradientLowering, ScaleSlots, scale_slots
+from flexengine.schedule.lowering.gradients import GradientLowering, InRound, in_round, nothing_in_round
 from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.weights import WeightLowering
@@ -79,17 +79,17 @@ class RoundLowering(LayerWalk):
     """Forward, loss and backward of one round of one rank. Those of several override what they do otherwise."""
 
     def __init__(self, layout: Layout, shape: RoundShape, kind: RoundKind) -> None:
-        scales, slots, overlaps = dict[int, ScaleSlots](), layout.slots, layout.overlaps
-        if kind.updates == "in_round" and layout.plan.updates_on_cpu:
-            scales, slots = scale_slots(layout)
-            overlaps = overlapping_slots(slots)
+        updated, overlaps = nothing_in_round(layout), layout.overlaps
+        if kind.updates == "in_round" and layout.plan.updates_in_backward:
+            updated = in_round(layout)
+            overlaps = overlapping_slots(updated.slots)
         self.kind = kind
-        super().__init__(layout, shape, ProgramBuilder("round", slots, overlaps))
-        self.gradients = self.make_gradients(scales)
+        super().__init__(layout, shape, ProgramBuilder("round", updated.slots, overlaps))
+        self.gradients = self.make_gradients(updated)
 
-    def make_gradients(self, scales: dict[int, ScaleSlots]) -> GradientLowering:
+    def make_gradients(self, updated: InRound) -> GradientLowering:
         """What finishes gradients."""
-        return GradientLowering(self.context, self.kind, scales)
+        return GradientLowering(self.context, self.kind, updated)
 
     def lower(self) -> Program:
         """All layers forward, the head with its loss, all layers backward."""
@@ -100,6 +100,7 @@ class RoundLowering(LayerWalk):
         for index in reversed(range(len(self.model.layers))):
             if self.model.layers[index].has_backward:
                 self._backward_layer(index, self.model.layers[index])
+        self.gradients.update_waiting()
         if self.kind.updates == "speculative":
             self.gradients.lower_norm()
         return self.builder.build()
@@ -132,6 +133,8 @@ class RoundLowering(LayerWalk):
     def _backward_layer(self, index: int, layer: LayerSpec) -> None:
         """Run all chunks of a layer through every stage; then its gradients leave."""
         begun = False
+        if layer.kind != "block" and self.context.plan.share_edge_slots:
+            self.gradients.update_waiting()  # from slots that this layer's lie over
         for at in self._stages_of(index):
             weights = self.weights.acquire(layer, at) if layer.input is not None else {}
             if at.stage.recomputes and not at.closes:
@@ -140,6 +143,8 @@ class RoundLowering(LayerWalk):
                 self._backward_stage(index, layer, at, weights, begun)
                 begun = True
         self.gradients.update_complete_groups(index, layer)
+        if layer.kind != "block" and self.context.plan.share_edge_slots:
+            self.gradients.update_waiting()
 
     def _backward_stage(
         self, index: int, layer: LayerSpec, at: StagePart, weights: dict[int, int], begun: bool
@@ -165,7 +170,8 @@ class RoundLowering(LayerWalk):
         The head goes in forward order: its chunks arrive that way, and it starts the backward pass.
         """
         order = chunks if layer.kind == "head" else chunks[::-1]
-        for c in order:
+        for number, c in enumerate(order):
+            self.gradients.update_waiting(turns=len(order) - number)
             chunk = self.context.shape.chunks[c]
             if layer.kind == "block" and not at.in_parts and chunk.is_slice and c == chunk.last_slice:
                 self._refill_window(index, range(chunk.first_slice, c + 1), weights)

@@ -5,39 +5,18 @@ What the CPU updates may also be updated inside a round: `cpu_update`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, SlotOffset, Stream, UpdateTile
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Stream
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES
-from flexengine.schedule.group_storage import matrix_flops
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.cpu_update import cpu_groups, late_groups, lower_cpu_update
 from flexengine.schedule.lowering.kinds import UpdateKind
+from flexengine.schedule.lowering.tiles import GroupTiles, TileLowering
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.shares import Share
-from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, overlapping_slots
-
-KERNELS_PER_MATRIX = 20
-"""Kernels of an update by matrix products: five iterations of three, the norm, what comes before and after."""
+from flexengine.schedule.slots import overlapping_slots
 
 CLIP_KERNELS = 16
 """Of `UpdateRunner.clip`, each of some microseconds."""
-
-MOST_IN_PLACE = 1 << 26
-"""Elements of a tile of what lies on the GPU altogether: an update of so many takes 0.2 ms, longer than the host needs
-to issue it."""
-
-
-class _Tile(NamedTuple):
-    """Elements [start, start + count) of a group's segment; `planes` are their slots, one within each plane."""
-
-    group: int
-    segment: str
-    start: int
-    count: int
-    planes: Mapping[PlaneKind, int]
 
 
 class UpdateLowering:
@@ -49,21 +28,15 @@ class UpdateLowering:
 
     def __init__(self, layout: Layout, kind: UpdateKind) -> None:
         self.layout, self.kind = layout, kind
-        pieces: list[Slot] = []
-        self._tiles = {
-            group: _tiles(layout, group, pieces, layout.share_of(group, kind.share))
-            for group, home in enumerate(layout.homes)
-            if home.update == "gpu"
-        }  # fmt: skip
-        slots = (*layout.slots, *pieces)
-        self.builder = ProgramBuilder("update", slots, overlapping_slots(slots))
+        self._tiles = GroupTiles(layout, self._left_to_gpu(), kind.share)
+        self.builder = ProgramBuilder("update", self._tiles.slots, overlapping_slots(self._tiles.slots))
         self.ends: dict[int, int] = {}  # by group, the command that ends its update
 
     def lower(self) -> Program:
         """The program."""
         layout, builder, left = self.layout, self.builder, self._left_to_cpu()
         norms = self.sums_of_squares()
-        if self.keeps_clip(bool(left or any(self._tiles.values()))):
+        if self.keeps_clip(bool(left or self._tiles)):
             builder.holds(layout.slot("scales"), "scales")
             builder.holds(layout.slot("grad_norm"), "grad norm")
         else:
@@ -72,12 +45,11 @@ class UpdateLowering:
             send_scalars(builder, layout)  # what the CPU waits for, so that the GPU has ended what came before
         for group in sorted(left):  # first, so that the CPU need not wait until the host has issued the GPU's updates
             self._update_by_cpu(group, left[group])
-        number = 0
+        tiles = TileLowering(layout, builder)
         for group in range(len(layout.groups)):
-            for tile in self._tiles.get(group, []):
-                self._lower_tile(tile, number % layout.plan.optimizer_slots)
+            for tile in self._tiles.of(group):
+                tiles.update(tile, sources=self.tile_sources())
                 self.ends[group] = len(builder.commands) - 1
-                number += 1
         self.signal_updates()
         return builder.build()
 
@@ -109,6 +81,12 @@ class UpdateLowering:
         commands = self.builder.commands
         return next((c.index for c in commands if c.kind == "update"), len(commands)) - 1
 
+    def _left_to_gpu(self) -> list[int]:
+        """The groups that the GPU updates here."""
+        if self.kind.way == "in_round" and self.layout.plan.gpu_updates_in_round:
+            return []
+        return [group for group, home in enumerate(self.layout.homes) if home.update == "gpu"]
+
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
     def _left_to_cpu(self) -> dict[int, float]:
@@ -126,77 +104,6 @@ class UpdateLowering:
         urgent = self.kind.way == "committed" and group in (self.kind.left or ())
         lower_cpu_update(self.builder, self.layout, group, scales, left, share=own, urgent=urgent)
         self.ends[group] = len(self.builder.commands) - 1
-
-    # -- on the GPU --------------------------------------------------------------------------------------------------
-
-    def _lower_tile(self, tile: _Tile, number: int) -> None:
-        """Fetch what lives on the host into tile slot `number`, update, send back all but the gradient."""
-        builder, layout = self.builder, self.layout
-        name = f"{layout.model.groups[tile.group].name} {tile.segment}+{tile.start}"
-        contents = {kind: Access(slot, f"{kind} of {name}") for kind, slot in tile.planes.items()}
-        streamed = {kind: access for kind, access in contents.items() if builder.slots[access.slot].memory in HOST_SIDE}
-        resident = {kind: access for kind, access in contents.items() if kind not in streamed}
-        for access in contents.values():
-            builder.holds(*access)
-        planes = {kind: SlotOffset(access.slot, 0) for kind, access in resident.items()}
-        reads = list(resident.values())
-        writes = [access for kind, access in resident.items() if kind != "grad"]
-        staging = layout.slot("tile", index=number) if streamed else -1
-        fetched = {
-            kind: CopyRegion(slot, 0, staging, layout.tile_offsets[kind], builder.slots[slot].num_bytes)
-            for kind, (slot, _) in streamed.items()
-        }
-        if streamed:
-            planes.update({kind: SlotOffset(staging, layout.tile_offsets[kind]) for kind in streamed})
-            sources, targets = list(streamed.values()), [Access(staging, f"tile {name}")]
-            fetch = CommandName("fetch", "tile", name)
-            sources += self.tile_sources()
-            builder.add("copy", fetch, Stream.H2D, sources, targets, copies=tuple(fetched.values()))
-            reads += targets
-            writes.append(Access(staging, f"updated tile {name}"))
-        reads.append(Access(layout.slot("scales"), "scales"))
-        segment = next(s for s in layout.groups[tile.group].segments if s.name == tile.segment)
-        matrices = segment.matrices_in(tile.start, tile.count)
-        if matrices:
-            scratch = layout.slot("update_scratch")
-            writes.append(Access(scratch, "scratch of an update"))
-            planes["scratch"] = SlotOffset(scratch, 0)
-        args = UpdateTile(tile.group, tile.segment, tile.start, tile.count, planes)
-        flops, kernels = matrix_flops(segment.rule, matrices), max(1, KERNELS_PER_MATRIX * len(matrices))
-        work = Work(flops, memory_bytes=_moved_bytes(builder, tile), kernels=kernels)
-        builder.add("update", CommandName("update", owner=name), Stream.COMPUTE, reads, writes, work, args=args)
-        changed = [kind for kind in streamed if kind != "grad"]
-        if changed:
-            returned = tuple(fetched[kind].reversed for kind in changed)
-            sources, targets = [Access(staging, f"updated tile {name}")], [streamed[kind] for kind in changed]
-            builder.add("copy", CommandName("return", "tile", name), Stream.D2H, sources, targets, copies=returned)
-
-
-def _tiles(layout: Layout, group: int, pieces: list[Slot], share: Share) -> list[_Tile]:
-    """Cut a share of a group into tiles; every plane of a tile gets a slot inside the plane, appended to `pieces`.
-
-    What lies on the GPU altogether passes through no slot, so one tile may be as large as its segment."""
-    found = []
-    for segment in layout.groups[group].segments:
-        planes = [
-            (p, layout.slots[layout.plane_slot(p.kind, group)], *layout.plane_start(group, segment, p, share))
-            for p in segment.planes
-        ]
-        in_place = not segment.matrices and all(whole.memory not in HOST_SIDE for _, whole, _, _ in planes)
-        for start, count in share.tiles(segment, MOST_IN_PLACE if in_place else layout.plan.optimizer_tile):
-            slots, within = {}, (segment.name, start)
-            for plane, whole, begin, skipped in planes:
-                slots[plane.kind] = len(layout.slots) + len(pieces)
-                first = begin + plane.num_bytes(start - skipped)
-                pieces.append(whole.subslot(within, first, plane.num_bytes(count), "tile"))
-            found.append(_Tile(group, segment.name, start, count, slots))
-    return found
-
-
-def _moved_bytes(builder: ProgramBuilder, tile: _Tile) -> float:
-    """Bytes of memory that an update reads and writes: all planes, the gradient only read."""
-    planes = tile.planes.items()
-    return float(sum(builder.slots[slot].num_bytes * (1 if kind == "grad" else 2) for kind, slot in planes))
 
 
 def clip(builder: ProgramBuilder, layout: Layout, norms: Access) -> None:

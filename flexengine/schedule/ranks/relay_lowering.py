@@ -7,7 +7,7 @@ from flexengine.schedule.commands import Access, CommandName, CopyRegion, Signal
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext
-from flexengine.schedule.lowering.gradients import GradientLowering, ScaleSlots
+from flexengine.schedule.lowering.gradients import GradientLowering, InRound
 from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.round import EvaluationLowering, RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
@@ -37,8 +37,8 @@ class RelayGradients(GradientLowering):
     its own.
     """
 
-    def __init__(self, context: SharedContext, kind: RoundKind, scales: dict[int, ScaleSlots]) -> None:
-        super().__init__(context, kind, scales)
+    def __init__(self, context: SharedContext, kind: RoundKind, updated: InRound) -> None:
+        super().__init__(context, kind, updated)
         self._semaphores = context.semaphores
         self._uses = group_uses(context.model)
         self._spilled: set[int] = set()  # groups of which the host holds an accumulator
@@ -105,8 +105,8 @@ class RelayRound(RoundLowering):
     def make_context(self) -> SharedContext:
         return SharedContext(self.layout, self.shape, self.builder)
 
-    def make_gradients(self, scales: dict[int, ScaleSlots]) -> GradientLowering:
-        return RelayGradients(self.context, self.kind, scales)
+    def make_gradients(self, updated: InRound) -> GradientLowering:
+        return RelayGradients(self.context, self.kind, updated)
 
 
 class SharedEvaluation(EvaluationLowering):

@@ -13,7 +13,7 @@ from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing, StagePart
 from flexengine.schedule.lowering.cpu_update import OwnRange, lower_speculative_update
-from flexengine.schedule.lowering.gradients import GradientLowering, ScaleSlots
+from flexengine.schedule.lowering.gradients import GradientLowering, InRound
 from flexengine.schedule.lowering.kinds import RoundKind, Wave
 from flexengine.schedule.lowering.round import RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
@@ -246,7 +246,7 @@ class SplitRound(RoundLowering):
     def make_weights(self) -> WeightLowering:
         return SplitWeights(self.context, self._wave)
 
-    def make_gradients(self, scales: dict[int, ScaleSlots]) -> GradientLowering:
+    def make_gradients(self, updated: InRound) -> GradientLowering:
         return SplitGradients(self.context, self.kind, self._wave)
 
     def _before_gradients_leave(self, index: int, layer: LayerSpec, at: StagePart) -> None:

@@ -7,7 +7,7 @@ from flexengine.schedule.commands import Access, CommandName, CopyRegion, Signal
 from flexengine.schedule.fixed_slots import norm_square_bytes
 from flexengine.schedule.lowering.activations import ActivationLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart
-from flexengine.schedule.lowering.gradients import GradientLowering, ScaleSlots
+from flexengine.schedule.lowering.gradients import GradientLowering, InRound
 from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.round import RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
@@ -201,7 +201,7 @@ class StageRound(RoundLowering):
     def make_context(self) -> StageContext:
         return StageContext(self.layout, self.shape, self.builder)
 
-    def make_gradients(self, scales: dict[int, ScaleSlots]) -> StageGradients:
+    def make_gradients(self, updated: InRound) -> StageGradients:
         return StageGradients(self.context, self.kind)
 
     def _rounds_of(self, layer: int) -> list[list[int]]:
