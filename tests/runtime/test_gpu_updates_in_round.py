@@ -4,8 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexengine.optim import AdamW, Muon
+from flexengine.plan import GroupPlan, Numerics, PlanError, Request
+from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.planner import make_plan as make_best
+from flexengine.planner.problem import Problem
 from tests.engine_helpers import (
-    FLOAT32,
     build_engine,
     make_plan,
     random_batch,
@@ -14,12 +21,16 @@ from tests.engine_helpers import (
     shuffled_order,
     tiny_config,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.runtime.test_engine_plan_independence import NUMERICS, SETTINGS, batches, models, plan_decisions, sizes, tokens_of
-
-from flexengine.optim import AdamW, Muon
-from flexengine.plan import GroupPlan, Numerics
+from tests.planner.oracle import slow_link
+from tests.runtime.test_engine_plan_independence import (
+    NUMERICS,
+    SETTINGS,
+    batches,
+    models,
+    plan_decisions,
+    sizes,
+    tokens_of,
+)
 
 MAX_SEQ_LEN = 40
 RULES = NUMERICS | {
@@ -71,5 +82,70 @@ def test_any_plan_gives_the_bits_of_the_resident_plan(model, lengths, size, data
     plan = in_round(make_plan(spec, **options, **decisions))
     losses, weights = trained(build_engine(source, plan, order=shuffled_order(seed), **rules), tokens)
     expected, expected_weights = trained(resident, tokens)
+    assert losses == expected
+    same_bits(weights, expected_weights)
+
+
+def unstored_plan(spec, **options):
+    """A plan of one streamed round that stores no gradients."""
+    homes = [unstored(spec, GroupPlan(), group) for group in range(len(spec.groups))]
+    return in_round(make_plan(spec, groups=homes, chunk_tokens=64, **options))
+
+
+def test_one_call_and_one_round_are_asked_for():
+    source = random_weights(tiny_config())
+    engine = build_engine(source, unstored_plan(source.spec, chunks_per_round=2), max_grad_norm=None)
+    with pytest.raises(ValueError, match=r"no gradients.*use train_step\(batch\), or plan with whole_steps=False"):
+        engine.fwd_bwd(random_batch(0, (48, 9), source.spec.vocab_size))
+    with pytest.raises(ValueError, match="stores no gradients"):  # three chunks
+        engine.train_step(random_batch(0, (48, 48, 48), source.spec.vocab_size))
+    before = engine.state_dict()
+    same_bits(engine.state_dict(), before)
+    assert not engine.has_gradients
+    engine.train_step(random_batch(0, (48, 9), source.spec.vocab_size))
+    assert engine.step_count == 1
+
+
+def test_a_gradient_that_is_not_finite_updates_no_weight_of_its_layer():
+    source = random_weights(tiny_config(num_hidden_layers=2))
+    stored = make_plan(source.spec, groups=[GroupPlan()] * len(source.spec.groups), chunk_tokens=64)
+    stored = replace(stored, request=replace(stored.request, clipping=False))
+    found = []
+    for plan in (stored, unstored_plan(source.spec)):
+        engine = build_engine(source, plan, max_grad_norm=None)
+        tokens = random_batch(3, (40, 20), source.spec.vocab_size)
+        weights = [torch.full((len(row),), 1e38 if number else 1.0) for number, row in enumerate(tokens)]
+        _, step = engine.train_step({"input_ids": tokens, "weights": weights})
+        assert step.skipped
+        found.append(engine.state_dict())
+        engine.close()
+    same_bits(*found)
+
+
+def test_the_planner_finds_what_fits_without_stored_gradients():
+    source = random_weights(tiny_config(hidden_size=128, intermediate_size=512, num_hidden_layers=12, vocab_size=64))
+    profile = slow_link(1e9).changed(gpu_context_bytes=0, host_base_bytes=0)
+    types = Numerics("bfloat16", "stochastic", "bfloat16", "int8")
+    request = Request(32, 64, 4 << 20, 200 << 20, numerics=types, clipping=False, whole_steps=True)
+
+    def least_host(way):
+        asked = replace(request, gpu_updates=way)
+        return Feasibility(Problem(source.spec, asked, profile)).least_host().host_bytes
+
+    assert least_host("unstored") < least_host("auto")
+    tight = replace(request, max_host_bytes=(least_host("unstored") + least_host("auto")) // 2)
+    plan = make_best(source.spec, tight, profile)
+    assert not plan.stores_gradients
+    assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    with pytest.raises(PlanError):
+        make_best(source.spec, replace(tight, whole_steps=False), profile)
+    with pytest.raises(PlanError, match="--max-grad-norm 0"):
+        make_best(source.spec, replace(tight, clipping=True), profile)
+    tokens = [random_batch(i, (32, 9, 20), source.spec.vocab_size) for i in range(2)]
+    options = {"chunk_tokens": plan.chunk_tokens, "chunks_per_round": plan.chunks_per_round, "max_seq_len": 32}
+    resident = make_plan(source.spec, **options, numerics=types)
+    (losses, weights), (expected, expected_weights) = (
+        trained(build_engine(source, one, max_grad_norm=None), tokens) for one in (plan, resident)
+    )
     assert losses == expected
     same_bits(weights, expected_weights)

@@ -4,7 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexengine.schedule.packing import PackedChunk, SequenceRange, pack, packed_shape
+from flexengine.schedule.packing import PackedChunk, SequenceRange, most_chunks, pack, packed_shape
+
+
+@given(
+    longest=st.integers(1, 50),
+    chunk_tokens=st.integers(1, 60),
+    seed=st.randoms(use_true_random=False),
+    batch_tokens=st.integers(1, 400),
+)
+def test_no_batch_makes_more_chunks_than_are_promised(longest, chunk_tokens, seed, batch_tokens):
+    lengths, left = [], batch_tokens
+    while left > 0:
+        lengths.append(min(left, seed.choice((1, 2, longest, max(1, longest - 1), seed.randint(1, longest)))))
+        left -= lengths[-1]
+    chunks = sum(map(len, pack(lengths, chunk_tokens, 1000)))
+    assert chunks <= most_chunks(longest, batch_tokens, chunk_tokens)
 
 
 def ranges(rounds):

@@ -13,7 +13,7 @@ from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing, StagePart
 from flexengine.schedule.lowering.cpu_update import OwnRange, lower_speculative_update
-from flexengine.schedule.lowering.gradients import GradientLowering, InRound
+from flexengine.schedule.lowering.gradients import GradientLowering, InRound, nothing_in_round
 from flexengine.schedule.lowering.kinds import RoundKind, Wave
 from flexengine.schedule.lowering.round import RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
@@ -81,7 +81,7 @@ class SplitGradients(GradientLowering):
     """
 
     def __init__(self, context: SharedContext, kind: RoundKind, wave: Wave) -> None:
-        super().__init__(context, kind, {})
+        super().__init__(context, kind, nothing_in_round(context.layout))
         self._semaphores, self._wave = context.semaphores, wave
         self._slots: dict[tuple[Role, str], SlotRing] = {}
         self._uses = group_uses(self._layout.model)

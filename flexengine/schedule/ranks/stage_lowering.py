@@ -7,7 +7,7 @@ from flexengine.schedule.commands import Access, CommandName, CopyRegion, Signal
 from flexengine.schedule.fixed_slots import norm_square_bytes
 from flexengine.schedule.lowering.activations import ActivationLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart
-from flexengine.schedule.lowering.gradients import GradientLowering, InRound
+from flexengine.schedule.lowering.gradients import GradientLowering, InRound, nothing_in_round
 from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.round import RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
@@ -137,7 +137,7 @@ class StageGradients(GradientLowering):
     """Adds blocks' gradients up over the rounds of a wave on the GPU, and relays the head's from rank to rank."""
 
     def __init__(self, context: StageContext, kind: RoundKind) -> None:
-        super().__init__(context, kind, {})
+        super().__init__(context, kind, nothing_in_round(context.layout))
         self._stages, self._last_before = context.layout, kind.wave.last_before if kind.wave else 0
         self._kept: dict[int, int | None] = {}  # by group, the staging slot of the wave's rounds
 
