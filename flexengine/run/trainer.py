@@ -237,9 +237,7 @@ def stop_status(saver: RunSaver, last_step: int) -> int:
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
     """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
-    return prepare_job(
-        config.model, config.as_job(), needs_weights=not config.dry_run, tell=config.dry_run, whole_steps=True
-    )
+    return prepare_job(config.model, config.as_job(), needs_weights=not (dry := config.dry_run), tell=dry, whole_steps=True)
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:

@@ -201,9 +201,8 @@ class Engine(CheckpointCalls, ReadingCalls):
         loss: takes the place of the cross-entropy: a function of a `LogitsBlock` that returns the sum of the losses of
         its tokens, differentiated by autograd (docs/losses.md).
         Raises ValueError for tokens outside the vocabulary, sequences over max_seq_len, more tokens than
-        max_global_batch_tokens, or no target token; and where the plan stores no gradients (`whole_steps`).
+        max_global_batch_tokens, no target token, or a plan that stores no gradients.
         """
-        self.state.require_stored(self.plan.stores_gradients)
         sequences = self._read(batch, columns, loss)
         self.steps.start()
         return self.steps.forward_backward(sequences)
@@ -234,10 +233,9 @@ class Engine(CheckpointCalls, ReadingCalls):
     ) -> tuple[FwdBwdOutput, StepOutput]:
         """fwd_bwd and step in one call, with the same results; arguments and errors are theirs.
 
-        It is faster where the CPU updates: without clipping it does so inside the backward pass of the last round, as
-        soon as a layer's gradient has reached the host; a plan may have the GPU do so, too. With clipping a plan may
-        have the CPU do that for some layers as if nothing were clipped; where the norm then says otherwise, these are
-        updated again.
+        It may be faster: without clipping the CPU, and the GPU where a plan says so, update inside the backward pass of
+        the last round, as soon as a layer's gradient is there. With clipping a plan may have the CPU do that for some
+        layers as if nothing were clipped; where the norm then says otherwise, these are updated again.
         """
         sequences = self._read(batch, columns, loss)
         self._agree(lr, divisor)

@@ -55,6 +55,8 @@ class StepRunner:
         updates: settings of the CPU's updates inside the last round, speculative ones with clipping; None = no update
         before the step's own program.
         """
+        if updates is None:
+            self._state.require_stored(self._layout.plan.stores_gradients)
         with interruptible(self._state, self._executor, train=True):
             balance = self._balance_of(batch)
             with deterministic_kernels(self._deterministic):
