@@ -237,7 +237,8 @@ def stop_status(saver: RunSaver, last_step: int) -> int:
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
     """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
-    return prepare_job(config.model, config.as_job(), needs_weights=not (dry := config.dry_run), tell=dry, whole_steps=True)
+    dry, job = config.dry_run, config.as_job()
+    return prepare_job(config.model, job, needs_weights=not dry, tell=dry, whole_steps=True)
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:
@@ -245,8 +246,7 @@ def optimizer_of(config: TrainConfig) -> Optimizer:
     lr, decay = config.base_lr, config.weight_decay
     if config.optimizer in ("adamw", "muon"):
         kind = AdamW if config.optimizer == "adamw" else Muon
-        given = (config.adam_beta1, config.adam_beta2, config.adam_eps)
-        beta1, beta2, eps = map(_given, given, (*kind.betas, kind.eps))
+        beta1, beta2, eps = map(_given, (config.adam_beta1, config.adam_beta2, config.adam_eps), (*kind.betas, kind.eps))
         return kind(lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
     return OPTIMIZERS[config.optimizer](lr=lr, weight_decay=decay)
 
