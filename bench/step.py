@@ -172,7 +172,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, tokens: int, first:
     figures."""
     own_peak = forget_peak_resident() or first
     job = job_from(args, max_gpu_mem_gib=cap_gib, max_global_batch_tokens=tokens)
-    planned = prepare_job(args.model, job)
+    planned = prepare_job(args.model, job, whole_steps=True)
     say = printer(planned.team)
     say(planned.describe())
     rate = summed_rate(planned.team)
