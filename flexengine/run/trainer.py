@@ -246,8 +246,8 @@ def optimizer_of(config: TrainConfig) -> Optimizer:
     lr, decay = config.base_lr, config.weight_decay
     if config.optimizer in ("adamw", "muon"):
         kind = AdamW if config.optimizer == "adamw" else Muon
-        *betas, eps = map(_given, (config.adam_beta1, config.adam_beta2, config.adam_eps), (*kind.betas, kind.eps))
-        return kind(lr=lr, betas=tuple(betas), eps=eps, weight_decay=decay)
+        b1, b2, eps = map(_given, (config.adam_beta1, config.adam_beta2, config.adam_eps), (*kind.betas, kind.eps))
+        return kind(lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay)
     return OPTIMIZERS[config.optimizer](lr=lr, weight_decay=decay)
 
 

@@ -149,3 +149,18 @@ def test_the_planner_finds_what_fits_without_stored_gradients():
     )
     assert losses == expected
     same_bits(weights, expected_weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["bf16, exact master", "8-bit states"])
+def test_bits_on_a_gpu(rule):
+    source = random_weights(tiny_config(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=512))
+    options = {"numerics": RULES[rule], "chunks_per_round": 4}
+    plans = [unstored_plan(source.spec, **options), make_plan(source.spec, chunk_tokens=64, **options)]
+    tokens = [random_batch(i, (48, 40, 17, 48), source.spec.vocab_size) for i in range(2)]
+    found = [
+        trained(build_engine(source, plan, device="cuda", max_grad_norm=None, deterministic=True), tokens, num_steps=4)
+        for plan in plans
+    ]
+    assert found[0][0] == found[1][0]
+    same_bits(found[0][1], found[1][1])
