@@ -2,6 +2,7 @@
 
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from flexengine.models.registry import ModelSource, build_model
 from flexengine.models.spec import ModelSpec
@@ -205,16 +206,27 @@ def worst_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 def peak_bytes(call: Callable[[], object]) -> int:
     """Most bytes at one moment that a call has allocated and not yet given back."""
-    call()  # what is made once is no part of it
+    return peaks_of([call])[0]
+
+
+def peaks_of(calls: Sequence[Callable[[], object]]) -> list[int]:
+    """`peak_bytes` of each call, seen by one profiler, which takes longer to start than most calls."""
+    for call in calls:
+        call()  # what is made once is no part of it
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    events = [(e.start_ns(), e.nbytes()) for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert events, "the profiler saw no allocation at all"
-    held = peak = 0
-    for _, num_bytes in sorted(events):
-        held += num_bytes
-        peak = max(peak, held)
-    return peak
+        for number, call in enumerate(calls):
+            with record_function(f"call {number}"):
+                call()
+    events = recorded.profiler.kineto_results.events()
+    begins = {e.name(): e.start_ns() for e in events if e.name().startswith("call ")}
+    starts = [begins[f"call {number}"] for number in range(len(calls))]
+    held, peaks = [0] * len(calls), [0] * len(calls)
+    for time_ns, num_bytes in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        if number := bisect_right(starts, time_ns):  # before the first call, the profiler itself
+            held[number - 1] += num_bytes
+            peaks[number - 1] = max(peaks[number - 1], held[number - 1])
+    assert all(peaks), "the profiler saw no allocation of a call"
+    return peaks
 
 
 def before_cpu_updates(monkeypatch: Any, call: Callable[[], object]) -> None:

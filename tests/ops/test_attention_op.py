@@ -188,12 +188,12 @@ def own_kernels(monkeypatch):
     use_own_kernels(monkeypatch)
 
 
-OWN_STYLES = {"all keys": CAUSAL, **{name: STYLES[name] for name in ("window 3", "all of them")}}
-
-
 @pytest.mark.usefixtures("own_kernels")
-@pytest.mark.parametrize("style", OWN_STYLES.values(), ids=OWN_STYLES.keys())
-@pytest.mark.parametrize(("n", "g", "width", "value_dim"), [(4, 2, 6, 6), (3, 3, 7, 4)])
+@pytest.mark.parametrize(
+    ("n", "g", "width", "value_dim", "style"),
+    [(4, 2, 6, 6, CAUSAL), (3, 3, 7, 4, STYLES["window 3"]), (4, 2, 6, 6, STYLES["all of them"])],
+    ids=["all keys", "window 3, values narrower than keys", "all of them"],
+)
 def test_our_own_kernels(make_harness, checks, n, g, width, value_dim, style):
     h, op = make_harness("cpu", torch.float32), make(n, g, width, style, value_dim)
     checks.same_bits(*check_uncut(h, checks, op, (5, 1, 22), 1e-5))

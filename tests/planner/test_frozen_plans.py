@@ -95,6 +95,7 @@ def test_plans_keep_their_promises(names, seq_len, kind):
     assert "frozen" in html_page(picture, "flexengine plan")
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_frozen_layers_take_less_time_and_memory():
     """Llama 3.1 8B on a card of 24 GiB: without optimizer states and gradients of half of the blocks, and no backward
     in them, a step has less to do and fits a smaller host."""
