@@ -24,8 +24,8 @@ from bench.environment import write_json
 from flexengine.hardware.measure.host import thread_counts
 from flexengine.hardware.measure.timing import cpu_timer
 from flexengine.native import allocate_host
-from flexengine.native.adamw import adamw_update_, instruction_sets
-from flexengine.native.update import HostUpdate, Targets, update_into
+from flexengine.native.adamw import instruction_sets
+from flexengine.native.update import HostUpdate, Targets, update_, update_into
 from flexengine.optim.adamw import adamw_factors
 from flexengine.random_bits import stream_keys
 
@@ -82,22 +82,22 @@ def planes_of(mode: Mode, numel: int) -> Iterator[list[Tensor]]:
         yield planes
 
 
-def native_update(planes: list[Tensor], threads: int) -> Callable[[], object]:
+def host_update(planes: list[Tensor]) -> HostUpdate:
     exp_avg, exp_avg_sq, weight, grad, *rest = planes
     factors, keys = adamw_factors(**SETTINGS, step=10), [stream_keys(0, 10, stream) for stream in range(3)]
-    scale, remainder = torch.ones(1), rest[0] if rest else None
-    return lambda: adamw_update_(
-        weight, remainder, exp_avg, exp_avg_sq, grad, scale, factors, keys, 0, num_threads=threads
-    )  # fmt: skip
+    return HostUpdate(
+        weight, rest[0] if rest else None, (exp_avg, exp_avg_sq), grad, torch.ones(1), factors, keys, element_offset=0
+    )
+
+
+def native_update(planes: list[Tensor], threads: int) -> Callable[[], object]:
+    update = host_update(planes)
+    return lambda: update_("adamw", update, threads)
 
 
 def native_update_elsewhere(planes: list[Tensor], targets: list[Tensor], threads: int) -> Callable[[], object]:
-    exp_avg, exp_avg_sq, weight, grad, *rest = planes
-    factors, keys = adamw_factors(**SETTINGS, step=10), [stream_keys(0, 10, stream) for stream in range(3)]
-    update = HostUpdate(
-        weight, rest[0] if rest else None, (exp_avg, exp_avg_sq), grad, torch.ones(1), factors, keys, element_offset=0
-    )
-    places = Targets(targets[2], targets[4] if rest else None, (targets[0], targets[1]))
+    update = host_update(planes)
+    places = Targets(targets[2], None if update.remainder is None else targets[4], (targets[0], targets[1]))
     return lambda: update_into("adamw", update, places, threads)
 
 

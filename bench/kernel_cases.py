@@ -21,8 +21,9 @@ from flexengine.ops import rmsnorm as norm_op
 from flexengine.ops import rope as rope_op
 from flexengine.ops.formats.weight_format import WeightFormat
 from flexengine.ops.formats.weight_formats import FORMATS
-from flexengine.optim.adamw import adamw_factors, adamw_update_reference
+from flexengine.optim.adamw import AdamW, adamw_factors, adamw_update_reference
 from flexengine.optim.rounding import split_fp32
+from flexengine.optim.rule import Update
 from flexengine.random_bits import stream_keys
 from flexengine.runtime.gradients import Squares, finish_gradient
 
@@ -319,8 +320,14 @@ def _adamw_case(name: str, n: int, split: bool, states: torch.dtype) -> Case:
         adamw_update_(t["weight"], t.get("remainder"), *states, factors, keys, 0)
 
     def plain(t: Tensors) -> None:
-        settings = {**ADAMW, "step": ADAMW_STEP, "seed": ADAMW_SEED, "element_offset": 0}
-        adamw_update_reference(**{"remainder": None, **t}, **settings)
+        rest = {name: tensor for name, tensor in t.items() if name not in ("weight", "grad_scale")}
+        lr, weight_decay = ADAMW["lr"], ADAMW["weight_decay"]
+        adamw_update_reference(
+            Update(
+                {"weights": t["weight"], **rest}, t["grad_scale"], AdamW(**ADAMW), lr, weight_decay, ADAMW_STEP,
+                ADAMW_SEED, 0,
+            )
+        )  # fmt: skip
 
     planes = ("weight", *(("remainder",) if split else ()), "exp_avg", "exp_avg_sq")
     masters = 4 if split else 2

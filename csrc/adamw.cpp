@@ -148,12 +148,3 @@ extern "C" FLEX_API int flex_update_into(const FlexUpdate* call, const FlexTarge
     step.to = *targets;
     return update(step, num_threads, instruction_set);
 }
-
-// The same for AdamW with states as floats.
-extern "C" FLEX_API int flex_adamw(const FlexAdamW* call, int num_threads, int instruction_set) {
-    FLEX_REQUIRE(call != nullptr, "no arguments");
-    FLEX_REQUIRE(call->states != flex::States::kBlocks, "states in blocks need scales");
-    FlexUpdate whole = {};
-    static_cast<FlexAdamW&>(whole) = *call;
-    return update(in_place(whole), num_threads, instruction_set);
-}

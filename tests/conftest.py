@@ -90,7 +90,7 @@ def search_quickly(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Profiles and tokens of tests stay out of the user's cache folder; no file of theirs has to outlive the machine."""
+    """Profiles and tokens of tests stay out of the user's cache; no file of theirs has to survive a loss of power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXENGINE_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(os, "fsync", lambda descriptor: None)
@@ -101,7 +101,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _tokenizers_are_imported() -> None:
     """Processes with a tokenizer are forked: what they would import, a second of it, hundreds of times, is there."""
     if "transformers" in sys.modules:
-        import transformers.utils.chat_template_utils  # noqa: PLC0415
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, PLC0415
 
 

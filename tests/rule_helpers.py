@@ -17,9 +17,9 @@ SETTINGS = {
     "lion": Lion(lr=3e-3, weight_decay=0.1),
     "sgd": SGD(lr=3e-3, weight_decay=0.1),
 }
-STATES = [("lion", "float32"), ("lion", "bfloat16"), ("sgd", "float32"), ("sgd", "bfloat16"), ("adamw", "int8")]
-"""Optimizers and the dtypes of their states, but for AdamW's floats, which have tests of their own."""
-FLOATS = [("adamw", "float32"), ("adamw", "bfloat16"), *(entry for entry in STATES if entry[1] != "int8")]
+FLOATS = [(optimizer, state) for optimizer in ("adamw", "lion", "sgd") for state in ("float32", "bfloat16")]
+"""Optimizers and the dtypes of their states."""
+ALL = [*FLOATS, ("adamw", "int8")]
 MASTERS = ["fp32", "split", "bf16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8, "float64": torch.float64}
 

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-extern "C" int flex_adamw(const FlexAdamW* call, int num_threads, int instruction_set);
+extern "C" int flex_update(const FlexUpdate* call, int num_threads, int instruction_set);
 extern "C" int flex_adamw_instruction_set();
 
 namespace {
@@ -50,7 +50,7 @@ class Segment {
         call_.exp_avg_sq_keys = {5, 6};
     }
 
-    int update(int num_threads, int instruction_set) { return flex_adamw(&call_, num_threads, instruction_set); }
+    int update(int num_threads, int instruction_set) { return flex_update(&call_, num_threads, instruction_set); }
 
     bool operator==(const Segment& other) const {
         return weight_ == other.weight_ && remainder_ == other.remainder_ && exp_avg_ == other.exp_avg_ &&
@@ -76,7 +76,7 @@ class Segment {
     Bytes weight_;
     std::vector<int16_t> remainder_;
     Bytes exp_avg_, exp_avg_sq_, grad_;
-    FlexAdamW call_;
+    FlexUpdate call_;
 };
 
 int failures = 0;

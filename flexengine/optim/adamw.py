@@ -10,15 +10,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.native import adamw as native_adamw
+from flexengine.native import update as native
 from flexengine.native.library import fallback_notice
 from flexengine.native.update import HostUpdate
-from flexengine.optim.rounding import join_fp32, split_fp32, stochastic_round_bf16
 from flexengine.optim.rule import NativeCall, Rule, StatePlane, Update
+from flexengine.optim.stored import (
+    MOMENTUM_STREAM,
+    SECOND_STREAM,
+    WEIGHT_STREAM,
+    math_dtype,
+    pieces,
+    read_master,
+    scaled_grad,
+    write_master,
+    write_state,
+)
 from flexengine.random_bits import stream_keys
 
-# Streams of random bits of one update: tensors rounded in the same step must not share their bits.
-WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM = 0, 1, 2
+_STREAMS = (WEIGHT_STREAM, MOMENTUM_STREAM, SECOND_STREAM)
 _TILE_ELEMENTS = 1 << 18  # bounds the temporaries of a plain update to 20 MB, about the size of a last-level cache
 
 
@@ -76,7 +85,7 @@ def adamw_factors(lr: float, betas: tuple[float, float], eps: float, weight_deca
 def adamw_rule(state_dtype: str) -> Rule:
     """AdamW with both moments of every element in one dtype."""
     states = (StatePlane("exp_avg", state_dtype), StatePlane("exp_avg_sq", state_dtype))
-    return Rule("AdamW", states, _update, native=_native)
+    return Rule("AdamW", states, adamw_update, native=_native)
 
 
 def _native(update: Update) -> NativeCall:
@@ -88,52 +97,13 @@ def _native(update: Update) -> NativeCall:
         grad=planes["grad"],
         grad_scale=update.grad_scale,
         factors=adamw_factors(update.lr, settings.betas, settings.eps, update.weight_decay, update.step),
-        keys=_keys(update.seed, update.step),
+        keys=[stream_keys(update.seed, update.step, stream) for stream in _STREAMS],
         element_offset=update.element_offset,
     )
     return NativeCall("adamw", host)
 
 
-def _keys(seed: int, step: int) -> list[tuple[int, int]]:
-    """The keys of every stream of random bits of a step."""
-    return [stream_keys(seed, step, stream) for stream in (WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM)]
-
-
-def _update(update: Update) -> None:
-    planes, settings = update.planes, update.settings
-    adamw_update(
-        weight=planes["weights"],
-        remainder=planes.get("remainder"),
-        exp_avg=planes["exp_avg"],
-        exp_avg_sq=planes["exp_avg_sq"],
-        grad=planes["grad"],
-        grad_scale=update.grad_scale,
-        lr=update.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=update.weight_decay,
-        step=update.step,
-        seed=update.seed,
-        element_offset=update.element_offset,
-    )
-
-
-def adamw_update(
-    *,
-    weight: Tensor,
-    remainder: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    grad_scale: Tensor,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    seed: int,
-    element_offset: int,
-) -> None:
+def adamw_update(update: Update) -> None:
     """One AdamW step in place: the Triton kernel on CUDA tensors, the native one on CPU tensors.
 
     Arguments, shapes and errors as `adamw_update_reference`, and the same bits (which NaN a NaN is may differ). float64
@@ -142,90 +112,47 @@ def adamw_update(
     memory traffic with a bf16 gradient, bf16 master with bf16 states 14 n.
     Order: launches on the current stream, never synchronises; on the CPU it has finished when it returns.
     """
-    _check(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale)
-    on_gpu = weight.is_cuda and weight.dtype != torch.float64
-    if on_gpu or native_adamw.supports(weight, exp_avg, grad):
-        keys = _keys(seed, step)
-        factors = adamw_factors(lr, betas, eps, weight_decay, step)
-        update = native_adamw.adamw_update_
-        if on_gpu:
-            from flexengine.kernels.adamw import adamw_update_ as update  # noqa: PLC0415  imports Triton
-        update(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale, factors, keys, element_offset)
+    _check(update)
+    weight = update.planes["weights"]
+    if weight.is_cuda and weight.dtype != torch.float64:
+        from flexengine.kernels.adamw import adamw_update_  # noqa: PLC0415  imports Triton
+
+        call = _native(update).update
+        states = (*call.states, call.grad, call.grad_scale)
+        adamw_update_(weight, call.remainder, *states, call.factors, call.keys, call.element_offset)
+        return
+    if native.supports(weight, update.planes["grad"]):
+        native.update_(*_native(update))
         return
     if weight.dtype != torch.float64:
         fallback_notice("AdamW on the CPU", "it is computed in plain torch, which takes 10 to 40 times as long")
-    num_elements = weight.numel()
-    for start in range(0, num_elements, _TILE_ELEMENTS):
-        part = slice(start, start + _TILE_ELEMENTS)
-        adamw_update_reference(
-            weight=weight[part],
-            remainder=None if remainder is None else remainder[part],
-            exp_avg=exp_avg[part],
-            exp_avg_sq=exp_avg_sq[part],
-            grad=grad[part],
-            grad_scale=grad_scale,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            step=step,
-            seed=seed,
-            element_offset=element_offset + start,
-        )
+    for piece in pieces(update, _TILE_ELEMENTS):
+        adamw_update_reference(piece)
 
 
-def adamw_update_reference(
-    *,
-    weight: Tensor,
-    remainder: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    grad_scale: Tensor,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    seed: int,
-    element_offset: int,
-) -> None:
+def adamw_update_reference(update: Update) -> None:
     """One decoupled AdamW step in place, in plain torch.
 
-    Shapes: weight, exp_avg, exp_avg_sq, grad [n] contiguous (and remainder [n] int16, or None); grad_scale [1].
-    Master: weight float32 or float64 alone is the master; bf16 with remainder is a float32 split in two (`split_fp32`);
-    bf16 alone is updated in float32 and rounded stochastically.
-    States: both in the dtype of the arithmetic (float32, or float64 for a float64 weight), or both bf16, rounded
+    Planes: weights, exp_avg, exp_avg_sq, grad [n] contiguous, and remainder [n] int16 or none; grad_scale [1].
+    Master: weights float32 or float64 alone are the master; bf16 with remainder is a float32 split in two
+    (`split_fp32`); bf16 alone is updated in float32 and rounded stochastically.
+    States: both in the dtype of the arithmetic (float32, or float64 for float64 weights), or both bf16, rounded
     stochastically when stored; the update itself uses them unrounded.
     grad: any float dtype. grad_scale: float32 or float64, multiplies the gradient (clip coefficient / target tokens);
-    if it is NaN or infinite, and only then, nothing changes.
-    step counts from 1. seed and element_offset (position of element 0 in the run's numbering of parameters) choose
-    the random bits, so the result does not depend on how a segment is cut into tiles.
+    if it is NaN or infinite in the dtype of the arithmetic, and only then, nothing changes.
+    The result does not depend on how a segment is cut into tiles (see `Update`).
     Order: launches on the current stream, never synchronises; allocates temporaries of about 10 x 4 n bytes.
     Raises: ValueError on shapes, dtypes or devices other than these, or step < 1.
     Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101; torch.optim.AdamW without amsgrad.
     """
-    _check(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale)
-    factors = adamw_factors(lr, betas, eps, weight_decay, step)
-    math_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    scale = grad_scale.to(math_dtype)
-    apply = torch.isfinite(scale)
-    master = weight.to(math_dtype) if remainder is None else join_fp32(weight, remainder)
-    new_master, new_exp_avg, new_exp_avg_sq = adamw_values(
-        master, exp_avg.to(math_dtype), exp_avg_sq.to(math_dtype), grad.to(math_dtype) * scale, factors
-    )
-
-    def store(target: Tensor, value: Tensor, stream: int) -> None:
-        if target.dtype == torch.bfloat16:
-            value = stochastic_round_bf16(value, seed, step, element_offset, stream)
-        target.copy_(torch.where(apply, value, target))
-
-    if remainder is None:
-        store(weight, new_master, WEIGHT_STREAM)
-    else:
-        split_fp32(torch.where(apply, new_master, master), weight, remainder)
-    store(exp_avg, new_exp_avg, EXP_AVG_STREAM)
-    store(exp_avg_sq, new_exp_avg_sq, EXP_AVG_SQ_STREAM)
+    _check(update)
+    settings, dtype = update.settings, math_dtype(update)
+    factors = adamw_factors(update.lr, settings.betas, settings.eps, update.weight_decay, update.step)
+    moments = (update.planes[name].to(dtype) for name in ("exp_avg", "exp_avg_sq"))
+    master, exp_avg, exp_avg_sq = adamw_values(read_master(update), *moments, scaled_grad(update), factors)
+    write_master(update, master)
+    write_state(update, "exp_avg", exp_avg, MOMENTUM_STREAM)
+    write_state(update, "exp_avg_sq", exp_avg_sq, SECOND_STREAM)
 
 
 def adamw_values(
@@ -241,20 +168,20 @@ def adamw_values(
     return master * factors.decay - (exp_avg / denominator) * factors.step_size, exp_avg, exp_avg_sq
 
 
-def _check(
-    weight: Tensor, remainder: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, grad_scale: Tensor
-) -> None:
+def _check(update: Update) -> None:
     """Raise ValueError unless the tensors form one of the supported modes."""
+    planes, grad_scale = update.planes, update.grad_scale
+    weight, remainder, grad = planes["weights"], planes.get("remainder"), planes["grad"]
+    exp_avg, exp_avg_sq, math_type = planes["exp_avg"], planes["exp_avg_sq"], math_dtype(update)
     if weight.dtype not in (torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"AdamW weight must be bfloat16, float32 or float64, got {weight.dtype}")
     if remainder is not None and (weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16):
         raise ValueError(
             f"AdamW remainder must be int16 beside a bfloat16 weight, got {remainder.dtype}, {weight.dtype}"
         )
-    math_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    if exp_avg.dtype != exp_avg_sq.dtype or exp_avg.dtype not in (math_dtype, torch.bfloat16):
+    if exp_avg.dtype != exp_avg_sq.dtype or exp_avg.dtype not in (math_type, torch.bfloat16):
         raise ValueError(
-            f"AdamW states must both be {math_dtype} or both bfloat16, got {exp_avg.dtype} and {exp_avg_sq.dtype}"
+            f"AdamW states must both be {math_type} or both bfloat16, got {exp_avg.dtype} and {exp_avg_sq.dtype}"
         )
     if weight.dtype == torch.float64 and exp_avg.dtype != torch.float64:
         raise ValueError(f"AdamW states of a float64 weight must be float64, got {exp_avg.dtype}")

@@ -30,14 +30,18 @@ def scaled_grad(update: Update) -> Tensor:
     return update.planes["grad"].to(dtype) * update.grad_scale.to(dtype)
 
 
+def _applies(update: Update) -> Tensor:
+    """Whether the gradient's factor is finite in the dtype of the arithmetic."""
+    return torch.isfinite(update.grad_scale.to(math_dtype(update)))
+
+
 def write_master(update: Update, value: Tensor) -> None:
     """Store new masters; where the gradient's factor is not finite the old ones stay."""
     remainder = update.planes.get("remainder")
     if remainder is None:
         write_state(update, "weights", value, WEIGHT_STREAM)
     else:
-        apply = torch.isfinite(update.grad_scale)
-        split_fp32(torch.where(apply, value, read_master(update)), update.planes["weights"], remainder)
+        split_fp32(torch.where(_applies(update), value, read_master(update)), update.planes["weights"], remainder)
 
 
 def write_state(update: Update, name: str, value: Tensor, stream: int) -> None:
@@ -45,7 +49,7 @@ def write_state(update: Update, name: str, value: Tensor, stream: int) -> None:
     target = update.planes[name]
     if target.dtype == torch.bfloat16:
         value = stochastic_round_bf16(value, update.seed, update.step, update.element_offset, stream)
-    target.copy_(torch.where(torch.isfinite(update.grad_scale), value, target))
+    target.copy_(torch.where(_applies(update), value, target))
 
 
 def pieces(update: Update, size: int) -> list[Update]:

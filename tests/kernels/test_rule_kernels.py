@@ -14,9 +14,7 @@ from flexengine.optim.blockwise import codebook
 from flexengine.optim.lion import lion_factors
 from flexengine.optim.sgd import sgd_factors
 from flexengine.random_bits import stream_keys
-from tests.rule_helpers import FLOATS, MASTERS, assert_same_bits, copied, random_update
-
-ALL = [*FLOATS, ("adamw", "int8")]
+from tests.rule_helpers import ALL, FLOATS, MASTERS, assert_same_bits, copied, random_update
 
 
 def by_kernel(optimizer, update):

@@ -21,7 +21,8 @@ from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.delta import plain as delta_plain
 from flexengine.ops.delta import segments as delta_segments
 from flexengine.ops.delta.delta_rule import DeltaRule
-from flexengine.optim.adamw import adamw_update
+from flexengine.optim.adamw import AdamW, adamw_update
+from flexengine.optim.rule import Update
 from flexengine.runtime.gradients import Squares, finish_gradient
 
 SMALL = 64 * 1024  # scalars, index tensors, masks of a few rows
@@ -290,13 +291,12 @@ def test_a_window_of_the_plain_path_is_added_to_in_place(monkeypatch):
 
 def test_updates_in_float64_take_a_tile_at_a_time():
     num_elements = 3_000_000
-    names = ("weight", "exp_avg", "exp_avg_sq", "grad")
+    names = ("weights", "exp_avg", "exp_avg_sq", "grad")
     planes = {name: torch.rand(num_elements, dtype=torch.float64) for name in names}
-    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 1, "seed": 0}
     scale = torch.ones(1, dtype=torch.float64)
-    update = lambda: adamw_update(**planes, remainder=None, grad_scale=scale, **settings, element_offset=0)  # noqa: E731
-    assert peak_bytes(update) <= 24 * MIB
+    update = Update(planes, scale, AdamW(), 1e-3, 0.1, step=1, seed=0, element_offset=0)
+    assert peak_bytes(lambda: adamw_update(update)) <= 24 * MIB
     norm, partials = torch.zeros((), dtype=torch.float64), torch.zeros(1024, dtype=torch.float64)
     squares = Squares(partials, norm, before=0, whole=num_elements)
-    finish = lambda: finish_gradient(planes["weight"], planes["grad"], True, squares)  # noqa: E731
+    finish = lambda: finish_gradient(planes["weights"], planes["grad"], True, squares)  # noqa: E731
     assert peak_bytes(finish) <= 24 * MIB

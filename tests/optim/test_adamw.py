@@ -6,29 +6,35 @@ import torch
 from flexengine.optim import AdamW
 from flexengine.optim.adamw import adamw_update, adamw_update_reference
 from flexengine.optim.rounding import join_fp32, split_fp32
+from flexengine.optim.rule import Update
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
+def update_of(planes, scale, step=1, seed=3, element_offset=0, **changes):
+    settings = AdamW(**{**SETTINGS, **changes})
+    return Update(planes, scale, settings, settings.lr, settings.weight_decay, step, seed, element_offset)
+
+
 def run_steps(segment, gradients, scale=1.0, update=adamw_update_reference, scale_dtype=torch.float32, **extra):
-    arguments = {"seed": 3, "element_offset": 0, **SETTINGS, **extra}
+    factor = torch.tensor([scale], dtype=scale_dtype)
     for step, grad in enumerate(gradients, start=1):
-        update(**segment, grad=grad, grad_scale=torch.tensor([scale], dtype=scale_dtype), step=step, **arguments)
+        update(update_of({**segment, "grad": grad}, factor, step, **extra))
 
 
-def segment_of(weight, remainder=None, state_dtype=torch.float32):
-    zeros = torch.zeros(weight.shape, dtype=state_dtype)
-    return {"weight": weight, "remainder": remainder, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+def segment_of(weights, state_dtype=torch.float32):
+    zeros = torch.zeros(weights.shape, dtype=state_dtype)
+    return {"weights": weights, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def split_segment(master):
-    weight, remainder = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
-    split_fp32(master, weight, remainder)
-    return segment_of(weight, remainder)
+    weights, remainder = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    split_fp32(master, weights, remainder)
+    return {**segment_of(weights), "remainder": remainder}
 
 
 def clone(segment):
-    return {name: t if t is None else t.clone() for name, t in segment.items()}
+    return {name: t.clone() for name, t in segment.items()}
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)], ids=str)
@@ -44,7 +50,7 @@ def test_twenty_steps_of_torch_adamw(dtype, tolerance, weight_decay):
     segment = segment_of(initial.clone(), state_dtype=dtype)
     run_steps(segment, gradients, scale=0.5, scale_dtype=dtype, weight_decay=weight_decay)
     state = optimizer.state[parameter]
-    pairs = {"weight": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    pairs = {"weights": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
     for name, expected in pairs.items():
         assert (segment[name] - expected).norm() <= tolerance * expected.norm(), name
 
@@ -54,9 +60,9 @@ def test_split_master_has_the_bits_of_a_float32_master():
     whole, split = segment_of(initial.clone()), split_segment(initial)
     run_steps(whole, gradients)
     run_steps(split, gradients)
-    assert torch.equal(join_fp32(split["weight"], split["remainder"]), whole["weight"])
+    assert torch.equal(join_fp32(split["weights"], split["remainder"]), whole["weights"])
     assert torch.equal(split["exp_avg_sq"], whole["exp_avg_sq"])
-    assert (split["weight"].float() - whole["weight"]).abs().max() <= 2**-8 * whole["weight"].abs().max()
+    assert (split["weights"].float() - whole["weights"]).abs().max() <= 2**-8 * whole["weights"].abs().max()
 
 
 def test_bf16_master_follows_the_float32_one_without_drift():
@@ -66,9 +72,9 @@ def test_bf16_master_follows_the_float32_one_without_drift():
     exact, rounded = segment_of(torch.ones(n)), segment_of(torch.ones(n, dtype=torch.bfloat16))
     run_steps(exact, gradients, lr=2**-8 / 10, weight_decay=0.0)
     run_steps(rounded, gradients, lr=2**-8 / 10, weight_decay=0.0)
-    moved = 1.0 - float(exact["weight"].mean())
+    moved = 1.0 - float(exact["weights"].mean())
     assert moved == pytest.approx(steps * 2**-8 / 10, rel=1e-3)
-    assert 1.0 - float(rounded["weight"].double().mean()) == pytest.approx(moved, rel=0.02)
+    assert 1.0 - float(rounded["weights"].double().mean()) == pytest.approx(moved, rel=0.02)
 
 
 def test_bf16_states_are_unbiased():
@@ -93,7 +99,7 @@ def test_a_non_finite_scale_changes_nothing(mode, bad):
         segment = segment_of(master if mode == "fp32" else master.bfloat16(), state_dtype=torch.bfloat16)
     before = clone(segment)
     run_steps(segment, [torch.randn(65)], scale=bad)
-    assert all(t is None or torch.equal(t, segment[name]) for name, t in before.items())
+    assert all(torch.equal(t, segment[name]) for name, t in before.items())
 
 
 @pytest.mark.parametrize("path", ["native", "torch"])
@@ -108,7 +114,7 @@ def test_the_public_update_has_the_bits_of_the_reference(mode, path, monkeypatch
     tiled = clone(whole)
     run_steps(whole, gradients, element_offset=2**32 - 70)
     run_steps(tiled, gradients, element_offset=2**32 - 70, update=adamw_update)
-    assert all(t is None or torch.equal(t, tiled[name]) for name, t in whole.items())
+    assert all(torch.equal(t, tiled[name]) for name, t in whole.items())
 
 
 def test_seed_and_step_choose_the_random_bits():
@@ -116,7 +122,7 @@ def test_seed_and_step_choose_the_random_bits():
     for seed in (1, 1, 2):
         segment = segment_of(torch.ones(1000, dtype=torch.bfloat16))
         run_steps(segment, [torch.ones(1000)], seed=seed, lr=1e-4)
-        results.append(segment["weight"])
+        results.append(segment["weights"])
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
 
@@ -140,7 +146,7 @@ def test_settings_are_checked(settings, message):
     ("change", "message"),
     [
         ({"step": 0}, "step counts from 1, got 0"),
-        ({"weight": torch.ones(4, dtype=torch.float16)}, "weight must be bfloat16, float32 or float64"),
+        ({"weights": torch.ones(4, dtype=torch.float16)}, "weight must be bfloat16, float32 or float64"),
         ({"remainder": torch.ones(4, dtype=torch.int16)}, "remainder must be int16 beside a bfloat16 weight"),
         ({"exp_avg": torch.ones(4, dtype=torch.bfloat16)}, "states must both be"),
         ({"grad": torch.ones(5)}, r"grad must be contiguous with shape \[4\], got shape \[5\]"),
@@ -150,7 +156,7 @@ def test_settings_are_checked(settings, message):
     ],
 )
 def test_refuses_other_shapes_and_dtypes(change, message):
-    arguments = {**segment_of(torch.ones(4)), "grad": torch.ones(4), "grad_scale": torch.ones(1), **SETTINGS}
-    arguments |= {"step": 1, "seed": 0, "element_offset": 0}
+    given = {**segment_of(torch.ones(4)), "grad": torch.ones(4), "grad_scale": torch.ones(1), "step": 1, **change}
+    scale, step = given.pop("grad_scale"), given.pop("step")
     with pytest.raises(ValueError, match=message):
-        adamw_update(**{**arguments, **change})
+        adamw_update(update_of(given, scale, step))

@@ -46,7 +46,8 @@ from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
 from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE, multiplies_fp8
 from flexengine.ops.linear_shape import LinearShape
-from flexengine.optim.adamw import adamw_update
+from flexengine.optim.adamw import AdamW, adamw_update
+from flexengine.optim.rule import Update
 
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -153,12 +154,9 @@ def run_engine_kernels(device: torch.device, dtype: torch.dtype) -> None:
     The workspace comes first of all, so that it lies in a segment of its own and not in one that could be given back.
     """
     hold_cublas_workspace(device, dtype)
-    planes = [torch.zeros(1024, device=device, dtype=dtype) for _ in range(4)]
-    adamw_update(
-        weight=planes[0], remainder=None, exp_avg=planes[1], exp_avg_sq=planes[2], grad=planes[3],
-        grad_scale=torch.ones(1, device=device), lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, step=1, seed=0,
-        element_offset=0,
-    )  # fmt: skip
+    names = ("weights", "exp_avg", "exp_avg_sq", "grad")
+    planes = {name: torch.zeros(1024, device=device, dtype=dtype) for name in names}
+    adamw_update(Update(planes, torch.ones(1, device=device), AdamW(), 0.0, 0.0, step=1, seed=0, element_offset=0))
     torch.cuda.synchronize(device)
 
 
