@@ -118,8 +118,11 @@ def adamw_update(update: Update) -> None:
         from flexengine.kernels.adamw import adamw_update_  # noqa: PLC0415  imports Triton
 
         call = _native(update).update
-        states = (*call.states, call.grad, call.grad_scale)
-        adamw_update_(weight, call.remainder, *states, call.factors, call.keys, call.element_offset)
+        exp_avg, exp_avg_sq = call.states
+        adamw_update_(
+            weight, call.remainder, exp_avg, exp_avg_sq, call.grad, call.grad_scale, call.factors, call.keys,
+            call.element_offset,
+        )  # fmt: skip
         return
     if native.supports(weight, update.planes["grad"]):
         native.update_(*_native(update))
@@ -148,8 +151,8 @@ def adamw_update_reference(update: Update) -> None:
     _check(update)
     settings, dtype = update.settings, math_dtype(update)
     factors = adamw_factors(update.lr, settings.betas, settings.eps, update.weight_decay, update.step)
-    moments = (update.planes[name].to(dtype) for name in ("exp_avg", "exp_avg_sq"))
-    master, exp_avg, exp_avg_sq = adamw_values(read_master(update), *moments, scaled_grad(update), factors)
+    exp_avg, exp_avg_sq = (update.planes[name].to(dtype) for name in ("exp_avg", "exp_avg_sq"))
+    master, exp_avg, exp_avg_sq = adamw_values(read_master(update), exp_avg, exp_avg_sq, scaled_grad(update), factors)
     write_master(update, master)
     write_state(update, "exp_avg", exp_avg, MOMENTUM_STREAM)
     write_state(update, "exp_avg_sq", exp_avg_sq, SECOND_STREAM)

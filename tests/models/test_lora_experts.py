@@ -151,12 +151,12 @@ def test_neither_plan_nor_parts_change_a_bit(family, base, use_dora, monkeypatch
     found = []
     for plan in plans:
         with build_engine(source, plan, AdamW(lr=1e-2), seed=3) as engine:
-            losses = [engine.train_step(random_batch(step, [48, 7, 31], 67))[0].loss for step in range(3)]
+            losses = [engine.train_step(random_batch(step, [48, 7, 31], 67))[0].loss for step in range(2)]
             found.append((losses, {n: t for n, t in engine.state_dict().items() if ".lora_" in n}))
     for losses, state in found[1:]:
         assert losses == found[0][0]
         same_bits(state, found[0][1])
-    assert found[0][0][2] != found[0][0][0]
+    assert found[0][0][1] != found[0][0][0]
 
 
 def test_targets_of_experts():
