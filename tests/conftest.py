@@ -100,8 +100,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _tokenizers_are_imported() -> None:
     """Processes with a tokenizer are forked: what they would import, a second of it, hundreds of times, is there."""
-    if "transformers" in sys.modules:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, PLC0415
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, PLC0415 (with Triton's variable set)
 
 
 @pytest.fixture(autouse=True, scope="module")
