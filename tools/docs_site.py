@@ -68,7 +68,16 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     for code in CODE.finditer(markdown):
         pieces += [with_links(markdown[end : code.start()], folder), code[0]]
         end = code.end()
-    return "".join([*pieces, with_links(markdown[end:], folder)])
+    pieces.append(with_links(markdown[end:], folder))
+    if page.file.src_uri == "plan_table.md":
+        pieces.append(plan_table())
+    return "".join(pieces)
+
+
+def plan_table() -> str:
+    """The plans that a page shows, within the page: a browser reads no other file of a folder."""
+    text = (ROOT / "docs/plan_table.json").read_text(encoding="utf-8").replace("<", "\\u003c")
+    return f'\n\n<script type="application/json" id="plan-table">{text.strip()}</script>\n'
 
 
 def with_links(text: str, folder: Path) -> str:

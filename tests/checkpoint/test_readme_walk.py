@@ -1,8 +1,9 @@
-"""README from top to bottom: every command and every program of it runs, on a small model that stands in for its own.
+"""README and the page of one job from top to bottom: their commands and programs run, on a small model.
 
-Budgets and sizes are those of a test; models that README names are on a loopback hub.
+Budgets and sizes are those of a test; models that the pages name are on a loopback hub.
 """
 
+import io
 import json
 import re
 import runpy
@@ -18,7 +19,6 @@ from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS, build_model
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
 MODELS = ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-0.6B")
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
@@ -34,6 +34,7 @@ STAND_INS = {
     "train": SMALL,
     "probe": ("--preset", "h200"),  # this machine's would take a minute
     "data": ("--max-seq-len", "64"),
+    **dict.fromkeys(("generate", "chat"), (*SMALL[:4], *SMALL[8:12], "--max-new-tokens", "4")),
 }
 """What is added to commands, by their names."""
 PLACES = {"RUN_FOLDER": "runs/Llama-3.1-8B-full", "M": "meta-llama/Llama-3.1-8B", "D": "data.jsonl"}
@@ -44,10 +45,10 @@ SIZES = {"131072": "128", "2048": "64", "=24": "=1", "=110": "=3", "=8,": "=1, m
 RUNS = re.compile(r"^```(sh|python)\n(.*?)^```|`((?:flexengine|docker|pip)\b[^`]*)`", re.MULTILINE | re.DOTALL)
 
 
-def steps_of_readme() -> list[tuple[str, str]]:
+def steps_of(page: str) -> list[tuple[str, str]]:
     """Kinds and texts of everything that can be run, in the order of the page."""
     found: list[tuple[str, str]] = []
-    for kind, block, inline in RUNS.findall(README):
+    for kind, block, inline in RUNS.findall((ROOT / page).read_text()):
         lines = block.replace("\\\n", "").splitlines() if kind == "sh" else [block] if kind else [inline]
         found += [(kind or "sh", line) for line in lines if line.strip() and not line.startswith("#")]
     return [(kind, text) for kind, text in found if text not in NAMED]
@@ -71,7 +72,7 @@ def machine(hub_of_models, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_readme_runs_from_top_to_bottom(machine, monkeypatch, capsys):
-    steps = steps_of_readme()
+    steps = steps_of("README.md")
     assert [kind for kind, _ in steps].count("python") == 2
     for kind, text in steps:
         if kind == "sh":
@@ -82,6 +83,17 @@ def test_readme_runs_from_top_to_bottom(machine, monkeypatch, capsys):
     assert "step 20/20" in said
     assert (Path("models/tuned") / "model.safetensors").exists()
     assert Path("plan.html").exists()
+
+
+@pytest.mark.long
+def test_one_job_runs_from_data_to_an_export(machine, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # chat ends at once
+    for _, text in steps_of("docs/one_job.md"):
+        run_line(shlex.split(text, comments=True), monkeypatch)
+    said = capsys.readouterr().out
+    assert "sample: 'How do I reset my password?' -> " in said
+    assert Path("runs/answers/report.html").exists()
+    assert (Path("models/answers") / "model.safetensors").exists()
 
 
 def run_line(words: list[str], monkeypatch) -> None:
