@@ -30,7 +30,7 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 
 # docs/ as a site in site/. A warning, such as a link to a page that is not there, is an error.
 docs: $(VENV)/.installed-docs
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The programs of csrc/tests under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
 sanitize: $(VENV)/.installed-test

@@ -190,6 +190,12 @@ def _train(config: TrainConfig, command: list[str], **keywords: Any) -> int:
     return train(config, **keywords)
 
 
+def run_completion(argv: list[str]) -> int:
+    from flexengine.commands.completion import completion  # noqa: PLC0415, other commands do not need it
+
+    return completion({name: command.run for name, command in COMMANDS.items() if name != "completion"}, argv)
+
+
 COMMANDS = {
     "train": Command(run_train, "train a model under GPU and host memory budgets"),
     "demo": Command(
@@ -226,6 +232,7 @@ COMMANDS = {
     "download": Command(
         _main_of("flexengine.checkpoint.download"), "stage a model or a data set for a machine without internet"
     ),
+    "completion": Command(run_completion, "a script for tab completion in bash and zsh"),
 }
 
 

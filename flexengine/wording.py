@@ -189,6 +189,17 @@ def with_dashes(argument: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
+LIST_FLAGS = "--list-flags-of-this-command"
+"""The argument by which `flexengine completion` asks a command for its parser."""
+
+
+class ParserAsked(BaseException):
+    """Carries the parser of a command to who asked for it."""
+
+    def __init__(self, parser: FlagParser) -> None:
+        self.parser = parser
+
+
 class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser whose errors fit in two lines and name the flag that was probably meant.
 
@@ -203,6 +214,8 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore
         """Parse `args` (default: the command line). Exits when something is unknown or has no value."""
         given = [with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]
+        if given == [LIST_FLAGS]:
+            raise ParserAsked(self)
         # argparse itself would name unknown flags without a suggestion.
         values, unknown = self.parse_known_args(given, namespace)
         if unknown:
@@ -216,16 +229,21 @@ class FlagParser(argparse.ArgumentParser):
     def _unknown(self, arguments: Sequence[str]) -> str:
         flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("-")]
         if not flags:
-            is_yaml = arguments[0].endswith((".yaml", ".yml")) and "--config" in self._known_flags()
+            is_yaml = arguments[0].endswith((".yaml", ".yml")) and "--config" in self.known_flags()
             such = f"give --config {arguments[0]}" if is_yaml else "every option is a flag, such as --model"
             return f"unexpected argument {shown(arguments[0])}; {such}"
-        known = list(self._known_flags())
+        known = list(self.known_flags())
         return "; ".join(f"unknown flag {shown(flag)[1:-1]}{did_you_mean(flag, known)}" for flag in flags[:3])
 
-    def _known_flags(self) -> Iterator[str]:
+    def known_flags(self) -> Iterator[str]:
         """List the long flags of this parser and of its sub-commands."""
-        for action in self._actions:
+        for action in self.all_actions():
             yield from (flag for flag in action.option_strings if flag.startswith("--"))
+
+    def all_actions(self) -> Iterator[argparse.Action]:
+        """List the arguments of this parser and of its sub-commands."""
+        for action in self._actions:
+            yield action
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():
-                    yield from parser._known_flags()
+                    yield from parser.all_actions()

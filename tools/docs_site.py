@@ -1,7 +1,7 @@
 """Adds what the site has beside docs/: README, CONTRIBUTING, CHANGELOG, the options and the Python interface.
 
-mkdocs calls the functions `on_*`, as mkdocs.yml asks. Links are written for readers of the repository, so those to
-pages are rewritten here, and those to other files of the repository become plain text.
+mkdocs calls the functions `on_*`, as mkdocs.yml asks. Links are written for readers of the repository, so they are
+rewritten here; files that they lead to, such as results and recipes, become files of the site.
 """
 
 import inspect
@@ -40,6 +40,8 @@ CLASSES = (
     *(flexengine.LoRA, PlannedRun, PlanError),
 )
 
+SEARCH_BOOST = {"errors.md": 4.0, "changelog.md": 0.1}
+"""How much words of a page count in a search: who looks for a failure wants its remedy, not when it was mended."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 LONGEST_SIGNATURE = 100
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -52,22 +54,37 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages |= {"options.md": options_page(), "python.md": python_page()}
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
+    for file in linked_files():
+        files.append(File.generated(config, file, abs_src_path=str(ROOT / file)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Rewrite the links of a page; code stays as it is."""
+    page.meta["search"] = {"boost": SEARCH_BOOST.get(page.file.src_uri, 1.0)}
     sources = {name: file for file, name in PAGES_OF_FILES.items()}
     folder = (ROOT / sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
     pieces, end = [], 0
     for code in CODE.finditer(markdown):
         pieces += [with_links(markdown[end : code.start()], folder), code[0]]
         end = code.end()
-    return "".join([*pieces, with_links(markdown[end:], folder)])
+    pieces.append(with_links(markdown[end:], folder))
+    if page.file.src_uri == "plan_table.md":
+        pieces.append(plan_table())
+    return "".join(pieces)
+
+
+def plan_table() -> str:
+    """The plans that a page shows, within the page: a browser reads no other file of a folder."""
+    text = (ROOT / "docs/plan_table.json").read_text(encoding="utf-8").replace("<", "\\u003c")
+    return f'\n\n<script type="application/json" id="plan-table">{text.strip()}</script>\n'
 
 
 def with_links(text: str, folder: Path) -> str:
-    """Give links the names of the site's pages; `folder` is where the text's links begin in the repository."""
+    """Give links the names of the site's pages and files; those to folders become plain text.
+
+    folder: where the text's links begin in the repository.
+    """
 
     def rewritten(link: re.Match[str]) -> str:
         label, target, anchor = link[1], link[2], link[3] or ""
@@ -75,10 +92,22 @@ def with_links(text: str, folder: Path) -> str:
             return link[0]
         name = os.path.relpath(folder / target, ROOT)
         name = PAGES_OF_FILES.get(name, name.removeprefix("docs/"))
-        is_page = name in PAGES_OF_FILES.values() or (ROOT / "docs" / name).is_file()
-        return f"[{label}]({name}{anchor})" if is_page else label
+        there = name in PAGES_OF_FILES.values() or (ROOT / "docs" / name).is_file() or (ROOT / name).is_file()
+        return f"[{label}]({name}{anchor})" if there else label
 
     return LINK.sub(rewritten, text)
+
+
+def linked_files() -> set[str]:
+    """Name the files beside docs/ that pages link to and that are no pages, from the root of the repository."""
+    sources = [*(ROOT / "docs").glob("*.md"), *(ROOT / file for file in PAGES_OF_FILES)]
+    found = set[str]()
+    for source in sources:
+        for link in LINK.finditer(CODE.sub("", source.read_text(encoding="utf-8"))):
+            place = Path(os.path.normpath(source.parent / link[2]))
+            if link[2] and "://" not in link[2] and place.is_file() and ROOT / "docs" not in place.parents:
+                found.add(str(place.relative_to(ROOT)))
+    return found - PAGES_OF_FILES.keys()
 
 
 # ---- options ------------------------------------------------------------------------------------------------------

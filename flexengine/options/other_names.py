@@ -16,15 +16,21 @@ SAME = {
     "model_name_or_path": "model",
     "pretrained_model_name_or_path": "model",
     "base_model": "model",
+    "model_name": "model",
+    "model_path": "model",
+    "adapter_name_or_path": "adapter",
     "dataset_name": "dataset",
     "train_file": "dataset",
     "data": "dataset",
     "data_path": "dataset",
+    "train_data": "dataset",
     "dataset_path": "dataset",
     "input_bin": "dataset",
     "eval_dataset": "val_dataset",
     "validation_file": "val_dataset",
     "input_val_bin": "val_dataset",
+    "val_data": "val_dataset",
+    "val_size": "val_fraction",
     "val_set_size": "val_fraction",
     "max_samples": "max_records",
     "max_train_samples": "max_records",
@@ -33,10 +39,13 @@ SAME = {
     "sequence_len": "max_seq_len",
     "sequence_length": "max_seq_len",
     "seq_len": "max_seq_len",
+    "seq_length": "max_seq_len",
+    "context_length": "max_seq_len",
     "cutoff_len": "max_seq_len",
     "total_batch_size": "max_global_batch_tokens",
     "max_steps": "steps",
     "num_iterations": "steps",
+    "max_iters": "steps",
     "num_train_epochs": "epochs",
     "num_epochs": "epochs",
     "learning_rate": "lr",
@@ -47,14 +56,18 @@ SAME = {
     "warmup_iters": "lr_warmup_steps",
     "warmup_ratio": "lr_warmup_pct",
     "adam_epsilon": "adam_eps",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
     "gradient_clipping": "max_grad_norm",
     "grad_clip": "max_grad_norm",
     "opt_state_dtype": "optimizer_state_dtype",
     "compute_dtype": "dtype",
     "torch_dtype": "dtype",
     "eval_interval": "eval_steps",
+    "eval_every": "eval_steps",
     "overwrite_output_dir": "overwrite",
     "save_every": "save_steps",
+    "save_interval": "save_steps",
     "r": "lora_rank",
     "target_modules": "lora_targets",
     "lora_r": "lora_rank",
@@ -65,6 +78,8 @@ SAME = {
     "peft_use_dora": "use_dora",
     "peft_use_rslora": "use_rslora",
     "pref_beta": "beta",
+    "dpo_beta": "beta",
+    "num_gpus": "gpus",
 }
 """Options by the names that others have for them."""
 BATCH = (
@@ -94,9 +109,12 @@ BY_VALUE: dict[str, Mapping[str, Mapping[str, Any] | str]] = {
     "strategy": MODES,
     "finetuning_type": MODES,
     "use_peft": {"true": {"mode": "lora"}, "false": {}},
+    "use_lora": {"true": {"mode": "lora"}, "false": {}},
     "qlora": {"true": QLORA, "false": {}},
     "load_in_4bit": {"true": {"base_dtype": "nf4"}, "false": {}},
     "load_in_8bit": {"true": {"base_dtype": "int8"}, "false": {}},
+    "quantization_bit": {"4": {"base_dtype": "nf4"}, "8": {"base_dtype": "int8"}},
+    **{name: {"true": {"device": "cpu"}, "false": {}} for name in ("use_cpu", "no_cuda")},
     "bnb_4bit_quant_type": {"nf4": {"base_dtype": "nf4"}, "fp4": "give --base-dtype nf4, mxfp4 or fp8"},
     "bf16": {"true": {"dtype": "bfloat16"}, "auto": {"dtype": "bfloat16"}, "false": {}},
     "fp16": {"true": FLOAT16, "false": {}},
@@ -129,13 +147,22 @@ OTHERWISE = {
     **dict.fromkeys(
         (
             *("per_device_train_batch_size", "train_batch_size", "batch_size", "gradient_accumulation_steps"),
-            *("micro_batch_size", "train_micro_batch_size_per_gpu", "max_tokens_per_batch"),
+            *("micro_batch_size", "train_micro_batch_size_per_gpu", "max_tokens_per_batch", "global_batch_size"),
         ),
         BATCH,
     ),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "force_save_level"), RECOMPUTED),
     **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config", "zero_stage", "zero_optimization", "offload_optimizer", "offload_param"),
+        (
+            *("gradient_checkpointing", "activation_checkpointing", "force_save_level", "activation_offloading"),
+            *("activation_checkpoint", "recompute_granularity"),
+        ),
+        RECOMPUTED,
+    ),
+    **dict.fromkeys(
+        (
+            *("deepspeed", "fsdp", "fsdp_config", "zero_stage", "zero_optimization", "offload_optimizer"),
+            *("offload_param", "cpu_offload"),
+        ),
         PLANNED,
     ),
     **dict.fromkeys(("max_gpu_mem_bytes", "max_host_mem_bytes"), "give --max-gpu-mem-gib and --max-host-mem-gib"),
@@ -146,6 +173,7 @@ OTHERWISE = {
     **dict.fromkeys(
         (
             *("tensor_parallel", "tensor_parallel_size", "pipeline_parallel", "pipeline_parallel_size"),
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel_size"),
             *("sequence_parallel", "context_parallel_size", "expert_parallel_size", "nodes", "nnodes", "num_nodes"),
             *("node_rank", "nproc_per_node", "nthread_per_process", "num_processes"),
         ),
@@ -167,8 +195,10 @@ OTHERWISE = {
     "synthetic_seq_len": "random sequences have --max-seq-len tokens",
     "apply_chat_template": "conversations always go through the model's chat template; records with text do not",
     "moe_backend": "experts have one implementation",
-    "attn_implementation": "attention is always fused, by the kernels that the probe found fastest",
-    "flash_attention": "attention is always fused, by the kernels that the probe found fastest",
+    **dict.fromkeys(
+        ("attn_implementation", "flash_attention", "flash_attn"),
+        "attention is always fused, by the kernels that the probe found fastest",
+    ),
     "torch_compile": "kernels are written for each op; --cuda-graphs always replays blocks",
     "use_liger_kernel": "kernels are fused, and the head never makes full logits",
     "logging_steps": "every step is logged; --logging warning prints none",
@@ -176,13 +206,23 @@ OTHERWISE = {
     "eval_strategy": "give --eval-steps with --val-dataset or --val-fraction",
     "evaluation_strategy": "give --eval-steps with --val-dataset or --val-fraction",
     "load_best_model_at_end": "with validation data --save keeps the best model in best/ beside the last in final/",
-    "push_to_hub": "export the model, then upload its folder with `hf upload`",
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), "export the model, then upload its folder with `hf upload`"),
     "trust_remote_code": "no code of a model's folder is run",
     "completion_only_loss": "of prompt and completion the completion alone is trained; --train-on says it of others",
     "hw_cost": "in Python a profile is given as hardware=, and a budget as --max-gpu-mem-gib",
     "per_device_eval_batch_size": "validation data are computed in batches of --max-global-batch-tokens",
     "dataloader_num_workers": "records are tokenized once, on all cores",
     "dataset_num_proc": "records are tokenized once, on all cores",
+    "preprocessing_num_workers": "records are tokenized once, on all cores",
+    **dict.fromkeys(
+        ("group_by_length", "pad_to_sequence_len"), "sequences are packed into chunks of --max-global-batch-tokens"
+    ),
+    **dict.fromkeys(
+        ("tokenizer", "tokenizer_name", "tokenizer_name_or_path", "template", "chat_template"),
+        "tokenizer and chat template are those of the model's folder; name a folder with others by --model",
+    ),
+    "plot_loss": "flexengine report RUN_FOLDER draws losses; of every step --report-to tells trackers",
+    "min_lr": "give --lr-final-pct, a share of --lr",
     "remove_unused_columns": "columns that are not read are counted and told",
     "logging_first_step": "every step is logged",
     "run_name": "trackers name a run after its folder, --output-dir",
@@ -232,7 +272,7 @@ def meant_by_others(name: str, value: Any, flag: Callable[[str], str] = str) -> 
     meanings = BY_VALUE.get(name)
     if meanings is None:
         return {SAME.get(name, name): value}
-    found = meanings.get(str(value).lower()) if isinstance(value, (str, bool)) else None
+    found = meanings.get(str(value).lower()) if isinstance(value, (str, int)) else None
     if found is None and name in OWN:
         return {OTHER_VALUES.get(name, name): value}
     if isinstance(found, Mapping):

@@ -7,7 +7,7 @@ from flexengine.metrics import format_bytes, format_seconds, format_tflops, form
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.feasibility.remedies import budget_notes
-from flexengine.planner.feasibility.shortage import ShortageError
+from flexengine.planner.feasibility.shortage import ADAPTERS, ShortageError
 from flexengine.reports.bits import bits_line
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
@@ -227,6 +227,7 @@ def shortage_report(error: ShortageError, planned: Plan | None) -> str:
     # Only the first remedy was planned in full: a plan takes about a second.
     speeds = [_speed(planned) if i == 0 else "" for i, _ in enumerate(error.remedies)]
     lines += indented_columns([(str(remedy), speed) for remedy, speed in zip(error.remedies, speeds, strict=True)])
+    lines += [ADAPTERS] if needs.could_be_adapters else []
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -37,13 +37,13 @@ def run_page(run: RunRecord) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="answer">{escape(_answer(run))}</p>',
         _tiles(run),
+        "<h2>Step by step</h2>",
+        *_curves(run),
         "<h2>Where the time of a step went</h2>",
         *(f'<p class="soft">{escape(note)}</p>' for note in _notes(run)),
         *_timelines(run),
         "<h2>Predicted and measured</h2>",
         f'<div class="columns"><div>{stream_table(run)}</div><div>{kind_table(run)}</div></div>',
-        "<h2>Step by step</h2>",
-        *_curves(run),
     ]
     return page(title, "\n".join(body))
 

@@ -9,7 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub.constants as hub_constants
 import pytest
+
+from flexengine.checkpoint import hub_cache
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -187,3 +190,15 @@ def hub(monkeypatch) -> Iterator[FakeHub]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     with serve() as running:
         yield running
+
+
+@pytest.fixture
+def hub_of_models(hub, tmp_path, monkeypatch) -> FakeHub:
+    """The hub that ids of models lead to; files that are fetched of it are kept in tmp_path."""
+    monkeypatch.setattr(hub_constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(hub_cache, "RETRIES", 0)
+    hub_cache._commits.clear()
+    return hub

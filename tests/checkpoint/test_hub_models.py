@@ -23,26 +23,20 @@ CONFIG = {
 
 
 @pytest.fixture
-def repo(hub, tmp_path, monkeypatch):
+def repo(hub_of_models):
     """A small model with the demo's tokenizer on the hub, which keeps its files in tmp_path."""
-    monkeypatch.setattr(hub_constants, "ENDPOINT", hub.url)
-    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(hub_cache, "RETRIES", 0)
-    hub_cache._commits.clear()
     spec = build_model("tiny", CONFIG)
     torch.manual_seed(0)
     shapes = {s.name: s.shape for group in spec.groups for param in group.params for s in param.sources}
     weights = {name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}
-    hub.repos[f"models/{REPO}"] = {
+    hub_of_models.repos[f"models/{REPO}"] = {
         "config.json": json.dumps(CONFIG).encode(),
         "model.safetensors": save(weights),
         **{name: (ASSETS / "demo" / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")},
         "pytorch_model.bin": b"pickle",
         "README.md": b"# tiny",
     }
-    return hub.repos[f"models/{REPO}"]
+    return hub_of_models.repos[f"models/{REPO}"]
 
 
 def fetched(hub) -> list[str]:

@@ -90,6 +90,7 @@ FLAGS = {
     "--report-to none --resume_from_checkpoint": "--resume auto",
     "--report-to wandb trackio --resume-from-checkpoint runs/a": "--report-to wandb trackio --resume runs/a",
     "--lora_target_linear true": "--lora-targets all-linear",
+    "--quantization_bit 4 --use-cpu --beta1 0.9": "--base-dtype nf4 --device cpu --adam-beta1 0.9",
 }
 
 
@@ -106,6 +107,8 @@ REFUSED_NAMES = {
     "--force-save-level 2": "--recompute",
     "--strategy prefix": "its values are full, lora, qlora",
     "--gradient-compression x": "--grad-dtype",
+    "--activation-checkpointing": "--recompute",
+    "--tokenizer dir": "name a folder with others by --model",
 }
 
 
@@ -121,6 +124,7 @@ def test_values_in_other_spellings():
         "train", ["--model", "m", "--dtype", "bf16", "--master-dtype", "bf16", "--base-dtype=bfloat16"]
     )
     assert (config.dtype, config.master_dtype, config.base_dtype) == ("bfloat16", "bfloat16", "bf16")
+    assert options_from_yaml("quantization_bit: 8", "f") == {"base_dtype": "int8"}
     found = options_from_yaml("adapter: qlora\nbase_model: m\nbf16: auto\nsample_packing: true\n", "f")
     assert found == {"mode": "lora", "base_dtype": "nf4", "model": "m", "dtype": "bfloat16"}
 

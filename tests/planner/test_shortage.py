@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flexengine.hardware.presets import preset, with_memory
+from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
 from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies
@@ -93,3 +94,16 @@ def test_no_card_larger_than_there_is_is_advised(gpu_bytes, advised):
     )
     found = [remedy.flags for remedy in remedies(request, Least(gpu_bytes, None), judge)]
     assert found == (["--max-gpu-mem-gib 288.0 --max-host-mem-gib 4.00"] if advised else [])
+
+
+def test_states_of_8_bits_and_adapters_are_among_the_remedies():
+    """All weights of 8B beside 60 GiB of host memory fit with int8 states; frozen weights get no such advice."""
+    profile, model = with_memory(preset("rtx-4090"), host_total_bytes=64 * GIB), open_model("preset:llama-3.1-8b").spec
+    request = Request(1024, 65536, 22 * GIB, 58 * GIB)
+    with pytest.raises(ShortageError, match="adapters beside frozen weights take less: --mode lora") as error:
+        make_plan(model, request, profile)
+    assert "--optimizer-state-dtype int8" in [remedy.flags for remedy in error.value.remedies]
+    frozen, less = with_frozen(model, ("embed",)), replace(request, max_host_bytes=GIB)
+    with pytest.raises(ShortageError) as error:
+        make_plan(frozen, less, profile)
+    assert "adapters" not in str(error.value)

@@ -237,8 +237,8 @@ WRONG = {
         "the batch has pixel_values, which would be ignored; leave it out",
     ),
     "keywords_that_are_not_read": (
-        {"input_ids": BATCH, "rewards": [1]},
-        "the batch has rewards, which would be ignored",
+        {"input_ids": BATCH, "rewards": [1], "loss_fn": max},
+        "the batch has rewards, loss_fn, which would be ignored.*; for loss_fn give loss=, a function of blocks",
     ),
     "mapping_without_ids": ({"batch": {"text": ["a"]}}, "has no input_ids, only text; tokenize it"),
     "mapping_and_keywords": ({"batch": {"input_ids": BATCH}, "labels": LABELS}, "labels stand beside a batch"),

@@ -36,6 +36,14 @@ class Needs(NamedTuple):
     gpu_categories: dict[str, int]
     host_categories: dict[str, int]
 
+    @property
+    def could_be_adapters(self) -> bool:
+        """Whether all weights were to be trained, of layers that take adapters."""
+        return all(group.trained for group in self.plan.groups) and not self.plan.request.whole_sequences
+
+
+ADAPTERS = "adapters beside frozen weights take less: --mode lora, and --base-dtype nf4 for these weights in 4 bits"
+
 
 class ShortageError(PlanError):
     """No plan fits. `needs` is the smallest plan, `remedies` are changes that were seen to fit."""
@@ -181,4 +189,5 @@ def shortage_message(request: Request, needs: Needs, found: tuple[Remedy, ...]) 
             shown = sorted(categories.items(), key=lambda item: -item[1])[:NUM_SHOWN]
             lines.append("  largest: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in shown))
     lines.append(f"  fits with: {', or '.join(map(str, found))}" if found else "  no change that was tried fits")
+    lines += [f"  {ADAPTERS}"] if needs.could_be_adapters else []
     return "\n".join(lines)
