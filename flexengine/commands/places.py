@@ -12,7 +12,8 @@ from flexengine.options.train_config import BEST_FOLDER, CONFIG_FILE, FINAL_FOLD
 from flexengine.wording import hub_model
 
 MODEL_HELP = (
-    "folder of a run, a model or an adapter (which finds its base), an id on the hub (ORG/NAME), or preset:NAME"
+    "folder of a run, a model or an adapter (which finds its base), FILE.gguf, an id on the hub (ORG/NAME), or"
+    " preset:NAME"
     " (required)"
 )
 

@@ -1,7 +1,6 @@
 """`flexengine export`: forms of what a run trained, from its checkpoints and from the adapters that it saved."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -69,20 +68,3 @@ def test_a_model_without_adapters_has_none_to_export(runs, capsys):
     assert export("--format", "hf", "--out", "out") == 0
     trained = tensors_of("run/final")
     assert all(torch.equal(trained[name], tensor) for name, tensor in tensors_of("out").items())
-
-
-def test_what_the_converter_to_gguf_needs(runs, capsys):
-    assert runs(save_steps=2) == 0
-    for name in ("tokenizer.json", "tokenizer.model"):
-        Path("model", name).unlink(missing_ok=True)
-    assert export("--format", "gguf-ready", "--out", "out") == 2
-    assert "needs a tokenizer (tokenizer.json or tokenizer.model)" in capsys.readouterr().err
-    Path("model/tokenizer.json").write_text("{}")
-    config = json.loads(Path("model/config.json").read_text())
-    Path("model/config.json").write_text(json.dumps({**config, "architectures": None}))
-    assert export("--format", "gguf-ready", "--out", "out") == 2
-    assert "needs architectures in config.json" in capsys.readouterr().err
-    Path("model/config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    assert export("--format", "gguf-ready", "--out", "out") == 0
-    assert Path("out/tokenizer.json").exists()
-    shutil.rmtree("out")
