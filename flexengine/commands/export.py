@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: ValueError for what a person can correct, PlanError where the budgets are too small.
     """
+    from flexengine.checkpoint.hub_push import check_repo, push  # noqa: PLC0415, a client that few need
+
     arguments = _parser().parse_args(argv)
     config = _config_of(arguments)
     to_gguf = arguments.format is not None and arguments.format.startswith("gguf")
@@ -46,10 +48,14 @@ def main(argv: Sequence[str]) -> int:
     output = arguments.output or config.run_folder / ("gguf" if to_gguf else FINAL_FOLDER)
     if output.exists():
         raise ValueError(f"{output} exists; choose another --output or remove it")
+    if arguments.push_to_hub is not None:
+        check_repo(arguments.push_to_hub)
     if to_gguf:
         _export_gguf(config, arguments, output)
     else:
         _export(config, arguments, arguments.format, output)
+    if arguments.push_to_hub is not None:
+        print(f"pushed: {push(output, arguments.push_to_hub)}")
     return 0
 
 
@@ -70,6 +76,7 @@ def _export_gguf(config: TrainConfig, arguments: argparse.Namespace, output: Pat
     from flexengine.checkpoint.staged_folder import staged_folder  # noqa: PLC0415
     from flexengine.models.gguf import write  # noqa: PLC0415, loads torch
     from flexengine.models.registry import build_model, open_model  # noqa: PLC0415
+    from flexengine.run.model_card import CARD  # noqa: PLC0415
 
     write.check_writable()
     alone = arguments.format == "gguf-adapter"
@@ -89,14 +96,15 @@ def _export_gguf(config: TrainConfig, arguments: argparse.Namespace, output: Pat
                 write.write_model(folder, open_model(folder).spec, name, path, build_model, arguments.gguf_type)
                 text = write.modelfile(f"{name}.gguf")
             staged.stage("Modelfile").write_text(text, encoding="utf-8")
+            if (folder / CARD).is_file():  # older runs have none
+                shutil.copyfile(folder / CARD, staged.stage(CARD))
     print(f"for llama.cpp and Ollama: {output / f'{name}.gguf'}")
 
 
 def _export_checkpoint(config: TrainConfig, arguments: argparse.Namespace, merged: bool | None, output: Path) -> None:
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
-    from flexengine.checkpoint.layout import RUN_FILE  # noqa: PLC0415
     from flexengine.checkpoint.manifest import read_manifest  # noqa: PLC0415
-    from flexengine.run.folder import run_record  # noqa: PLC0415
+    from flexengine.run.model_card import beside_export  # noqa: PLC0415
     from flexengine.run.resuming import differing_options, load_point, resume_points  # noqa: PLC0415
 
     points = resume_points(replace(config, resume=str(arguments.checkpoint or config.run_folder)))
@@ -107,7 +115,8 @@ def _export_checkpoint(config: TrainConfig, arguments: argparse.Namespace, merge
         engine.made_from |= {key: made_from[key] for key in ("data",) if key in made_from}
         if differing := differing_options(point, config):
             print(f"{config.run_folder / CONFIG_FILE} has other options than the checkpoint's run: {differing}")
-        engine.save_pretrained(output, beside={RUN_FILE: run_record(config, point.step)}, merged=merged)
+        beside = beside_export(config, engine.made_from, point.step, merged)
+        engine.save_pretrained(output, beside=beside, merged=merged)
     print(f"model after step {point.step}: {output}")
 
 
@@ -138,12 +147,16 @@ def _copy_final(config: TrainConfig, output: Path) -> None:
 def _export_final(config: TrainConfig, merged: bool | None, output: Path) -> None:
     """Export from the adapters in final/, which say themselves what they are."""
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
+    from flexengine.checkpoint.manifest import read_manifest  # noqa: PLC0415
+    from flexengine.run.model_card import CARD, model_card  # noqa: PLC0415
 
     job, plain = config.as_job(), {name: options_of(Job)[name].default for name in LORA_OPTIONS}
     final = config.run_folder / FINAL_FOLDER
     planned = prepare_job(config.model, replace(job, **plain, adapter=str(final)))
+    steps = int(read_manifest(final).get("made_from", {}).get("steps", 0))
     with build(planned) as engine:
-        engine.save_pretrained(output, merged=merged)
+        card = model_card(config, engine.made_from, steps, adapters=not merged)
+        engine.save_pretrained(output, beside={CARD: card}, merged=merged)
     print(f"model of {final}: {output}")
 
 
@@ -201,6 +214,10 @@ def _parser() -> FlagParser:
     parser.add_argument(
         "--gguf-type", choices=GGUF_TYPES, default=None,
         help="how --format gguf stores matrices (default: bf16 where the model is in bf16, else f16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--push-to-hub", default=None, metavar="ORG/NAME",
+        help="upload the export to this repository of the hub, which is made (private) where there is none",
     )  # fmt: skip
     for option in TAKEN:
         add_flag(parser, option, help_text=f"{option.help} (default: as in the run)")

@@ -68,3 +68,47 @@ def test_a_model_without_adapters_has_none_to_export(runs, capsys):
     assert export("--format", "hf", "--out", "out") == 0
     trained = tensors_of("run/final")
     assert all(torch.equal(trained[name], tensor) for name, tensor in tensors_of("out").items())
+
+
+def test_a_card_and_no_folder_of_this_machine(runs, tmp_path):
+    assert runs(**LORA) == 0
+    assert export("--format", "merged", "--out", "out") == 0
+    for folder, library in (("run/final", "peft"), ("out", "transformers")):
+        card = Path(folder, "README.md").read_text()
+        assert card.startswith(f"---\nlibrary_name: {library}\n")
+        assert "2 steps on synthetic tokens" in card
+        assert "| max_gpu_mem_gib | 0.5 |" in card
+        assert "GPU memory: " in card
+        last = json.loads(Path("run/train_log.jsonl").read_text().splitlines()[-1])
+        assert f"| 2 | {last['loss']:.4f} | {last['grad_norm']:.4g} |" in card
+        for file in Path(folder).iterdir():
+            assert str(tmp_path).encode() not in file.read_bytes()
+    assert json.loads(Path("run/final/adapter_config.json").read_text())["base_model_name_or_path"] == "model"
+
+
+def test_pushing_to_the_hub(runs, capsys, monkeypatch):
+    assert runs() == 0
+    assert export("--out", "out", "--push-to-hub", "no name") == 2
+    assert "--push-to-hub no name: give the name of a repository on the hub, as ORG/NAME" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+    def offline(*_, **__):
+        raise OSError("offline mode is enabled")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", offline)
+    assert export("--out", "out", "--push-to-hub", "org/tuned") == 2
+    assert "out is saved, but was not pushed to org/tuned" in (said := capsys.readouterr().err)
+    assert "hf upload org/tuned out" in said
+    pushed = []
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda _, repo, **options: pushed.append((repo, options)))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.upload_folder",
+        lambda _, folder_path, **options: (
+            pushed.append(sorted(path.name for path in Path(folder_path).iterdir()))
+            or type("Commit", (), {"commit_url": "https://hub/org/tuned/commit/1"})
+        ),
+    )
+    assert export("--out", "again", "--push-to-hub", "org/tuned") == 0
+    assert pushed[0] == ("org/tuned", {"private": True, "exist_ok": True})
+    assert pushed[1] == sorted(path.name for path in Path("out").iterdir())
+    assert "pushed: https://hub/org/tuned/commit/1" in capsys.readouterr().out
