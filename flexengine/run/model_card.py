@@ -74,14 +74,19 @@ def _losses(config: TrainConfig, num_steps: int) -> str:
     steps = [line for line in _log(config, LOG_FILE) if line["step"] <= num_steps]
     stride = max(1, -(-len(steps) // MOST_ROWS))
     kept = [line for i, line in enumerate(steps) if (len(steps) - 1 - i) % stride == 0]
-    rows = [(str(line["step"]), f"{line['loss']:.4f}", f"{line['grad_norm']:.4g}") for line in kept]
+    rows = [(str(line["step"]), _number(line["loss"], ".4f"), _number(line.get("grad_norm"), ".4g")) for line in kept]
     evals = [line for line in _log(config, EVAL_LOG_FILE) if line["step"] <= num_steps]
-    held = [(str(line["step"]), f"{line['loss']:.4f}") for line in evals[-MOST_ROWS:]]
+    held = [(str(line["step"]), _number(line["loss"], ".4f")) for line in evals[-MOST_ROWS:]]
     tables = [
         "## Losses\n\n" + _table(("step", "loss", "norm of gradients"), rows) if rows else "",
         "Validation:\n\n" + _table(("step", "loss"), held) if held else "",
     ]
     return "\n\n".join(table for table in tables if table)
+
+
+def _number(value: float | None, form: str) -> str:
+    """A figure of a log, which is null where it was not finite."""
+    return "not finite" if value is None else format(value, form)
 
 
 def _log(config: TrainConfig, name: str) -> list[dict[str, Any]]:
@@ -95,7 +100,7 @@ def _log(config: TrainConfig, name: str) -> list[dict[str, Any]]:
 
 def _plan(config: TrainConfig) -> str:
     """The plan of the run, in words; empty where it is not there."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a damaged one must not cost the export
         plan = Plan.from_json((config.run_folder / PLAN_FILE).read_text(encoding="utf-8"))
         return f"## Plan\n\n```\n{describe(plan, None)}\n```"
     return ""
