@@ -1,20 +1,22 @@
 """`flexengine export`: makes a model or adapters of what a run trained, in the form that another program reads.
 
 Formats: hf = the whole model; adapter = adapters alone, as PEFT writes them; merged = the whole model with the adapters
-added to its weights; gguf-ready = the same for llama.cpp's converter. Without one, what `train --save` writes.
+added to its weights; gguf = that as one file for llama.cpp and Ollama; gguf-adapter = adapters alone as such a file.
+Without one, what `train --save` writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from flexengine.checkpoint.layout import ADAPTER_CONFIG, TOKENIZERS
+from flexengine.checkpoint.layout import ADAPTER_CONFIG
 from flexengine.checkpoint.layout import CONFIG_FILE as MODEL_CONFIG
 from flexengine.options.flags import add_flag, from_flags
 from flexengine.options.job import LORA_OPTIONS, Job
@@ -23,10 +25,10 @@ from flexengine.options.train_config import CONFIG_FILE, FINAL_FOLDER, TrainConf
 from flexengine.wording import FlagParser
 
 if TYPE_CHECKING:
-    from flexengine.models.registry import ModelSource
     from flexengine.optim import Optimizer
 
-FORMATS = ("hf", "adapter", "merged", "gguf-ready")
+FORMATS = ("hf", "adapter", "merged", "gguf", "gguf-adapter")
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 TAKEN = [options_of(TrainConfig)[name] for name in ("max_gpu_mem_gib", "max_host_mem_gib", "device")]
 """Options that may differ from those of the run: no bit depends on them."""
 
@@ -36,39 +38,85 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: ValueError for what a person can correct, PlanError where the budgets are too small.
     """
+    from flexengine.checkpoint.hub_push import check_repo, push  # noqa: PLC0415, a client that few need
+
     arguments = _parser().parse_args(argv)
     config = _config_of(arguments)
-    output = config.run_folder / FINAL_FOLDER if arguments.output is None else arguments.output
+    to_gguf = arguments.format is not None and arguments.format.startswith("gguf")
+    if arguments.gguf_type is not None and arguments.format != "gguf":
+        raise ValueError(f"--gguf-type {arguments.gguf_type} is for --format gguf")
+    output = arguments.output or config.run_folder / ("gguf" if to_gguf else FINAL_FOLDER)
     if output.exists():
         raise ValueError(f"{output} exists; choose another --output or remove it")
-    merged = _merged(config, arguments.format)
+    if arguments.push_to_hub is not None:
+        check_repo(arguments.push_to_hub)
+    if to_gguf:
+        _export_gguf(config, arguments, output)
+    else:
+        _export(config, arguments, arguments.format, output)
+    if arguments.push_to_hub is not None:
+        print(f"pushed: {push(output, arguments.push_to_hub)}")
+    return 0
+
+
+def _export(config: TrainConfig, arguments: argparse.Namespace, wanted: str | None, output: Path) -> None:
+    """Write a Hugging Face folder, or one of PEFT."""
+    merged = _merged(config, wanted)
     saved = None if arguments.checkpoint is not None else _saved_alone(config)
     if saved == ADAPTER_CONFIG:
-        _export_final(config, arguments.format, merged, output)
+        _export_final(config, merged, output)
     elif saved == MODEL_CONFIG:
-        _copy_final(config, arguments.format, output)
+        _copy_final(config, output)
     else:
         _export_checkpoint(config, arguments, merged, output)
-    return 0
+
+
+def _export_gguf(config: TrainConfig, arguments: argparse.Namespace, output: Path) -> None:
+    """Write a GGUF file with a Modelfile for Ollama, from a Hugging Face folder that is removed afterwards."""
+    from flexengine.checkpoint.staged_folder import staged_folder  # noqa: PLC0415
+    from flexengine.models.gguf import write  # noqa: PLC0415, loads torch
+    from flexengine.models.registry import build_model, open_model  # noqa: PLC0415
+    from flexengine.run.model_card import CARD  # noqa: PLC0415
+
+    write.check_writable()
+    alone = arguments.format == "gguf-adapter"
+    base = open_model(config.model, needs_weights=False)
+    write.architecture_of(str(base.spec.hf_config.get("model_type")))  # before a model is written for it
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as scratch:
+        folder = Path(scratch) / base.spec.name
+        _export(config, arguments, "adapter" if alone else "hf", folder)
+        name = f"{base.spec.name}-{'adapter' if alone else 'tuned'}"
+        with staged_folder(output) as staged:
+            path = staged.stage(f"{name}.gguf")
+            if alone:
+                write.write_adapter(folder, base.spec, name, path)
+                text = write.modelfile(f"{base.spec.name}.gguf", path.name)
+            else:
+                write.write_model(folder, open_model(folder).spec, name, path, build_model, arguments.gguf_type)
+                text = write.modelfile(f"{name}.gguf")
+            staged.stage("Modelfile").write_text(text, encoding="utf-8")
+            if (folder / CARD).is_file():  # older runs have none
+                shutil.copyfile(folder / CARD, staged.stage(CARD))
+    print(f"for llama.cpp and Ollama: {output / f'{name}.gguf'}")
 
 
 def _export_checkpoint(config: TrainConfig, arguments: argparse.Namespace, merged: bool | None, output: Path) -> None:
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
-    from flexengine.checkpoint.layout import RUN_FILE  # noqa: PLC0415
     from flexengine.checkpoint.manifest import read_manifest  # noqa: PLC0415
-    from flexengine.run.folder import run_record  # noqa: PLC0415
+    from flexengine.run.model_card import beside_export  # noqa: PLC0415
     from flexengine.run.resuming import differing_options, load_point, resume_points  # noqa: PLC0415
 
     points = resume_points(replace(config, resume=str(arguments.checkpoint or config.run_folder)))
     planned = prepare_job(config.model, points[0].pinned(config).as_job())
-    _check_convertible(planned.source, arguments.format)
     with build(planned, _optimizer_of(points[0].engine["optimizer"])) as engine:
         point = load_point(engine, points)
         made_from = read_manifest(point.checkpoint.folder).get("made_from", {})
         engine.made_from |= {key: made_from[key] for key in ("data",) if key in made_from}
         if differing := differing_options(point, config):
             print(f"{config.run_folder / CONFIG_FILE} has other options than the checkpoint's run: {differing}")
-        engine.save_pretrained(output, beside={RUN_FILE: run_record(config, point.step)}, merged=merged)
+        beside = beside_export(config, engine.made_from, point.step, merged)
+        engine.save_pretrained(output, beside=beside, merged=merged)
     print(f"model after step {point.step}: {output}")
 
 
@@ -82,14 +130,12 @@ def _saved_alone(config: TrainConfig) -> str | None:
     return next((name for name in (ADAPTER_CONFIG, MODEL_CONFIG) if (final / name).is_file()), None)
 
 
-def _copy_final(config: TrainConfig, wanted: str | None, output: Path) -> None:
+def _copy_final(config: TrainConfig, output: Path) -> None:
     """Copy the model in final/, which is as `--format hf` writes it. Raises: ManifestError where it was changed."""
     from flexengine.checkpoint.manifest import check_files  # noqa: PLC0415
     from flexengine.checkpoint.staged_folder import staged_folder  # noqa: PLC0415
-    from flexengine.models.registry import open_model  # noqa: PLC0415, loads torch
 
     final = config.run_folder / FINAL_FOLDER
-    _check_convertible(open_model(final), wanted)
     files = {path.relative_to(final).as_posix(): path for path in sorted(final.rglob("*")) if path.is_file()}
     check_files(final, files, Event())
     with staged_folder(output) as staged:
@@ -98,16 +144,19 @@ def _copy_final(config: TrainConfig, wanted: str | None, output: Path) -> None:
     print(f"model of {final}: {output}")
 
 
-def _export_final(config: TrainConfig, wanted: str | None, merged: bool | None, output: Path) -> None:
+def _export_final(config: TrainConfig, merged: bool | None, output: Path) -> None:
     """Export from the adapters in final/, which say themselves what they are."""
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
+    from flexengine.checkpoint.manifest import read_manifest  # noqa: PLC0415
+    from flexengine.run.model_card import CARD, model_card  # noqa: PLC0415
 
     job, plain = config.as_job(), {name: options_of(Job)[name].default for name in LORA_OPTIONS}
     final = config.run_folder / FINAL_FOLDER
     planned = prepare_job(config.model, replace(job, **plain, adapter=str(final)))
-    _check_convertible(planned.source, wanted)
+    steps = int(read_manifest(final).get("made_from", {}).get("steps", 0))
     with build(planned) as engine:
-        engine.save_pretrained(output, merged=merged)
+        card = model_card(config, engine.made_from, steps, adapters=not merged)
+        engine.save_pretrained(output, beside={CARD: card}, merged=merged)
     print(f"model of {final}: {output}")
 
 
@@ -121,23 +170,6 @@ def _merged(config: TrainConfig, wanted: str | None) -> bool | None:
             )
         return None
     return None if wanted is None else wanted != "adapter"
-
-
-def _check_convertible(source: ModelSource, wanted: str | None) -> None:
-    """Raise ValueError unless the model has all that the converter to GGUF reads, if that is wanted."""
-    if wanted != "gguf-ready":
-        return
-    folder, config = source.tokenizer_folder, source.spec.hf_config
-    if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
-        raise ValueError(
-            f"--format gguf-ready needs a tokenizer ({' or '.join(TOKENIZERS)}), and {source.spec.name} has"
-            " none; put the one that it was trained with into its folder"
-        )
-    if not config.get("architectures"):
-        raise ValueError(
-            f"--format gguf-ready needs architectures in config.json, by which the converter knows the model; add those"
-            f" of the published config to {source.support_folder}/config.json"
-        )
 
 
 def _config_of(arguments: argparse.Namespace) -> TrainConfig:
@@ -176,8 +208,16 @@ def _parser() -> FlagParser:
     parser.add_argument(
         "--format", choices=FORMATS, default=None,
         help="hf = the whole model, adapter = adapters alone as PEFT writes them, merged = the model with adapters"
-        " added to its weights, gguf-ready = that for llama.cpp's converter (default: the model, or adapters where"
-        " these were trained)",
+        " added to its weights, gguf = that as a file for llama.cpp and Ollama, gguf-adapter = adapters as such a file"
+        " (default: the model, or adapters where these were trained)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gguf-type", choices=GGUF_TYPES, default=None,
+        help="how --format gguf stores matrices (default: bf16 where the model is in bf16, else f16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--push-to-hub", default=None, metavar="ORG/NAME",
+        help="upload the export to this repository of the hub, which is made (private) where there is none",
     )  # fmt: skip
     for option in TAKEN:
         add_flag(parser, option, help_text=f"{option.help} (default: as in the run)")

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from flexengine.checkpoint.atomic import sha256_of
 from flexengine.checkpoint.layout import ADAPTER_CONFIG
 from flexengine.checkpoint.layout import CONFIG_FILE as MODEL_CONFIG
+from flexengine.checkpoint.manifest import manifest_path, read_manifest
 from flexengine.options.train_config import BEST_FOLDER, CONFIG_FILE, FINAL_FOLDER, TrainConfig
 from flexengine.wording import hub_model
 
 MODEL_HELP = (
-    "folder of a run, a model or an adapter (which finds its base), an id on the hub (ORG/NAME), or preset:NAME"
+    "folder of a run, a model or an adapter (which finds its base), FILE.gguf, an id on the hub (ORG/NAME), or"
+    " preset:NAME"
     " (required)"
 )
 
@@ -60,9 +63,25 @@ def _base_of(folder: Path) -> str:
         base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):
         base = None
-    if isinstance(base, str) and base and (Path(base).is_dir() or hub_model(base)):
-        return base
+    if isinstance(base, str) and base:
+        # Adapters name no folder of the machine that made them, so theirs is looked for here and beside them.
+        beside = (place for place in (Path(base), folder.resolve().parent / base) if _is_base(place, folder))
+        if (found := next(beside, None)) is not None:
+            return str(found)
+        if hub_model(base):
+            return base
     raise ValueError(
         f"the base of the adapter {folder} is not to be found: {ADAPTER_CONFIG} names {base or 'none'}; give"
         f" --model BASE --adapter {folder}"
     )
+
+
+def _is_base(place: Path, adapter: Path) -> bool:
+    """Whether a folder holds the model that an adapter was trained on, as far as the adapter's manifest tells."""
+    if not (place / MODEL_CONFIG).is_file():
+        return False
+    if not manifest_path(adapter).is_file():
+        return True
+    base = read_manifest(adapter).get("made_from", {}).get("base", {})
+    found = sha256_of(place / MODEL_CONFIG)
+    return base.get("config_sha256", found) == found

@@ -246,6 +246,10 @@ def _as_stored(folder: Path, config: Any) -> Any:
 def _folder_of(text: str, needs_weights: bool) -> tuple[Path, str]:
     """Find the folder of a model, and its name; for an id on the hub, its place in the hub's cache."""
     on_hub, folder = hub_model(text), Path(text)
+    if folder.suffix.lower() == ".gguf" and folder.is_file():
+        from flexengine.models.gguf.read import converted  # noqa: PLC0415, an extra
+
+        return converted(folder, build_model), folder.stem
     if on_hub is None:
         return folder, folder.name
     from flexengine.checkpoint.hub_cache import cached_model  # noqa: PLC0415, a client that few need

@@ -57,8 +57,8 @@ class TrainConfig(ObjectiveOptions, DataOptions, LearningOptions, EvaluationOpti
     model: Annotated[
         str,
         Option(
-            "Hugging Face model folder, an id on the hub (ORG/NAME or ORG/NAME@REVISION, fetched into the hub's cache),"
-            " or preset:NAME for a shipped config with random weights (required)"
+            "Hugging Face model folder, FILE.gguf, an id on the hub (ORG/NAME or ORG/NAME@REVISION, fetched into the"
+            " hub's cache), or preset:NAME for a shipped config with random weights (required)"
         ),
     ] = ""
 

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from flexengine.api import PlannedRun, build, open_source, prepare_job
 from flexengine.checkpoint.atomic import write_text
-from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.data import (
     GlobalBatches,
     SyntheticBatches,
@@ -40,8 +39,9 @@ from flexengine.run.callbacks import Callback, Callbacks
 from flexengine.run.closing import show_samples, summary
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import Reviewer
-from flexengine.run.folder import check_disk, check_run_folder, run_record, started_run_folder
+from flexengine.run.folder import check_disk, check_run_folder, started_run_folder
 from flexengine.run.health import RunHealth, explain_divergence, where_not_finite
+from flexengine.run.model_card import beside_export
 from flexengine.run.opening import data_line, files_line, model_line, with_mode
 from flexengine.run.ranks import as_rank, first_rank_first, told_by_first
 from flexengine.run.recording import Recorder, check_recording
@@ -428,7 +428,7 @@ def export(
     """Write the model to a folder with a record of its run; returns False, with a message, unless it is finite."""
     try:
         beside = {} if tokenizer is None else tokenizer.own_files()
-        engine.save_pretrained(folder, beside={**beside, RUN_FILE: run_record(config, num_steps)})
+        engine.save_pretrained(folder, beside={**beside, **beside_export(config, engine.made_from, num_steps)})
     except NotFiniteError as error:
         print(error, file=sys.stderr)
         return False

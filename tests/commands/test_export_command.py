@@ -1,7 +1,6 @@
 """`flexengine export`: forms of what a run trained, from its checkpoints and from the adapters that it saved."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -71,18 +70,45 @@ def test_a_model_without_adapters_has_none_to_export(runs, capsys):
     assert all(torch.equal(trained[name], tensor) for name, tensor in tensors_of("out").items())
 
 
-def test_what_the_converter_to_gguf_needs(runs, capsys):
-    assert runs(save_steps=2) == 0
-    for name in ("tokenizer.json", "tokenizer.model"):
-        Path("model", name).unlink(missing_ok=True)
-    assert export("--format", "gguf-ready", "--out", "out") == 2
-    assert "needs a tokenizer (tokenizer.json or tokenizer.model)" in capsys.readouterr().err
-    Path("model/tokenizer.json").write_text("{}")
-    config = json.loads(Path("model/config.json").read_text())
-    Path("model/config.json").write_text(json.dumps({**config, "architectures": None}))
-    assert export("--format", "gguf-ready", "--out", "out") == 2
-    assert "needs architectures in config.json" in capsys.readouterr().err
-    Path("model/config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    assert export("--format", "gguf-ready", "--out", "out") == 0
-    assert Path("out/tokenizer.json").exists()
-    shutil.rmtree("out")
+def test_a_card_and_no_folder_of_this_machine(runs, tmp_path):
+    assert runs(**LORA) == 0
+    assert export("--format", "merged", "--out", "out") == 0
+    for folder, library in (("run/final", "peft"), ("out", "transformers")):
+        card = Path(folder, "README.md").read_text()
+        assert card.startswith(f"---\nlibrary_name: {library}\n")
+        assert "2 steps on synthetic tokens" in card
+        assert "| max_gpu_mem_gib | 0.5 |" in card
+        assert "GPU memory: " in card
+        last = json.loads(Path("run/train_log.jsonl").read_text().splitlines()[-1])
+        assert f"| 2 | {last['loss']:.4f} | {last['grad_norm']:.4g} |" in card
+        for file in Path(folder).iterdir():
+            assert str(tmp_path).encode() not in file.read_bytes()
+    assert json.loads(Path("run/final/adapter_config.json").read_text())["base_model_name_or_path"] == "model"
+
+
+def test_pushing_to_the_hub(runs, capsys, monkeypatch):
+    assert runs() == 0
+    assert export("--out", "out", "--push-to-hub", "no name") == 2
+    assert "--push-to-hub no name: give the name of a repository on the hub, as ORG/NAME" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+    def offline(*_, **__):
+        raise OSError("offline mode is enabled")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", offline)
+    assert export("--out", "out", "--push-to-hub", "org/tuned") == 2
+    assert "out is saved, but was not pushed to org/tuned" in (said := capsys.readouterr().err)
+    assert "hf upload org/tuned out" in said
+    pushed = []
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda _, repo, **options: pushed.append((repo, options)))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.upload_folder",
+        lambda _, folder_path, **options: (
+            pushed.append(sorted(path.name for path in Path(folder_path).iterdir()))
+            or type("Commit", (), {"commit_url": "https://hub/org/tuned/commit/1"})
+        ),
+    )
+    assert export("--out", "again", "--push-to-hub", "org/tuned") == 0
+    assert pushed[0] == ("org/tuned", {"private": True, "exist_ok": True})
+    assert pushed[1] == sorted(path.name for path in Path("out").iterdir())
+    assert "pushed: https://hub/org/tuned/commit/1" in capsys.readouterr().out

@@ -16,7 +16,6 @@ from flexengine.checkpoint.adapter import save_adapter
 from flexengine.checkpoint.adapter_config import adapter_config
 from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.manifest import ManifestError, check_acted_on
-from flexengine.checkpoint.provenance import hub_place
 from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
@@ -81,13 +80,12 @@ def export_adapter(
     assert model.lora is not None
     begin = Begin(source.weights_folder, seed)
     tensors = {name: checked(name, tensor) for name, tensor in file_tensors(weights, begin)}
-    on_hub = source.weights_folder and hub_place(source.weights_folder)
-    base = on_hub[0] if on_hub else str(source.weights_folder or "")
+    base = made_by.get("made_from", {}).get("base", {})
     if unread := unread_by_peft(model):
         logger.warning(unread)
     transposed = any(adapter.transposed and not adapter.experts for adapter in found)
-    config = adapter_config(model.lora, file_targets(model), base, transposed)
-    config |= {"revision": on_hub[1]} if on_hub else {}
+    config = adapter_config(model.lora, file_targets(model), base.get("repo", base.get("name", model.name)), transposed)
+    config |= {"revision": base["revision"]} if base.keys() >= {"repo", "revision"} else {}
     beside = _beside(source)
     beside.pop(CONFIG_FILE, None)  # it would make a model of the folder
     save_adapter(folder, config, tensors, {**beside, **texts}, made_by)
