@@ -48,6 +48,7 @@ ARROWS: dict[str, set[str]] = {
         "schedule",
     },
     "objectives": {"runtime"},
+    "serving": {"data", "runtime", "wording"},
     "reports": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "api": {
         "hardware",
@@ -98,6 +99,7 @@ ARROWS: dict[str, set[str]] = {
         "request",
         "run",
         "schedule",
+        "serving",
         "wording",
     },
     "cli": {"__init__", "commands", "options", "output", "run", "wording"},

@@ -7,7 +7,7 @@ how the plan came about.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from flexengine.runtime.execution.measurement import StepMeasurement
 from flexengine.runtime.execution.program_runner import ProgramRunner
 from flexengine.runtime.execution.programs import Programs
 from flexengine.runtime.execution.replay import Replay
-from flexengine.runtime.generation import GenerationRequest, Generator, Sampling
+from flexengine.runtime.generation import GenerationRequest, Generator, Sampling, Tell
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.one_caller import one_caller, training_call
 from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput, evaluate_output
@@ -276,7 +276,7 @@ class Engine(CheckpointCalls, ReadingCalls):
     @one_caller
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128, *, stop_ids: Collection[int] = (),
-        temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, tell: Callable[[int, int], None] | None = None,
+        temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, tell: Tell | None = None,
     ) -> list[list[int]]:  # fmt: skip
         """Return the tokens that follow each prompt, up to a stop token, max_new_tokens or max_seq_len.
 
@@ -284,7 +284,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         states of in the GPU memory that the plan leaves free between steps; others follow when one has ended. Weights
         and gradients stay as they are. temperature 0 takes the likeliest token; above it tokens are drawn, by the seed
         and the number of the prompt, from the likeliest ones that together have the probability top_p. tell: called
-        with the number of the prompt and each new token as soon as it is known; it must not call the engine.
+        with a prompt's number and each new token at once, where True ends that answer; it must not call the engine.
         Raises ValueError for a prompt that leaves no room for an answer, and where no sequence's cache fits.
         """
         self.state.require_usable()
