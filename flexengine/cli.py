@@ -210,6 +210,9 @@ COMMANDS = {
     "serve": Command(
         _main_of("flexengine.commands.serve"), "a model, a run or an adapter behind OpenAI's protocol, for trying it"
     ),
+    "evaluate": Command(
+        _main_of("flexengine.commands.evaluate"), "benchmarks of lm-eval on a model, within the budgets"
+    ),
     "models": Command(_main_of("flexengine.commands.models"), "the architectures that can be trained, and the presets"),
     "check": Command(
         _main_of("flexengine.commands.check"), "whether a model computes what transformers computes, op by op"

@@ -48,6 +48,7 @@ ARROWS: dict[str, set[str]] = {
         "schedule",
     },
     "objectives": {"runtime"},
+    "harness": {"data", "ops", "runtime"},
     "serving": {"data", "runtime", "wording"},
     "reports": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "api": {
@@ -88,6 +89,7 @@ ARROWS: dict[str, set[str]] = {
         "checkpoint",
         "data",
         "hardware",
+        "harness",
         "metrics",
         "models",
         "objectives",

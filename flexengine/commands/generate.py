@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
 def plan_for(arguments: argparse.Namespace, longest: int, tokens: int, count: int) -> PlannedRun:
     """Plan for as many sequences at a time as fit: `count`, half, a quarter ... Raises PlanError when one is too many.
 
-    longest: tokens of the longest sequence. tokens: of prompts that go through the model together.
+    count: 0 where nothing is generated. longest: tokens of the longest sequence. tokens: of prompts that go through the
+    model together.
     """
     from flexengine.api import prepare_job  # noqa: PLC0415
     from flexengine.models.registry import open_model  # noqa: PLC0415
@@ -81,6 +82,8 @@ def plan_for(arguments: argparse.Namespace, longest: int, tokens: int, count: in
         try:
             return prepare_job(arguments.model, job, cache_bytes=count * sequence_bytes)
         except PlanError as error:
+            if not count:
+                raise
             if count == 1:
                 cache = f"the cache of one sequence of {longest} tokens takes {format_bytes(sequence_bytes)}"
                 more = f"{cache} of the GPU budget beside that; answers of fewer tokens take less"
