@@ -213,6 +213,12 @@ COMMANDS = {
         _main_of("flexengine.commands.generate"), "answers of a model to prompts, many at a time, within the budgets"
     ),
     "chat": Command(_main_of("flexengine.commands.chat"), "talk with a model, a run or an adapter in the terminal"),
+    "serve": Command(
+        _main_of("flexengine.commands.serve"), "a model, a run or an adapter behind OpenAI's protocol, for trying it"
+    ),
+    "evaluate": Command(
+        _main_of("flexengine.commands.evaluate"), "benchmarks of lm-eval on a model, within the budgets"
+    ),
     "models": Command(_main_of("flexengine.commands.models"), "the architectures that can be trained, and the presets"),
     "check": Command(
         _main_of("flexengine.commands.check"), "whether a model computes what transformers computes, op by op"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from flexengine.commands.generate import TAKEN, add_sampling, job_of, plan_for, sampling_of
-from flexengine.commands.places import MODEL_HELP, find_place
+from flexengine.commands.places import add_place, find_place
 from flexengine.options.flags import add_flag, positive_count
 from flexengine.wording import FlagParser
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from flexengine.data import TokenizerProcess
 
 BEGIN, END = ("/new", "/exit")
-UNFINISHED = "\ufffd"
-"""What a tokenizer writes for bytes of a character that later tokens complete."""
 DEFAULT_SEQ_LEN = 2048
 
 
@@ -66,26 +64,22 @@ class Conversation:
         Where the conversation leaves no room for an answer, its oldest turns are left out of what the model reads; it
         is said on stderr. Raises: ValueError where the message alone leaves none.
         """
+        from flexengine.data.answer_text import AnswerText  # noqa: PLC0415, loads torch
+
         self.messages.append({"role": "user", "content": text})
         ids, left_out = self._fitting()
         if left_out:
             print(f"the {left_out} oldest turns no longer fit and are left out ({BEGIN} begins again)", file=sys.stderr)
-        shown, tokens = "", list[int]()
+        answer = AnswerText(self._tokenizer.decode)
 
         def tell(_: int, token: int) -> None:
-            nonlocal shown
-            tokens.append(token)
-            whole = self._tokenizer.decode(tokens)
-            if whole.startswith(shown) and not whole.endswith(UNFINISHED):
-                show(whole[len(shown) :])
-                shown = whole
+            show(answer.add(token))
 
         stop_ids = self._tokenizer.stop_ids
-        (answer,) = self._engine.generate([ids], self._max_new_tokens, stop_ids=stop_ids, tell=tell, **self._sampling)
-        whole = self._tokenizer.decode(answer)
-        show(whole[len(shown) :])
-        self.messages.append({"role": "assistant", "content": whole})
-        return whole
+        self._engine.generate([ids], self._max_new_tokens, stop_ids=stop_ids, tell=tell, **self._sampling)
+        show(answer.finish())
+        self.messages.append({"role": "assistant", "content": answer.text})
+        return answer.text
 
     def _fitting(self) -> tuple[list[int], int]:
         """Ids of the newest turns that leave room for an answer, and how many older ones were dropped."""
@@ -118,7 +112,7 @@ def _parser() -> FlagParser:
         prog="flexengine chat",
         description="Talks with a model, word by word, within memory budgets. It is for trying a model.",
     )
-    parser.add_argument("--model", required=True, metavar="RUN | MODEL | ADAPTER", help=MODEL_HELP)
+    add_place(parser)
     parser.add_argument(
         "--max-seq-len", type=positive_count, default=DEFAULT_SEQ_LEN, metavar="N",
         help=f"longest conversation, in tokens (default: {DEFAULT_SEQ_LEN})",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.places import MODEL_HELP, find_place
+from flexengine.commands.places import add_place, find_place
 from flexengine.metrics import format_bytes
 from flexengine.options.flags import add_flag, from_flags, positive_count
 from flexengine.options.job import ForwardJob, Job
@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
 def plan_for(arguments: argparse.Namespace, longest: int, tokens: int, count: int) -> PlannedRun:
     """Plan for as many sequences at a time as fit: `count`, half, a quarter ... Raises PlanError when one is too many.
 
-    longest: tokens of the longest sequence. tokens: of prompts that go through the model together.
+    count: 0 where nothing is generated. longest: tokens of the longest sequence. tokens: of prompts that go through the
+    model together.
     """
     from flexengine.api import prepare_job  # noqa: PLC0415
     from flexengine.models.registry import open_model  # noqa: PLC0415
@@ -81,6 +82,8 @@ def plan_for(arguments: argparse.Namespace, longest: int, tokens: int, count: in
         try:
             return prepare_job(arguments.model, job, cache_bytes=count * sequence_bytes)
         except PlanError as error:
+            if not count:
+                raise
             if count == 1:
                 cache = f"the cache of one sequence of {longest} tokens takes {format_bytes(sequence_bytes)}"
                 more = f"{cache} of the GPU budget beside that; answers of fewer tokens take less"
@@ -126,14 +129,17 @@ def _show(prompts: list[str], answers: list[str], as_json: bool) -> None:
             print(answer if len(prompts) == 1 else f"> {prompt}\n{answer}")
 
 
-def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the flags that say how long an answer is and how its tokens are chosen."""
+def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int | None) -> None:
+    """Add the flags that say how long an answer is and how its tokens are chosen.
+
+    max_new_tokens: where nothing is said; None for what is left.
+    """
     parser.add_argument(
         "--max-new-tokens",
         type=positive_count,
         default=max_new_tokens,
         metavar="N",
-        help=f"longest answer (default: {max_new_tokens})",
+        help=f"longest answer (default: {max_new_tokens or 'what is left'})",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default); more draws"
@@ -153,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Answers prompts with a model, many at a time. Weights beyond the GPU budget stream from"
         " the host; keys, values and states of the answers count in the budget.",
     )
-    parser.add_argument("--model", required=True, metavar="RUN | MODEL | ADAPTER", help=MODEL_HELP)
+    add_place(parser)
     parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="prompts, each a user's message")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ...}')
     add_sampling(parser, max_new_tokens=128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +16,7 @@ from flexengine.wording import hub_model
 
 MODEL_HELP = (
     "folder of a run, a model or an adapter (which finds its base), FILE.gguf, an id on the hub (ORG/NAME), or"
-    " preset:NAME"
-    " (required)"
+    " preset:NAME (required; --model M means the same)"
 )
 
 
@@ -32,8 +32,10 @@ def find_place(named: str, adapter: str | None = None) -> Place:
 
     Of a run it is final/, what the run saved at its end. An adapter's base is what adapter_config.json names, or, of an
     adapter in a run folder, the model of that run.
-    Raises: ValueError where a run has saved no model, or an adapter's base is not to be found.
+    Raises: ValueError where nothing is named, a run has saved no model, or an adapter's base is not to be found.
     """
+    if not named:
+        raise ValueError("nothing is named to load; give a run, a model or an adapter")
     folder = Path(named)
     if is_run(folder):
         folder = folder / FINAL_FOLDER
@@ -47,6 +49,12 @@ def find_place(named: str, adapter: str | None = None) -> Place:
             raise ValueError(f"{named} is an adapter, and --adapter {adapter} another one; name one of them")
         return Place(_base_of(folder), str(folder))
     return Place(str(folder) if folder.exists() else named, adapter)
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Have a command take what it is about, as its first word or by --model."""
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="RUN | MODEL | ADAPTER", help=MODEL_HELP)
+    parser.add_argument("--model", default="", dest="model", help=argparse.SUPPRESS)
 
 
 def is_run(folder: Path) -> bool:

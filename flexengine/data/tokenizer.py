@@ -203,8 +203,7 @@ class ChatTokenizer:
         """Ids of a user's message or of turns, for the assistant to answer; raw: of a text to go on with, unended."""
         if raw and isinstance(text, str):
             return self._begun(self._encode([text])[0].ids)
-        prompt = self._template.render(_messages_of(text), add_generation_prompt=True).text
-        return self._encode([prompt])[0].ids
+        return self._encode([render_prompt(self, text)])[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids."""
@@ -393,3 +392,8 @@ class ChatTokenizer:
             if ids[len(ids) - len(behind) :] != behind:
                 ids = ids + behind
         return ids
+
+
+def render_prompt(tokenizer: ChatTokenizer, said: str | Turns) -> str:
+    """A user's message or turns as the chat template writes them, for the assistant to answer."""
+    return tokenizer._template.render(_messages_of(said), add_generation_prompt=True).text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from flexengine.data.bad_records import Policy
 from flexengine.data.masks import TrainOn
 from flexengine.data.prepare import make_table
 from flexengine.data.sources import Source
-from flexengine.data.tokenizer import ChatTokenizer, Turns
+from flexengine.data.tokenizer import ChatTokenizer, Turns, render_prompt
 
 IMPORT_CPU_S = 30.0
 """CPU seconds in which transformers is imported."""
@@ -44,6 +44,8 @@ class TokenizerProcess:
         about = self._process.call("about")
         self.num_ids: int = about["num_ids"]
         self.date = None if about["date"] is None else datetime.date.fromisoformat(about["date"])
+        self.bos_id: int | None = about["bos_id"]
+        self.eos_id: int | None = about["eos_id"]
         self._own_files: dict[str, str] = about["own_files"]
 
     def make_table(self, source: Source, cache: Path | None, scratch: Path, bad_records: Policy) -> Path:
@@ -54,6 +56,10 @@ class TokenizerProcess:
     def encode_prompt(self, text: str | Turns, raw: bool = False) -> list[int]:
         """See `ChatTokenizer.encode_prompt`."""
         return self._process.call("encode_prompt", text, raw)
+
+    def render_prompt(self, turns: Turns) -> str:
+        """See `render_prompt`."""
+        return self._process.call("render_prompt", turns)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See `ChatTokenizer.decode`."""
@@ -94,7 +100,9 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
 
     def about() -> dict[str, Any]:
         date = None if tokenizer.date is None else tokenizer.date.isoformat()
-        return {"num_ids": tokenizer.num_ids, "date": date, "own_files": tokenizer.own_files()}
+        bos, eos = map(tokenizer.tokenizer.token_to_id, (tokenizer.bos_token, tokenizer.eos_token))
+        ids = {"num_ids": tokenizer.num_ids, "bos_id": bos, "eos_id": eos}
+        return {**ids, "date": date, "own_files": tokenizer.own_files()}
 
     def table(source: dict[str, Any], cache: str | None, scratch: str, bad_records: Policy) -> str:
         place = None if cache is None else Path(cache)
@@ -108,4 +116,5 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
         return sorted(tokenizer.stop_ids)
 
     calls = {"about": about, "make_table": table, "decode": decode, "stop_ids": stop_ids}
-    return {**calls, "encode_prompt": tokenizer.encode_prompt}
+    prompts = {"encode_prompt": tokenizer.encode_prompt, "render_prompt": partial(render_prompt, tokenizer)}
+    return {**calls, **prompts}

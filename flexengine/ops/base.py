@@ -193,6 +193,7 @@ class OpEnv:
     float64 for float64 compute). Gradients named in `accumulate` already hold a value to add to; `first` says that gp
     holds nothing yet. again: a forward within backward, which recomputes. part: of an op that runs part by part, which
     of them this call is for; p and gp hold that part's share of the parameters. layer: the layer's number in the model.
+    adapters: whether forward adds what adapters make; backward always does.
     """
 
     t: dict[str, Tensor]
@@ -205,6 +206,7 @@ class OpEnv:
     again: bool = False
     part: int = 0
     layer: int = 0
+    adapters: bool = True
 
 
 class Op(ABC):

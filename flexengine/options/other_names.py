@@ -249,6 +249,8 @@ COMMANDS = {
     "sft": "train --model M --dataset D, with --mode lora for adapters",
     **{name: f"train --model M --dataset D --objective {name}" for name in ("dpo", "kto", "orpo")},
     "inference": "generate --model M --prompt TEXT",
+    "api": "serve MODEL answers OpenAI's requests",
+    "eval": "evaluate MODEL --tasks TASK runs benchmarks of lm-eval",
     "merge-lora": "export --run RUN --format merged",
     "preprocess": "data preview --model M --dataset D",
 }

@@ -7,13 +7,12 @@ how the plan came about.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flexengine.checkpoint.provenance import beneath
 from flexengine.hardware.memory_usage import GpuMemoryMeter
@@ -25,9 +24,10 @@ from flexengine.ops.attention.choice import AttentionChoice, KernelName
 from flexengine.ops.custom_loss import LossFunction
 from flexengine.optim import Optimizer
 from flexengine.plan import Plan, Request
+from flexengine.runtime.adapter_calls import AdapterCalls
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
-from flexengine.runtime.batch_input import Sequences, read_batch
+from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.checkpoint_calls import CLOSED, CheckpointCalls
 from flexengine.runtime.execution.executor import CommandOrder, Executor
 from flexengine.runtime.execution.handlers import CommandHandlers
@@ -35,7 +35,7 @@ from flexengine.runtime.execution.measurement import StepMeasurement
 from flexengine.runtime.execution.program_runner import ProgramRunner
 from flexengine.runtime.execution.programs import Programs
 from flexengine.runtime.execution.replay import Replay
-from flexengine.runtime.generation import GenerationRequest, Generator, Sampling
+from flexengine.runtime.generation import GenerationRequest, Generator, Sampling, Tell
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.one_caller import one_caller, training_call
 from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput, evaluate_output
@@ -85,7 +85,7 @@ class EngineSettings:
     batches: Batches = "global"
 
 
-class Engine(CheckpointCalls, ReadingCalls):
+class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
     """Trains one model under one plan. `flexengine.from_pretrained` makes it.
 
     fwd_bwd adds the gradients of a batch, several calls accumulate; step updates the weights with the gradients of the
@@ -256,27 +256,25 @@ class Engine(CheckpointCalls, ReadingCalls):
         *,
         per_token: bool = False,
         loss: LossFunction | None = None,
+        adapters: bool = True,
         **columns: object,
     ) -> EvaluateOutput:
-        """Mean loss of a batch, forward only; nothing else changes. per_token: also each token's log-probability."""
+        """Mean loss of a batch, forward only; nothing else changes. per_token: also each token's log-probability.
+
+        adapters: False runs the model beneath them. Raises ValueError where there are none, or it changed with them.
+        """
         sequences = self._read(batch, columns, loss)
         if per_token and loss is not None:
             raise ValueError("per_token gives log-probabilities, which a loss of your own has not; leave one out")
         token_losses = [torch.zeros(length) for length in sequences.lengths] if per_token else None
         plain = sequences._replace(weights=None) if per_token else sequences
-        return evaluate_output(self.steps.evaluate(plain, float, token_losses), sequences, token_losses)
-
-    @one_caller
-    def next_token_logits(self, tokens: list[int]) -> Tensor:
-        """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
-        self.state.require_usable()
-        sequences = read_batch({"input_ids": [tokens]}, self.model.vocab_size, self.plan.request.max_seq_len)
-        return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits(), everywhere=True)
+        with self._using_adapters(adapters):
+            return evaluate_output(self.steps.evaluate(plain, float, token_losses), sequences, token_losses)
 
     @one_caller
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128, *, stop_ids: Collection[int] = (),
-        temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, tell: Callable[[int, int], None] | None = None,
+        temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, tell: Tell | None = None,
     ) -> list[list[int]]:  # fmt: skip
         """Return the tokens that follow each prompt, up to a stop token, max_new_tokens or max_seq_len.
 
@@ -284,10 +282,10 @@ class Engine(CheckpointCalls, ReadingCalls):
         states of in the GPU memory that the plan leaves free between steps; others follow when one has ended. Weights
         and gradients stay as they are. temperature 0 takes the likeliest token; above it tokens are drawn, by the seed
         and the number of the prompt, from the likeliest ones that together have the probability top_p. tell: called
-        with the number of the prompt and each new token as soon as it is known; it must not call the engine.
+        with a prompt's number and each new token at once, where True ends that answer; it must not call the engine.
         Raises ValueError for a prompt that leaves no room for an answer, and where no sequence's cache fits.
         """
-        self.state.require_usable()
+        self.state.require_usable(merged=True)
         sampling = Sampling(temperature, top_p, seed)
         request = GenerationRequest([list(prompt) for prompt in prompts], max_new_tokens, stop_ids, sampling, tell)
         request.check(self.model.vocab_size, self.plan.request.max_seq_len)
@@ -296,7 +294,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         return self.steps.between_steps(lambda: Generator(self.rounds, self.layers).generate(request))
 
     def _read(self, batch: object, columns: dict[str, object], loss: LossFunction | None) -> Sequences:
-        self.state.require_usable()
+        self.state.require_usable(merged=True)
         if loss is not None and not callable(loss):
             raise ValueError(f"loss must be a function of a block of logits, got {type(loss).__name__}: docs/losses.md")
         call = self.plan.request, self.model.vocab_size, batch, columns

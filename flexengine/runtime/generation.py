@@ -65,17 +65,21 @@ class _Sequence:
     new: list[int] = field(default_factory=list)
 
 
+Tell = Callable[[int, int], bool | None]
+"""Takes the number of a prompt and its next token; True ends that answer."""
+
+
 class GenerationRequest(NamedTuple):
     """What to generate: at most max_new_tokens after every prompt, up to one of stop_ids, which is left out.
 
-    tell: called with the number of the prompt and each new token, as soon as it is known.
+    tell: called with each new token as soon as it is known.
     """
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     stop_ids: Collection[int]
     sampling: Sampling
-    tell: Callable[[int, int], None] | None = None
+    tell: Tell | None = None
 
     def check(self, vocab_size: int, max_seq_len: int) -> None:
         """Raise ValueError naming the prompt, what was found and what is allowed."""
@@ -154,8 +158,8 @@ class Generator:
         sequence.most_tokens = min(sequence.most_tokens, max_seq_len)
         if token not in request.stop_ids:
             sequence.new.append(token)
-            if request.tell is not None:
-                request.tell(sequence.index, token)
+            if request.tell is not None and request.tell(sequence.index, token):
+                sequence.most_tokens = len(sequence.ids)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,8 @@ class LayerRunner:
 
     Views of a command are made once and kept, as making them takes the host longer than small kernels take the GPU.
     chunks: the contexts of the round that is running. buffers: the model's buffers by name.
-    decoder: runs some ops in its own way while tokens are generated; None in training.
+    decoder: runs some ops in its own way while tokens are generated; None in training. adapters: whether forward uses
+    them.
     """
 
     def __init__(self, layout: Layout, arenas: Arenas, buffers: dict[str, Tensor]) -> None:
@@ -62,6 +63,7 @@ class LayerRunner:
         self.dtypes = {"compute": self.compute, "float32": self.wide, "int32": torch.int32, "uint8": torch.uint8}
         self.chunks: list[ChunkContext] = []
         self.decoder: Decoder | None = None
+        self.adapters = True
         self._bound: dict[tuple[int, str], BoundCall] = {}
         self._views: dict[int, dict[_View, Tensor]] = {}  # by tokens of the chunk, those used last at the end
         self._lasting: dict[_View, Tensor] = {}  # of parameters
@@ -85,6 +87,7 @@ class LayerRunner:
                 again=kind in ("backward", "recompute"),
                 part=max(0, call.part - 1),
                 layer=call.layer,
+                adapters=self.adapters,
             )
             if self.decoder is None or not self.decoder.runs(step.op, env, call):
                 _call(step, env)

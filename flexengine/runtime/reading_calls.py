@@ -12,11 +12,15 @@ from flexengine.checkpoint.provenance import made_by
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan
+from flexengine.runtime.batch_input import read_batch
 from flexengine.runtime.execution.executor import Executor
 from flexengine.runtime.execution.measurement import StepMeasurement
 from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.ranks.context import RankContext
 from flexengine.runtime.ranks.stage_planes import StagePlanes
+from flexengine.runtime.rounds import RoundRunner
+from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.adapters import magnitudes
 from flexengine.runtime.weights.export import export_adapter, export_checkpoint
@@ -39,6 +43,9 @@ class ReadingCalls:
     meter: GpuMemoryMeter
     context: RankContext
     planes: StagePlanes
+    plan: Plan
+    rounds: RoundRunner
+    steps: StepRunner
     made_from: dict[str, Any]
     _description: str
 
@@ -93,6 +100,13 @@ class ReadingCalls:
     def memory_peaks(self) -> MemoryPeaks:
         """Most GPU and host memory the process has had in use, bytes; on the CPU the GPU figure is the device arena."""
         return memory_peaks(self.meter)
+
+    @one_caller
+    def next_token_logits(self, tokens: list[int]) -> Tensor:
+        """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
+        self.state.require_usable(merged=True)
+        sequences = read_batch({"input_ids": [tokens]}, self.model.vocab_size, self.plan.request.max_seq_len)
+        return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits(), everywhere=True)
 
     @one_caller
     def state_dict(self) -> dict[str, Tensor]:

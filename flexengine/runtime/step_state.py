@@ -24,15 +24,17 @@ class StepState:
 
     loss_weight: target tokens since the last step, or the sum of their weights' sizes: what the stored gradients, which
     are sums, are divided by. num_rounds: rounds of training since then. unusable: why the engine cannot go on; empty
-    while it can. under_way: a call changes the gradients; what it leaves is dropped unless it ends by clearing this.
-    bad_layer: whose gradient made the last step skip its update; empty when none did. running: the call that runs,
-    under the key "call"; empty while none does. before_update: called before stored weights or states change; it blocks
-    while somebody reads them. on_failure: called with what interrupted a call, before the device is waited for.
+    while it can. merged: adapters are in the weights, so that nothing may be trained or saved. under_way: a call
+    changes the gradients; what it leaves is dropped unless it ends by clearing this. bad_layer: whose gradient made the
+    last step skip its update; empty when none did. running: the call that runs, under the key "call"; empty while none
+    does. before_update: called before stored weights or states change; it blocks while somebody reads them. on_failure:
+    called with what interrupted a call, before the device is waited for.
     """
 
     def __init__(self) -> None:
         self.step_count = 0
         self.unusable = ""
+        self.merged = False
         self.under_way = False
         self.bad_layer = ""
         self.running: dict[str, object] = {}
@@ -55,6 +57,7 @@ class StepState:
 
     def start_step(self) -> bool:
         """Note when a step begins. Returns False when an earlier call has begun it."""
+        self.require_usable()
         if self.has_gradients:
             return False
         self.started_s = time.perf_counter()
@@ -68,10 +71,12 @@ class StepState:
         self.unusable = ""  # last: an interrupt up to here leaves an engine that refuses to go on
         return seconds
 
-    def require_usable(self) -> None:
-        """Raise ValueError when an interruption or `close` ended the engine."""
+    def require_usable(self, merged: bool = False) -> None:
+        """Raise ValueError when an interruption or `close` ended the engine, or, unless `merged`, after `merge`."""
         if self.unusable:
             raise ValueError(f"this engine cannot go on: {self.unusable}; make a new one with from_pretrained")
+        if self.merged and not merged:
+            raise ValueError("the adapters are merged into the weights beneath; call unmerge() first")
 
     def require_stored(self, stored: bool) -> None:
         """Raise ValueError unless gradients are stored from call to call."""

@@ -36,6 +36,7 @@ from rank_cases import (
     bf16,
     blocks_of_ranks,
     float32,
+    lora,
     planned,
     steps_of,
     streamed,
@@ -256,6 +257,13 @@ def look_in(rank: int, size: int, case: Case) -> list[str]:
     found = [repr(shown.loss), *(repr(row.tolist()) for row in shown.token_log_probs or ())]
     found.append(repr(engine.next_token_logits([5, 3, 8]).tolist()))
     found.append(repr(engine.generate([[5, 3], [7]], 4)))
+    if engine.model.lora is not None:
+        found.append(repr(engine.evaluate(case.steps[1][0], adapters=False).loss))
+        for call in (engine.merge, engine.unmerge):
+            call()
+            found.append(repr(engine.evaluate(case.steps[1][0]).loss))
+        assert len(set(found[-3:])) == 3
+        assert found[-1] == found[0]
     engine.close()
     return found
 
@@ -265,6 +273,7 @@ def test_ranks_evaluate_and_generate_as_one():
     alone = look_in(0, 1, case)
     for stages in (False, True):
         assert values_of(run_ranks(look_in, 3, 3, case._replace(stages=stages))) == [alone] * 3
+    assert values_of(run_ranks(look_in, 2, 2, lora())) == [look_in(0, 1, lora())] * 2
 
 
 def disagree(rank: int, case: Case) -> list[str]:

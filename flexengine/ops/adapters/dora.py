@@ -86,6 +86,8 @@ class Magnitude(Linear):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
+        if not env.adapters:
+            return super().forward(env)
         y, bias = env.t[self.y], None if self.bias is None else env.p[self.bias]
         residual = None if self.residual is None else env.t[self.residual]
         read, gains = self._read(env, self.x), dict(self._gains(env))

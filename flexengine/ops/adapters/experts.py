@@ -83,6 +83,8 @@ class GroupedLoraUp(GroupedLinear):
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
+        if not env.adapters:
+            return super().forward(env)
         bias = None if self.bias is None else env.p[self.bias]
         self._multiply(env, "forward", bias, self._row_weight(env.t), self._adapter(env))
 
@@ -185,6 +187,8 @@ class GroupedMagnitude(GroupedLoraUp):
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
+        if not env.adapters:
+            return super().forward(env)
         self._multiply(env, "forward", adapter=self._adapter(env), gains=self._write_gains(env))
 
     def _grad_y(self, env: OpEnv) -> Tensor:

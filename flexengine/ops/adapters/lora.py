@@ -91,6 +91,8 @@ class LoraDown(Op):
         return x.view(-1, adapters.in_features), low.view(-1, adapters.width), bounds, experts
 
     def forward(self, env: OpEnv) -> None:
+        if not env.adapters:
+            return
         down, low = env.p[self.adapters.down], env.t[self.low.name]
         if self.adapters.experts is None:
             torch.addmm(low, self._read(env, self.x), down.t(), beta=0, alpha=self.adapters.scale, out=low)
@@ -188,6 +190,8 @@ class LoraUp(Op):
 
     def forward(self, env: OpEnv) -> None:
         out, start, reached = env.t[self.out], self._start(env), 0
+        if not env.adapters:
+            return self._fill(out, start, 0, self.adapters.out_features)
         for rows, low, up in self.adapters.modules(env.t[self.low], env.p[self.adapters.up]):
             self._fill(out, start, reached, rows.start)
             columns, reached = out[:, rows.start : rows.end], rows.end

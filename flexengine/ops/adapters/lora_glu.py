@@ -53,7 +53,7 @@ class LoRAGLU(GLU):
         return None if self.behind is None else (env.g[self.behind.low.name], env.p[self.behind.down])
 
     def forward(self, env: OpEnv) -> None:
-        if self.before is None:
+        if self.before is None or not env.adapters:
             super().forward(env)
             return
         gate_up, (low, up), out = env.t[self.gate_up], self._added(env), env.t[self.y]

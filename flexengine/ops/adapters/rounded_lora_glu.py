@@ -59,7 +59,7 @@ class RoundedLoRAGLU(LoRAGLU):
 
     def forward(self, env: OpEnv) -> None:
         gate_up = env.t[self.gate_up]
-        if self.before is None or not use_kernel(gate_up) or gate_up.element_size() == FLOAT64_BYTES:
+        if not (self.before and env.adapters) or not use_kernel(gate_up) or gate_up.element_size() == FLOAT64_BYTES:
             super().forward(env)
             return
         from flexengine.kernels import rounded_lora_glu  # noqa: PLC0415

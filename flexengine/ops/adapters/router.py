@@ -33,6 +33,8 @@ class RouterLoraUp(Router):
         return super().scratch(half) if half == "weight" else (*super().scratch(half), self.added)
 
     def _logits_of(self, env: OpEnv) -> Tensor:
+        if not env.adapters:
+            return super()._logits_of(env)
         added = torch.mm(env.t[self.low], env.p[self.adapters.up].t(), out=env.t[self.added.name])
         return super()._logits_of(env).add_(wide(added))
 

@@ -10,7 +10,8 @@ Source of PiSSA: Meng et al. 2024, https://arxiv.org/abs/2404.02948.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,6 +158,11 @@ def magnitude(weights: WeightStore, adapter: Adapter) -> Tensor:
     return weights.read(adapter.magnitude.name) + row_norms(base_matrix(weights, adapter))
 
 
+def changed(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[Tensor]:
+    """What a module or experts multiply, as it is stored, some at a time in float32 (float64)."""
+    return changed_experts(weights, adapter, scale) if adapter.experts else changed_rows(weights, adapter, scale)
+
+
 def changed_rows(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[Tensor]:
     """What a module multiplies, as it is stored, some rows at a time in float32 (float64): weight + scale * B @ A.
 
@@ -225,6 +231,16 @@ def _start_magnitude(weights: WeightStore, adapter: Adapter) -> None:
 # -- first values ------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def base_values(weights: WeightStore, begin: Begin) -> Iterator[Callable[[str], Iterator[Tensor]]]:
+    """Give what reads the values of a tensor that the run began with, flat, some at a time."""
+    if begin.folder is None:
+        yield lambda name: weights.drawn(name, begin.seed)
+        return
+    with open_checkpoint(weights.layout.model, begin.folder) as reader:
+        yield lambda name: weights.values(reader, name)
+
+
 def _originals(weights: WeightStore, found: list[Adapter], begin: Begin) -> Iterator[tuple[Adapter, Tensor]]:
     """Pair every adapter with the weight [out, in] that the run began with, in float32 (float64)."""
     dtype = wide_dtype(weights.layout)
@@ -234,13 +250,9 @@ def _originals(weights: WeightStore, found: list[Adapter], begin: Begin) -> Iter
         weight = flat.view(adapter.weight.shape)
         return weight.t() if adapter.transposed else weight
 
-    if begin.folder is None:
+    with base_values(weights, begin) as values:
         for one in found:
-            yield one, matrix(one, weights.drawn(one.weight.name, begin.seed))
-        return
-    with open_checkpoint(weights.layout.model, begin.folder) as reader:
-        for one in found:
-            yield one, matrix(one, weights.values(reader, one.weight.name))
+            yield one, matrix(one, values(one.weight.name))
 
 
 def _start_pissa(weights: WeightStore, adapter: Adapter, original: Tensor, seed: int) -> None:

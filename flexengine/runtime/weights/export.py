@@ -26,7 +26,7 @@ from flexengine.models.quantised_weights import without_quantisation
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.runtime.not_finite import checked
-from flexengine.runtime.weights.adapters import Begin, changed_experts, changed_rows, file_tensors
+from flexengine.runtime.weights.adapters import Begin, changed, file_tensors
 from flexengine.runtime.weights.stored_matrices import read_pieces
 from flexengine.runtime.weights.weight_store import WeightStore
 
@@ -141,15 +141,9 @@ class _Exported(NamedTuple):
 
     def _read(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         adapter = self.adapter_of.get(name)
-        if adapter is not None and adapter.experts:
-            yield from (
-                checked(name, one.to(dtype)).flatten() for one in changed_experts(self.weights, adapter, self.scale)
-            )
-            return
         if adapter is not None:
-            yield from (
-                checked(name, rows.to(dtype)).flatten() for rows in changed_rows(self.weights, adapter, self.scale)
-            )
+            for rows in changed(self.weights, adapter, self.scale):
+                yield checked(name, rows.to(dtype)).flatten()
             return
         frozen = self.weights.runs[name].frozen
         for piece in self.weights.pieces(name, dtype):

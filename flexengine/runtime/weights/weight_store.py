@@ -200,13 +200,7 @@ class WeightStore:
 
     def _draw_all(self, seed: int, names: Iterable[str]) -> None:
         for name in names:
-            run, pieces = self.runs[name], self.drawn(name, seed)
-            if not run.whole:
-                self.store_spans(run, pieces)
-                continue
-            weight, remainder = self.master(run)
-            for start, piece in zip(range(0, run.count, PIECE_ELEMENTS), pieces, strict=True):
-                self.write_master(weight, remainder, start, piece, run.split)
+            self.write_pieces(name, self.drawn(name, seed))
 
     def drawn(self, name: str, seed: int) -> Iterator[Tensor]:
         """The random initial values of a tensor, flat, PIECE_ELEMENTS at a time."""
@@ -227,14 +221,20 @@ class WeightStore:
 
     def write(self, name: str, values: Tensor) -> None:
         """Give a parameter the values of a tensor of its shape on the CPU."""
-        run = self.runs[name]
+        flat = values.reshape(-1)
+        whole = self.runs[name].whole
+        self.write_pieces(name, flat.to(self.arenas.device).split(PIECE_ELEMENTS) if whole else [flat])
+
+    def write_pieces(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """Give a parameter the values of pieces of any shapes, one behind the other."""
+        run, start = self.runs[name], 0
         if not run.whole:
-            self.store_spans(run, [values.reshape(-1)])
+            self.store_spans(run, pieces)
             return
         weight, remainder = self.master(run)
-        flat = values.reshape(-1).to(self.arenas.device)
-        for start in range(0, run.count, PIECE_ELEMENTS):
-            self.write_master(weight, remainder, start, flat[start : start + PIECE_ELEMENTS], run.split)
+        for piece in pieces:
+            self.write_master(weight, remainder, start, piece.reshape(-1), run.split)
+            start += piece.numel()
 
     def as_stored(self, name: str, values: Tensor) -> Tensor:
         """What `read` gives for a trained parameter that was written with these values."""

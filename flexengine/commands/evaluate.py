@@ -1,0 +1,112 @@
+"""`flexengine evaluate`: benchmarks of lm-eval on a model, a run or an adapter, within memory budgets."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flexengine.commands.chat import DEFAULT_SEQ_LEN
+from flexengine.commands.generate import TAKEN, job_of, plan_for
+from flexengine.commands.places import add_place, find_place
+from flexengine.options.flags import add_flag, positive_count
+from flexengine.wording import FlagParser
+
+BATCH_TOKENS = 16384
+"""Tokens that are scored together; weights beyond the GPU budget stream once for each round of them."""
+DEFAULT_ANSWERS = 16
+TOLD = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
+"""What a file of results holds of lm-eval's; the rest has local folders."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Score the model that a command line names; returns the exit status.
+
+    Raises: ValueError for what a person can correct, PlanError where the budgets are too small,
+    ModuleNotFoundError without lm-eval.
+    """
+    arguments = _parser().parse_args(argv)
+    named = arguments.model
+    arguments.model, arguments.adapter = find_place(arguments.model, arguments.adapter)
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
+    from flexengine.api import build  # noqa: PLC0415, loads torch
+    from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415
+    from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
+    from flexengine.request import with_new_tokens  # noqa: PLC0415
+
+    source = with_new_tokens(open_model(arguments.model), job_of(arguments))
+    folder = source.tokenizer_folder or ASSETS / "demo"
+    tokenizer = TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens))
+    lm_eval, lm_eval_tasks = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")  # an extra
+    from flexengine.harness import FlexLM  # noqa: PLC0415
+
+    tasks = _task_names(arguments.tasks)
+    manager = lm_eval_tasks.TaskManager(include_defaults=not all(task.endswith(".yaml") for task in tasks))
+    answers = DEFAULT_ANSWERS if _generates(manager, tasks) else 0
+    longest = min(arguments.max_seq_len, source.spec.longest_sequence or arguments.max_seq_len)
+    with build(plan_for(arguments, longest, max(longest, BATCH_TOKENS), answers)) as engine:
+        model = FlexLM(engine, tokenizer, arguments.seed)
+        found = lm_eval.simple_evaluate(
+            model, tasks=tasks, task_manager=manager, limit=arguments.limit, num_fewshot=arguments.num_fewshot,
+            apply_chat_template=arguments.apply_chat_template, log_samples=False, bootstrap_iters=arguments.bootstrap,
+        )  # fmt: skip
+    print(importlib.import_module("lm_eval.utils").make_table(found))
+    if model.num_cut:
+        print(f"{model.num_cut} texts lost their beginning, being longer than --max-seq-len {longest}")
+    if arguments.output is not None:
+        told = {"model": Path(named).name, **{name: found[name] for name in TOLD if name in found}}
+        arguments.output.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
+    return 0
+
+
+def _task_names(tasks: list[str]) -> list[str]:
+    """Tasks by name or file, with spaces or commas between them. Raises ValueError for a file that is not there."""
+    names = [name for given in tasks for name in given.split(",") if name]
+    missing = [name for name in names if name.endswith((".yaml", ".yml")) and not Path(name).is_file()]
+    if missing:
+        raise ValueError(f"--tasks {missing[0]}: no such file; give a task of lm-eval by name, or its YAML file")
+    return names
+
+
+def _generates(manager: Any, tasks: list[str]) -> bool:
+    """Whether some task has the model answer. Raises ValueError for a task that lm-eval does not know."""
+    try:
+        loaded = manager.load(tasks)["tasks"]
+    except KeyError as error:
+        raise ValueError(f"--tasks: lm-eval knows no {error}; give a task by name, or its YAML file") from None
+    return any(task.get_config("output_type") == "generate_until" for task in loaded.values())
+
+
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        prog="flexengine evaluate",
+        description="Runs benchmarks of lm-eval (pip install lm-eval) on a model within memory budgets.",
+    )
+    add_place(parser)
+    parser.add_argument(
+        "--tasks", nargs="+", required=True, metavar="TASK",
+        help="names of lm-eval's tasks, or YAML files of tasks, whose functions are run",
+    )  # fmt: skip
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)"
+    )
+    parser.add_argument("--limit", type=positive_count, metavar="N", help="first questions of each task alone")
+    parser.add_argument("--apply-chat-template", action="store_true", help="ask through the model's chat template")
+    parser.add_argument(
+        "--bootstrap",
+        type=int,
+        default=100,
+        metavar="N",
+        help="draws for standard errors of some metrics (default: 100)",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the results to a file")
+    parser.add_argument(
+        "--max-seq-len", type=positive_count, default=DEFAULT_SEQ_LEN, metavar="N",
+        help=f"longest text, in tokens; longer contexts lose their beginning (default: {DEFAULT_SEQ_LEN})",
+    )  # fmt: skip
+    for option in TAKEN:
+        add_flag(parser, option, option.default)
+    return parser
