@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "plan",
         "schedule",
     },
-    "objectives": {"runtime"},
+    "objectives": {"runtime", "ops"},
     "reports": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "api": {
         "hardware",

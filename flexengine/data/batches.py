@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -54,16 +55,40 @@ class PairBatch(Batch):
     reference: np.ndarray | None
 
 
+@dataclass(frozen=True)
+class TaughtBatch(Batch):
+    """Single answers, and what a teacher says of their target tokens, in their order.
+
+    tokens: int32 [targets, k], the likeliest. log_probs: float32 [targets, k + 1], theirs and that of all others.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+
+
+class Taught(Protocol):
+    """What a teacher says of the sequences of a data set."""
+
+    def rows(self, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The columns of `TaughtBatch` for some sequences."""
+        ...
+
+
+Reference = np.ndarray | Taught
+"""What a data set's sequences are compared with: log-probabilities [pairs, 2] in float64, or a teacher's."""
 Sequenced = TokenizedRecord | TokenizedPair
 """What batches are made of."""
 
 
-def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: np.ndarray | None = None) -> Batch:
-    """The batch of some sequences or pairs. reference: [pairs, 2], of all pairs."""
+def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: Reference | None = None) -> Batch:
+    """The batch of some sequences or pairs. reference: of all of them."""
     found = [sequences[i] for i in numbers]
     pairs = [pair for pair in found if isinstance(pair, TokenizedPair)]
     if not pairs:
-        return Batch([row.input_ids for row in found], [row.labels for row in found])
+        columns = [row.input_ids for row in found], [row.labels for row in found]
+        taught = None if isinstance(reference, np.ndarray) else reference
+        return Batch(*columns) if taught is None else TaughtBatch(*columns, *taught.rows(numbers))
+    assert reference is None or isinstance(reference, np.ndarray), "pairs have no teacher"
     rows = [row for pair in pairs for row in (pair.first, pair.second)]
     chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)
     return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], [p.wanted for p in pairs], chosen)
@@ -124,7 +149,7 @@ class GlobalBatches:
             )
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
         self._tables = tables
-        self.reference: np.ndarray | None = None
+        self.reference: Reference | None = None
         self._weights = weights or [(len(sequences), 1.0)]
         self._batches_of: dict[int, int] = {}  # number by epoch; shuffling millions of sequences again takes seconds
         self._begun: tuple[int, array[int], array[int]] | None = None  # an epoch, its order, where its batches end

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from flexengine.data.batches import Batch, Sequenced, batch_of, split_epoch
+from flexengine.data.batches import Batch, Reference, Sequenced, batch_of, split_epoch
 from flexengine.data.prepare import Prepared
 from flexengine.data.store import StoredSequences
 
@@ -46,7 +46,7 @@ class ValidationBatches:
 
     def __init__(self, sequences: Sequence[Sequenced], lengths: np.ndarray, max_tokens: int) -> None:
         self.sequences, self.num_tokens = sequences, int(lengths.sum())
-        self.reference: np.ndarray | None = None
+        self.reference: Reference | None = None
         self._batches = split_epoch(lengths, max_tokens, range(len(lengths)))
 
     @classmethod

@@ -1,5 +1,6 @@
 """Objectives of training on preferences, a file for each, and the two passes in which the engine trains any of them."""
 
+from flexengine.objectives.distill import Distillation, TeacherRows, likeliest
 from flexengine.objectives.dpo import DPO
 from flexengine.objectives.ipo import IPO
 from flexengine.objectives.kto import KTO
@@ -19,12 +20,15 @@ __all__ = [
     "ORPO",
     "AnswerRows",
     "Answers",
+    "Distillation",
     "Found",
     "Judged",
     "Objective",
     "Records",
     "SimPO",
+    "TeacherRows",
     "evaluate",
+    "likeliest",
     "reference_log_probs",
     "train_step",
     "weighted",

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from flexengine.options.option import Need, Option
 
-ObjectiveName = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo"]
+ObjectiveName = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "distill"]
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
-FOR_PREFERENCES = Need("objective", PREFERENCES, why="is about preferences")
+FOR_PULLED = Need("objective", (*PREFERENCES, "distill"), why="is a constant of preferences and of distillation")
+FOR_DISTILL = Need("objective", ("distill",), why="is about distillation")
 FOR_KTO = Need("objective", ("kto",), why="weighs rated answers")
 
 
@@ -21,13 +22,17 @@ class ObjectiveOptions:
         ObjectiveName,
         Option(
             "what records are trained for: sft = their answers; of pairs of a chosen and a rejected answer dpo, ipo,"
-            " orpo or simpo; of answers with a verdict (label) kto"
+            " orpo or simpo; of answers with a verdict (label) kto; distill = what --teacher says of their answers"
         ),
     ] = "sft"
     beta: Annotated[
         float | None,
         Option(
-            "how strongly preferences pull (default: 0.1; of simpo 2.0)", above=0, most=1e6, needs=(FOR_PREFERENCES,)
+            "how strongly preferences pull (default: 0.1; of simpo 2.0); of distill the place between the forward"
+            " divergence, 0, and the reverse one, 1 (default: 0.5)",
+            least=0,
+            most=1e6,
+            needs=(FOR_PULLED,),
         ),
     ] = None
     label_smoothing: Annotated[
@@ -56,10 +61,39 @@ class ObjectiveOptions:
         Option("factor on the loss of unwanted answers (default: 1.0)", least=0, most=1e6, needs=(FOR_KTO,)),
     ] = None
 
+    teacher: Annotated[
+        str | None,
+        Option(
+            "the model that distill learns from, of the same vocabulary: named as --model is; it runs before the model"
+            " is loaded, within the same budgets",
+            needs=(FOR_DISTILL,),
+        ),
+    ] = None
+    teacher_top_k: Annotated[
+        int | None,
+        Option(
+            "likeliest tokens of the teacher that are kept of every target token, beside the probability of all others"
+            " together (default: 64)",
+            above=0,
+            most=2**16,
+            needs=(FOR_DISTILL,),
+        ),
+    ] = None
+    distill_temperature: Annotated[
+        float | None,
+        Option("divides the logits of teacher and model (default: 1.0)", above=0, most=1e3, needs=(FOR_DISTILL,)),
+    ] = None
+    cross_entropy_weight: Annotated[
+        float | None,
+        Option(
+            "factor on the loss of answers, which distill adds (default: 0)", least=0, most=1e6, needs=(FOR_DISTILL,)
+        ),
+    ] = None
+
     @property
     def compares(self) -> bool:
         """Whether records are compared, rather than learned."""
-        return self.objective != "sft"
+        return self.objective in PREFERENCES
 
     @property
     def objective_constants(self) -> dict[str, float]:
@@ -70,13 +104,19 @@ class ObjectiveOptions:
             "gamma": self.simpo_gamma,
             "desirable_weight": self.desirable_weight,
             "undesirable_weight": self.undesirable_weight,
+            "temperature": self.distill_temperature,
+            "cross_entropy_weight": self.cross_entropy_weight,
         }
         return {name: value for name, value in given.items() if value is not None}
 
     def check_objective(self, data_source: str, lora_dropout: float) -> None:
-        """Raise ValueError for what a loss of preferences cannot be computed of."""
+        """Raise ValueError for what the objective's loss cannot be computed of."""
+        if self.objective == "distill":
+            self._check_distillation(data_source)
         if not self.compares:
             return
+        if self.beta == 0:
+            raise ValueError(f"--beta 0 with --objective {self.objective} trains nothing; give a number above 0")
         if data_source != "json_sft":
             raise ValueError(
                 f"--objective {self.objective} compares answers, which --data-source {data_source} has none of; give"
@@ -86,6 +126,20 @@ class ObjectiveOptions:
             raise ValueError(
                 f"--lora-dropout {lora_dropout} with --objective {self.objective}: the loss is computed without"
                 " dropout, and its gradient would be that of another model; leave --lora-dropout out"
+            )
+
+    def _check_distillation(self, data_source: str) -> None:
+        if self.teacher is None:
+            raise ValueError("--objective distill needs the model to learn from; give --teacher MODEL")
+        if data_source != "json_sft":
+            raise ValueError(
+                f"--objective distill learns what a teacher says of answers, which --data-source {data_source} has none"
+                " of; give --dataset"
+            )
+        if self.beta is not None and self.beta > 1:
+            raise ValueError(
+                f"--beta {self.beta:g} with --objective distill: it is a place between the forward divergence, 0, and"
+                " the reverse one, 1; give a number from 0 to 1"
             )
 
     def check_has_preferences(self, dataset: object) -> None:

@@ -65,6 +65,7 @@ SAME = {
     "peft_use_dora": "use_dora",
     "peft_use_rslora": "use_rslora",
     "pref_beta": "beta",
+    "teacher_model_name_or_path": "teacher",
 }
 """Options by the names that others have for them."""
 BATCH = (
@@ -187,6 +188,7 @@ OTHERWISE = {
     "logging_first_step": "every step is logged",
     "run_name": "trackers name a run after its folder, --output-dir",
     "disable_tqdm": "--logging warning shows neither bar nor steps",
+    "lmbda": "distillation learns from the answers of the data set alone, which is lmbda 0",
     "neftune_noise_alpha": "noise on embeddings is not offered",
 }
 """What to do instead, for names that have no counterpart."""
