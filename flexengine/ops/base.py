@@ -165,7 +165,7 @@ class ChunkContext:
     float32 is written by the head. attention_choices: kernels that are preferred on CUDA for shapes that were measured;
     attention: for other shapes. balance: what routers report to, where experts are balanced. weights [T], in the dtype
     of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy. dropout: what dropout
-    draws; None where nothing is trained.
+    draws; None where nothing is trained. adapters: whether they add what they make.
     """
 
     tokens: int
@@ -183,6 +183,7 @@ class ChunkContext:
     dropout: DropoutDraws | None = None
     weights: Tensor | None = None
     custom_loss: CustomLoss | None = None
+    adapters: bool = True
 
 
 @dataclass

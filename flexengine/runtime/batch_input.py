@@ -21,7 +21,8 @@ class Sequences(NamedTuple):
     """A batch: token ids and labels per sequence (int64, CPU). Labels are shifted: labels[t] is what follows t.
 
     weights: factors on the losses of labels (float64, CPU), shifted with them; None = 1. loss: takes the place of the
-    cross-entropy. given: the sequences that this process was given, where others gave the rest.
+    cross-entropy. given: the sequences that this process was given, where others gave the rest. adapters: whether
+    adapters add what they make.
     """
 
     input_ids: list[Tensor]
@@ -29,6 +30,7 @@ class Sequences(NamedTuple):
     weights: list[Tensor] | None = None
     loss: LossFunction | None = None
     given: slice = slice(None)
+    adapters: bool = True
 
     @property
     def lengths(self) -> list[int]:

@@ -47,7 +47,7 @@ from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
-from flexengine.runtime.weights.adapters import Begin, start_adapters
+from flexengine.runtime.weights.adapters import Begin, start_adapters, switched_off
 from flexengine.runtime.weights.loading import fill_weights
 from flexengine.runtime.weights.weight_store import WeightStore, empty_buffers
 from flexengine.schedule.layout import Layout
@@ -251,15 +251,14 @@ class Engine(CheckpointCalls, ReadingCalls):
 
     @one_caller
     def evaluate(
-        self,
-        batch: object = None,
-        *,
-        per_token: bool = False,
-        loss: LossFunction | None = None,
+        self, batch: object = None, *, per_token: bool = False, loss: LossFunction | None = None, adapters: bool = True,
         **columns: object,
-    ) -> EvaluateOutput:
-        """Mean loss of a batch, forward only; nothing else changes. per_token: also each token's log-probability."""
-        sequences = self._read(batch, columns, loss)
+    ) -> EvaluateOutput:  # fmt: skip
+        """Mean loss of a batch, forward only; nothing else changes. per_token: also each token's log-probability.
+
+        adapters=False evaluates the model beneath; ValueError where that is not what adapters leave when they are off.
+        """
+        sequences = self._read(batch, columns, loss)._replace(adapters=adapters or switched_off(self.model))
         if per_token and loss is not None:
             raise ValueError("per_token gives log-probabilities, which a loss of your own has not; leave one out")
         token_losses = [torch.zeros(length) for length in sequences.lengths] if per_token else None

@@ -156,6 +156,7 @@ class RoundRunner:
         self._layers.chunks = self._batches.write(batch, chunks)
         for chunk in self._layers.chunks:
             chunk.balance = balance
+            chunk.adapters = batch.adapters
 
     def _number_rows(self, round_number: int) -> None:
         """Number the rows of a round of training within the step, which decides what dropout draws."""

@@ -92,6 +92,9 @@ class LoraDown(Op):
 
     def forward(self, env: OpEnv) -> None:
         down, low = env.p[self.adapters.down], env.t[self.low.name]
+        if not env.chunk.adapters:
+            low.zero_()  # all that adapters add is a product of it
+            return
         if self.adapters.experts is None:
             torch.addmm(low, self._read(env, self.x), down.t(), beta=0, alpha=self.adapters.scale, out=low)
             return

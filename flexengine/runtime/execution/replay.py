@@ -141,7 +141,7 @@ class Replay:
 
     def _may_replay(self, kind: str, call: LayerCall) -> bool:
         chunk = self._layers.chunks[call.chunk]
-        return kind in REPLAYED_KINDS and chunk.window is None and chunk.balance is None
+        return kind in REPLAYED_KINDS and chunk.window is None and chunk.balance is None and chunk.adapters
 
     def _graph_of_block(self, kind: str, call: LayerCall) -> Launch | None:
         chunk = self._layers.chunks[call.chunk]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.models.checkpoints import open_checkpoint
 from flexengine.models.lora import PEFT_PREFIX, Adapter, adapters
 from flexengine.models.saved_modules import edge_tensors, grown_tensors, saved_tensors
+from flexengine.models.spec import ModelSpec
 from flexengine.ops.adapters.dora import LEAST_NORM
 from flexengine.runtime.arena import wide_dtype
 from flexengine.runtime.weights.stored_matrices import regrouped
@@ -40,6 +41,24 @@ class Begin(NamedTuple):
 
     folder: Path | None
     seed: int
+
+
+def switched_off(model: ModelSpec) -> Literal[False]:
+    """False, for a model whose low-rank adapters may be left out of a forward pass.
+
+    Raises: ValueError where it has none, or where leaving them out would not give the model before training.
+    """
+    lora = model.lora
+    if lora is None:
+        raise ValueError(f"adapters=False, but {model.name} has no adapters; leave it out")
+    more = {"use_dora": lora.use_dora, "modules_to_save": lora.modules_to_save, "init": lora.init.startswith("pissa")}
+    beside = next((name for name, given in more.items() if given), None)
+    if beside is not None:
+        raise ValueError(
+            f"adapters=False, but with {beside}={getattr(lora, beside)!r} more than low-rank adapters differs from the"
+            " model before training; leave one of them out"
+        )
+    return False
 
 
 def start_adapters(weights: WeightStore, begin: Begin, adapter: Path | None) -> None:
