@@ -336,6 +336,7 @@ TOO_MANY_PARAMETERS = {
     "ops/attention/reference.py:attention_backward_reference", "ops/experts/fp8_experts.py:multiply",
     "ops/experts/grouped_products.py:grouped_product", "ops/rmsnorm.py:rmsnorm_backward",
     "optim/adamw.py:adamw_update", "optim/adamw.py:adamw_update_reference", "schedule/program_builder.py:add",
+    "runtime/engine.py:generate",
 }  # fmt: skip
 
 

@@ -13,11 +13,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from flexengine.data.prepare import Prepared
+from flexengine.data.prompts import TokenizedPrompt
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.store import StoredSequences, TokenTable
 from flexengine.data.token_columns import TokenizedPair
@@ -66,6 +67,13 @@ class TaughtBatch(Batch):
     log_probs: np.ndarray
 
 
+@dataclass(frozen=True)
+class PromptBatch(Batch):
+    """Prompts that the model answers itself, and all columns of the record of each."""
+
+    columns: list[dict[str, Any]]
+
+
 class Taught(Protocol):
     """What a teacher says of the sequences of a data set."""
 
@@ -76,7 +84,7 @@ class Taught(Protocol):
 
 Reference = np.ndarray | Taught
 """What a data set's sequences are compared with: log-probabilities [pairs, 2] in float64, or a teacher's."""
-Sequenced = TokenizedRecord | TokenizedPair
+Sequenced = TokenizedRecord | TokenizedPair | TokenizedPrompt
 """What batches are made of."""
 
 
@@ -84,6 +92,9 @@ def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: 
     """The batch of some sequences or pairs. reference: of all of them."""
     found = [sequences[i] for i in numbers]
     pairs = [pair for pair in found if isinstance(pair, TokenizedPair)]
+    prompts = [prompt for prompt in found if isinstance(prompt, TokenizedPrompt)]
+    if prompts:
+        return PromptBatch([p.input_ids for p in prompts], [p.labels for p in prompts], [p.columns for p in prompts])
     if not pairs:
         columns = [row.input_ids for row in found], [row.labels for row in found]
         taught = None if isinstance(reference, np.ndarray) else reference
@@ -92,6 +103,20 @@ def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: 
     rows = [row for pair in pairs for row in (pair.first, pair.second)]
     chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)
     return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], [p.wanted for p in pairs], chosen)
+
+
+class Room(NamedTuple):
+    """What a sequence takes of a batch: `copies` of it, each with `more` tokens behind it."""
+
+    copies: int = 1
+    more: int = 0
+
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens that sequences of these lengths take."""
+        return self.copies * (lengths + self.more)
+
+
+JUST_ITSELF = Room()
 
 
 def num_targets(labels: list[int]) -> int:
@@ -132,6 +157,7 @@ class GlobalBatches:
         seed: int,
         weights: Sequence[tuple[int, float]] = (),
         tables: Sequence[TokenTable] = (),
+        room: Room = JUST_ITSELF,
     ) -> None:
         """weights: (number of sequences, times that an epoch sees each) of consecutive parts; default: all once.
 
@@ -140,10 +166,12 @@ class GlobalBatches:
         Raises ValueError when a sequence is longer than a whole batch (max_global_batch_tokens).
         """
         known = getattr(sequences, "lengths", None)
-        self._lengths = np.array([len(s.input_ids) for s in sequences], np.int64) if known is None else known
+        lengths = np.array([len(s.input_ids) for s in sequences], np.int64) if known is None else known
+        self._lengths = room.of(lengths) if room != JUST_ITSELF else lengths
         longest = int(self._lengths.max(initial=0))
         if longest > max_global_batch_tokens:
             what = "pair" if isinstance(sequences[0], TokenizedPair) else "sequence"
+            what = "prompt with its completions" if room != JUST_ITSELF else what
             raise ValueError(
                 f"a {what} of {longest} tokens exceeds --max-global-batch-tokens {max_global_batch_tokens}"
             )
@@ -155,11 +183,13 @@ class GlobalBatches:
         self._begun: tuple[int, array[int], array[int]] | None = None  # an epoch, its order, where its batches end
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int) -> GlobalBatches:
+    def of_parts(
+        cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int, room: Room = JUST_ITSELF
+    ) -> GlobalBatches:
         """Batches of several sources, mixed by their weights."""
         sequences = StoredSequences([(part.table.file, part.cut) for part in parts])
         weights = [(len(part.cut.lengths), part.weight) for part in parts]
-        return cls(sequences, max_global_batch_tokens, seed, weights, [part.table for part in parts])
+        return cls(sequences, max_global_batch_tokens, seed, weights, [part.table for part in parts], room)
 
     def num_steps(self, steps: int | None, epochs: float | None) -> int:
         """steps if given (epochs follow one another as needed), else the batches of that many epochs (default 1).

@@ -130,20 +130,17 @@ def objective_of(config: TrainConfig) -> Objective | None:
     return OBJECTIVES[config.objective](**config.objective_constants) if config.compares else None
 
 
-def steps_of(config: TrainConfig) -> Steps:
-    """How a run takes steps."""
-    objective = objective_of(config)
-    if objective is not None:
-        return PreferenceSteps(objective)
-    return AnswerSteps(Distillation(**config.objective_constants) if config.objective == "distill" else None)
-
-
 def check_objective(config: TrainConfig, spec: ModelSpec) -> None:
     """Raise ValueError for a model whose own loss would get another share of the sum than it is meant to have."""
-    if config.compares and spec.balancing is not None:
+    if config.objective == "grpo" and config.beta and config.mode != "lora":
+        raise ValueError(
+            f"--beta {config.beta:g} with --objective grpo compares with the model beneath adapters, and --mode"
+            f" {config.mode} trains all of it; give --mode lora, or leave --beta out"
+        )
+    if (config.compares or config.objective == "grpo") and spec.balancing is not None:
         raise ValueError(
             f"--objective {config.objective} of {spec.name}, whose config.json asks for a loss that balances experts"
-            " (output_router_logits): that loss is a share of a mean over tokens, and preferences have none; set"
+            " (output_router_logits): that loss is a share of a mean over tokens, and this objective has none; set"
             " output_router_logits to false there"
         )
 

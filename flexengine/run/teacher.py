@@ -89,7 +89,7 @@ def add_teacher(config: TrainConfig, student: ModelSource, data: TrainingData, t
         if any([bool(asked)] if team is None else team.control.gather(bool(asked))):
             with build(prepare_job(config.teacher, job, tell=False)) as teacher:
                 for part, folder in zip(parts, folders, strict=True):
-                    _ask(teacher, part, folder, top_k, config.distill_temperature or 1.0)
+                    _ask(teacher, part, folder, top_k, config.temperature or 1.0)
         for part, folder in zip(parts, folders, strict=True):
             part.reference = TeacherTable(folder, np.load(folder / STARTS_FILE), top_k)
 
@@ -110,7 +110,7 @@ def _folder(
     digest = hashlib.sha256()
     for piece in _samples(teacher):
         digest.update(piece)
-    settings = (config.dtype, config.seed if teacher.weights_folder is None else 0, top_k, config.distill_temperature)
+    settings = (config.dtype, config.seed if teacher.weights_folder is None else 0, top_k, config.temperature)
     digest.update(repr((teacher.spec.hf_config, settings, _stored(part).sha256())).encode())
     return cache / digest.hexdigest()[:32]
 

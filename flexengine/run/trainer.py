@@ -41,6 +41,7 @@ from flexengine.run.closing import show_samples, summary
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, run_record, started_run_folder
+from flexengine.run.groups import steps_of
 from flexengine.run.health import RunHealth, explain_divergence, where_not_finite
 from flexengine.run.opening import data_line, files_line, model_line, with_mode
 from flexengine.run.ranks import as_rank, first_rank_first, told_by_first
@@ -57,7 +58,7 @@ from flexengine.run.resuming import (
     saved_date,
 )
 from flexengine.run.saver import STOPPED, RunSaver
-from flexengine.run.steps import Steps, check_objective, steps_of, take_step
+from flexengine.run.steps import Steps, check_objective, take_step
 from flexengine.run.teacher import add_teacher
 from flexengine.run.trackers import open_trackers
 from flexengine.run.training_data import TrainingData, check_sources, open_data
@@ -175,7 +176,7 @@ def run(
     points: list[ResumePoint],
 ) -> int:
     """Load the model, take all steps that are left, judge and export the model; returns the exit status."""
-    if data.tokenizer is not None and not (prompts or config.sample_prompts):
+    if data.tokenizer is not None and not (prompts or config.sample_prompts or data.rewards):
         data.tokenizer.close()  # it has read the data, and nobody asks for answers
     engine, num_steps = build_engine(config, planned), schedule.num_steps
     add_reference(config, engine, data, planned.team)
@@ -311,7 +312,7 @@ def watchers_of(
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
     health = RunHealth(engine, config.max_skipped_steps)
     saver = RunSaver(config, engine, data.batches, num_steps, planned.team)
-    steps = steps_of(config)
+    steps = steps_of(config, data, planned.team)
     watchers = Watchers(recorder, reviewer, health, callbacks, saver, steps, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:

@@ -66,9 +66,10 @@ class _Sequence:
 
 
 class GenerationRequest(NamedTuple):
-    """What to generate: at most max_new_tokens after every prompt, up to one of stop_ids, which is left out.
+    """What to generate: at most max_new_tokens after every prompt, up to one of stop_ids.
 
-    tell: called with the number of the prompt and each new token, as soon as it is known.
+    tell: called with the number of the prompt and each new token, as soon as it is known. keep_stop: whether the
+    stop token that ends an answer is part of it.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -76,6 +77,7 @@ class GenerationRequest(NamedTuple):
     stop_ids: Collection[int]
     sampling: Sampling
     tell: Callable[[int, int], None] | None = None
+    keep_stop: bool = False
 
     def check(self, vocab_size: int, max_seq_len: int) -> None:
         """Raise ValueError naming the prompt, what was found and what is allowed."""
@@ -156,6 +158,8 @@ class Generator:
             sequence.new.append(token)
             if request.tell is not None:
                 request.tell(sequence.index, token)
+        elif request.keep_stop:
+            sequence.new.append(token)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,11 @@ FLAGS = (
         ("--objective distill needs the model to learn from; give --teacher MODEL",),
     ),
     Case(
+        "grpo_without_rewards",
+        ["--data-source=json_sft", "--dataset=x", "--objective=grpo"],
+        ("--objective grpo needs functions that reward completions; give --rewards file.py:function",),
+    ),
+    Case(
         "beta_beyond_divergences",
         ["--data-source=json_sft", "--objective=distill", "--teacher=x", "--beta=2"],
         ("--beta 2 with --objective distill", "give a number from 0 to 1"),
