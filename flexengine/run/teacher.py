@@ -89,6 +89,9 @@ def add_teacher(config: TrainConfig, student: ModelSource, data: TrainingData, t
         if any([bool(asked)] if team is None else team.control.gather(bool(asked))):
             with build(prepare_job(config.teacher, job, tell=False)) as teacher:
                 for part, folder in zip(parts, folders, strict=True):
+                    if not _complete(folder, top_k):
+                        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+                    teacher.context.barrier()
                     _ask(teacher, part, folder, top_k, config.temperature or 1.0)
         for part, folder in zip(parts, folders, strict=True):
             part.reference = TeacherTable(folder, np.load(folder / STARTS_FILE), top_k)
@@ -156,10 +159,8 @@ def _ask(
                 rows = likeliest(teacher, columns, top_k, temperature)
                 tokens.write(rows.tokens.numpy().data)
                 log_probs.write(rows.log_probs.numpy().data)
-        if not _complete(folder, top_k):
-            shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-            with contextlib.suppress(OSError):  # another process was faster
-                os.rename(partial, folder)
+        with contextlib.suppress(OSError):  # another rank or run was faster
+            os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
