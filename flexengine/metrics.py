@@ -151,7 +151,7 @@ class StepMetrics:
         light = "" if math.isnan(self.sol_pct) else "  above the predicted speed of light"
         if self.sol_pct < 100.5:  # more: a step smaller than planned for, or a profile too slow
             light = f"  {self.sol_pct:.0f}% of speed of light"
-        predicted = format_seconds(self.predicted_step_s)
+        predicted = format_seconds(self.predicted_step_s) if self.predicted_step_s else "nothing"
         if abs(self.off_prediction) > FAR_OFF:
             predicted += f": {self.off_prediction:+.0%}"
         return (
@@ -184,8 +184,9 @@ class Pace:
 
 def describe_details(details: Mapping[str, float | None]) -> str:
     """Describe what an objective tells of answers, to follow its loss."""
-    accuracy, margin = details.get("reward_accuracy"), details.get("reward_margin")
+    accuracy, margin, reward = (details.get(name) for name in ("reward_accuracy", "reward_margin", "reward"))
     parts = [] if accuracy is None else [f"accuracy {accuracy:.0%}"]
+    parts += [] if reward is None else [f"reward {reward:.3f}"]
     parts += [] if margin is None else [f"margin {margin:.3f}"]
     return "".join(f", {part}" for part in parts)
 

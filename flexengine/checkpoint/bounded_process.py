@@ -86,14 +86,17 @@ class BoundedProcess:
     """
 
     def __init__(
-        self, what: str, open_calls: Callable[[], Mapping[str, Callable[..., Any]]], most_bytes: int = MOST_BYTES
-    ) -> None:
+        self, what: str, open_calls: Callable[[], Mapping[str, Callable[..., Any]]], most_bytes: int = MOST_BYTES, *,
+        silent_s: float = SILENT_S, remedy: str = "fetch the files again, or leave out what asks for so much",
+    ) -> None:  # fmt: skip
         """Fork. The process asks `open_calls`, within bounds, for its functions: of JSON values, to JSON values.
 
-        what: the files that it works on, for messages. Order: before memory is page-locked, which a fork would copy.
+        what: the files that it works on, for messages. silent_s: longest time without a sign of life. remedy: what to
+        do where a bound is broken. Order: before memory is page-locked, which a fork would copy.
         Raises: what `open_calls` raises, as `call` does.
         """
         self._what, self._most_bytes, self._ended = what, most_bytes, ""
+        self._silent_s, self._remedy = silent_s, remedy
         self._signs, self._num_signs = _Signs(), 0
         to_child, from_child = os.pipe(), os.pipe()
         parent = os.getpid()
@@ -170,8 +173,8 @@ class BoundedProcess:
                 spent_s, heard_s = _cpu_seconds(self._pid), time.monotonic()
             elif _cpu_seconds(self._pid) - spent_s > allowed_s:
                 self._break(f"it did not end within {allowed_s:.3g} CPU seconds")
-            elif time.monotonic() - heard_s > SILENT_S:
-                self._break(f"nothing was heard of it for {SILENT_S:.0f} s")
+            elif time.monotonic() - heard_s > self._silent_s:
+                self._break(f"nothing was heard of it for {self._silent_s:.3g} s")
 
     def _receive(self) -> list[Any] | None:
         """Return the next message, or None after LOOK_S without one. Raises ValueError when the process has ended."""
@@ -187,7 +190,7 @@ class BoundedProcess:
 
     def _break(self, how: str) -> NoReturn:
         place = self._signs.last()[2] or self._what
-        raise ValueError(f"{place}: {how}; fetch the files again, or leave out what asks for so much")
+        raise ValueError(f"{place}: {how}; {self._remedy}")
 
     def _wait(self) -> int:
         """Collect the process; returns its wait status."""

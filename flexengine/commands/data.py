@@ -52,6 +52,7 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
     )
     tokenizer = TokenizerProcess(about)
     kind = OBJECTIVES[options["objective"]].records if options["objective"] in OBJECTIVES else "answers"
+    kind = "prompt" if options["objective"] == "grpo" else kind
     sources = sources_of(arguments.dataset, options["columns"], options["max_records"], kind)
     lengths = options["max_seq_len"], options["truncate_long"]
     prepared = prepare_sources(sources, tokenizer, *lengths, cache, options["bad_records"])

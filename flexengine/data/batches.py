@@ -13,10 +13,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from flexengine.data.prepare import Prepared
+from flexengine.data.prompts import TokenizedPrompt
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.store import StoredSequences, TokenTable
 from flexengine.data.token_columns import TokenizedPair
@@ -54,19 +56,67 @@ class PairBatch(Batch):
     reference: np.ndarray | None
 
 
-Sequenced = TokenizedRecord | TokenizedPair
+@dataclass(frozen=True)
+class TaughtBatch(Batch):
+    """Single answers, and what a teacher says of their target tokens, in their order.
+
+    tokens: int32 [targets, k], the likeliest. log_probs: float32 [targets, k + 1], theirs and that of all others.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+
+
+@dataclass(frozen=True)
+class PromptBatch(Batch):
+    """Prompts that the model answers itself, and all columns of the record of each."""
+
+    columns: list[dict[str, Any]]
+
+
+class Taught(Protocol):
+    """What a teacher says of the sequences of a data set."""
+
+    def rows(self, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The columns of `TaughtBatch` for some sequences."""
+        ...
+
+
+Reference = np.ndarray | Taught
+"""What a data set's sequences are compared with: log-probabilities [pairs, 2] in float64, or a teacher's."""
+Sequenced = TokenizedRecord | TokenizedPair | TokenizedPrompt
 """What batches are made of."""
 
 
-def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: np.ndarray | None = None) -> Batch:
-    """The batch of some sequences or pairs. reference: [pairs, 2], of all pairs."""
+def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: Reference | None = None) -> Batch:
+    """The batch of some sequences or pairs. reference: of all of them."""
     found = [sequences[i] for i in numbers]
     pairs = [pair for pair in found if isinstance(pair, TokenizedPair)]
+    prompts = [prompt for prompt in found if isinstance(prompt, TokenizedPrompt)]
+    if prompts:
+        return PromptBatch([p.input_ids for p in prompts], [p.labels for p in prompts], [p.columns for p in prompts])
     if not pairs:
-        return Batch([row.input_ids for row in found], [row.labels for row in found])
+        columns = [row.input_ids for row in found], [row.labels for row in found]
+        taught = None if isinstance(reference, np.ndarray) else reference
+        return Batch(*columns) if taught is None else TaughtBatch(*columns, *taught.rows(numbers))
+    assert reference is None or isinstance(reference, np.ndarray), "pairs have no teacher"
     rows = [row for pair in pairs for row in (pair.first, pair.second)]
     chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)
     return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], [p.wanted for p in pairs], chosen)
+
+
+class Room(NamedTuple):
+    """What a sequence takes of a batch: `copies` of it, each with `more` tokens behind it."""
+
+    copies: int = 1
+    more: int = 0
+
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens that sequences of these lengths take."""
+        return self.copies * (lengths + self.more)
+
+
+JUST_ITSELF = Room()
 
 
 def num_targets(labels: list[int]) -> int:
@@ -107,6 +157,7 @@ class GlobalBatches:
         seed: int,
         weights: Sequence[tuple[int, float]] = (),
         tables: Sequence[TokenTable] = (),
+        room: Room = JUST_ITSELF,
     ) -> None:
         """weights: (number of sequences, times that an epoch sees each) of consecutive parts; default: all once.
 
@@ -115,26 +166,30 @@ class GlobalBatches:
         Raises ValueError when a sequence is longer than a whole batch (max_global_batch_tokens).
         """
         known = getattr(sequences, "lengths", None)
-        self._lengths = np.array([len(s.input_ids) for s in sequences], np.int64) if known is None else known
+        lengths = np.array([len(s.input_ids) for s in sequences], np.int64) if known is None else known
+        self._lengths = room.of(lengths) if room != JUST_ITSELF else lengths
         longest = int(self._lengths.max(initial=0))
         if longest > max_global_batch_tokens:
             what = "pair" if isinstance(sequences[0], TokenizedPair) else "sequence"
+            what = "prompt with its completions" if room != JUST_ITSELF else what
             raise ValueError(
                 f"a {what} of {longest} tokens exceeds --max-global-batch-tokens {max_global_batch_tokens}"
             )
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
         self._tables = tables
-        self.reference: np.ndarray | None = None
+        self.reference: Reference | None = None
         self._weights = weights or [(len(sequences), 1.0)]
         self._batches_of: dict[int, int] = {}  # number by epoch; shuffling millions of sequences again takes seconds
         self._begun: tuple[int, array[int], array[int]] | None = None  # an epoch, its order, where its batches end
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int) -> GlobalBatches:
+    def of_parts(
+        cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int, room: Room = JUST_ITSELF
+    ) -> GlobalBatches:
         """Batches of several sources, mixed by their weights."""
         sequences = StoredSequences([(part.table.file, part.cut) for part in parts])
         weights = [(len(part.cut.lengths), part.weight) for part in parts]
-        return cls(sequences, max_global_batch_tokens, seed, weights, [part.table for part in parts])
+        return cls(sequences, max_global_batch_tokens, seed, weights, [part.table for part in parts], room)
 
     def num_steps(self, steps: int | None, epochs: float | None) -> int:
         """steps if given (epochs follow one another as needed), else the batches of that many epochs (default 1).

@@ -17,13 +17,15 @@ from flexengine.checkpoint.hub_errors import without_secrets
 from flexengine.checkpoint.web_file import fetched
 from flexengine.data.bad_records import BadRecords, Policy
 from flexengine.data.preferences import compared_of, encode_compared
+from flexengine.data.prompts import encode_prompts, parse_prompt
 from flexengine.data.records import TokenizedRecord
-from flexengine.data.sources import WEB, NotFromHubError, Reader, Source
+from flexengine.data.sources import WEB, NotFromHubError, Reader, RecordKind, Source
 from flexengine.data.store import (
     Cut,
     StoredSequences,
     TokenTable,
     cut_pairs,
+    cut_prompts,
     cut_records,
     open_shard,
     open_table,
@@ -36,7 +38,16 @@ from flexengine.data.tokenizer import ChatTokenizer
 logger = logging.getLogger(__name__)
 
 TOKEN_CODE = (
-    *("records.py", "preferences.py", "token_columns.py", "turn_masks.py", "masks.py", "templates.py", "tokenizer.py"),
+    *(
+        "records.py",
+        "preferences.py",
+        "prompts.py",
+        "token_columns.py",
+        "turn_masks.py",
+        "masks.py",
+        "templates.py",
+        "tokenizer.py",
+    ),
     *(
         "guessed_columns.py",
         "parts.py",
@@ -149,9 +160,7 @@ def prepare_sources(
     """
     tables = ((source, _open(_on_disk(source, cache), tokenizer, cache, bad_records)) for source in sources)
     return [
-        prepare_table(
-            table, max_seq_len, truncate_long, without_secrets(source.place), source.weight, source.kind != "answers"
-        )
+        prepare_table(table, max_seq_len, truncate_long, without_secrets(source.place), source.weight, source.kind)
         for source, table in tables
     ]
 
@@ -172,13 +181,20 @@ def prepare_table(
     truncate_long: bool,
     place: str = "",
     weight: float = 1.0,
-    pairs: bool = False,
+    kind: RecordKind = "answers",
 ) -> Prepared:
-    """Cuts records to sequences, or takes them as pairs. Raises ValueError when nothing is left, saying why."""
-    cut = cut_pairs(table, max_seq_len) if pairs else cut_records(table, max_seq_len, truncate_long)
+    """Cuts records to sequences, or takes them as pairs or prompts. Raises ValueError when nothing is left.
+
+    max_seq_len: of prompts, what is left for them beside their answers.
+    """
+    if kind == "answers":
+        cut = cut_records(table, max_seq_len, truncate_long)
+    else:
+        cut = (cut_prompts if kind == "prompt" else cut_pairs)(table, max_seq_len)
     if not len(cut.lengths):
-        or_cut = "" if pairs else ", or --truncate-long"
-        remedy = f"\n  works with: --max-seq-len {cut.longest}{or_cut}" if cut.num_too_long else ""
+        or_cut = ", or --truncate-long" if kind == "answers" else ""
+        needs = f"{cut.longest} more than --max-completion-length" if kind == "prompt" else f"{cut.longest}{or_cut}"
+        remedy = f"\n  works with: --max-seq-len {needs}" if cut.num_too_long else ""
         reasons = "".join(f"\n  {count} left out, since {reason}" for reason, count in table.left_out.items())
         if table.num_bad:
             reasons += "\n    ".join([f"\n  {table.num_bad} cannot be read:", *_bad_lines(table, place)])
@@ -260,6 +276,8 @@ def _encoded(
     bad = BadRecords(bad_records)
     if reader.source.kind == "answers":
         yield from tokenizer.encode_records(reader.records(bad), bad)
+    elif reader.source.kind == "prompt":
+        yield from encode_prompts(reader.parsed(parse_prompt, bad), tokenizer, bad)
     else:
         yield from encode_compared(compared_of(reader, bad), tokenizer, bad)
     unread = {f"values of {key} not read": count for key, count in reader.unread.most_common(SHOWN_NOTES)}

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexengine.data.prompts import TokenizedPrompt, prompt_of
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.token_columns import TokenizedPair
 
@@ -112,6 +113,7 @@ class Cut(NamedTuple):
     """Sequences of one table, as positions in its file, and what became of its records. Counts are in records.
 
     splits: of pairs, which lie one behind the other, the tokens of each one's first sequence; None of single ones.
+    behind: of prompts, the numbers that follow each, which are its columns.
     """
 
     starts: np.ndarray
@@ -123,6 +125,12 @@ class Cut(NamedTuple):
     num_without_targets: int
     longest: int
     splits: np.ndarray | None = None
+    behind: np.ndarray | None = None
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Numbers of each sequence in the file."""
+        return self.lengths if self.behind is None else self.lengths + self.behind
 
 
 def cut_records(table: TokenTable, max_seq_len: int, truncate_long: bool) -> Cut:
@@ -179,7 +187,28 @@ def cut_pairs(table: TokenTable, max_seq_len: int) -> Cut:
     )
 
 
-class StoredSequences(Sequence[TokenizedRecord | TokenizedPair]):
+def cut_prompts(table: TokenTable, max_seq_len: int) -> Cut:
+    """Prompts in their order, each followed by its columns. One of more than max_seq_len tokens is dropped."""
+    sizes = np.diff(table.ends, prepend=0)
+    of_prompts = sizes.reshape(-1, 2)
+    kept = of_prompts[:, 0] <= max_seq_len
+    return Cut(
+        starts=(table.ends - sizes)[0::2][kept],
+        lengths=of_prompts[:, 0][kept].astype(np.int32),
+        num_records=len(of_prompts),
+        num_too_long=int((~kept).sum()),
+        num_truncated=0,
+        num_split=0,
+        num_without_targets=0,
+        longest=int(of_prompts[:, 0].max(initial=0)),
+        behind=of_prompts[:, 1][kept].astype(np.int32),
+    )
+
+
+Stored = TokenizedRecord | TokenizedPair | TokenizedPrompt
+
+
+class StoredSequences(Sequence[Stored]):
     """Sequences of several tables, read from disk when asked for. lengths in tokens, of all of them in order."""
 
     def __init__(self, parts: Sequence[tuple[TokenFile, Cut]]) -> None:
@@ -193,20 +222,22 @@ class StoredSequences(Sequence[TokenizedRecord | TokenizedPair]):
         for file, cut in self._parts:
             for column in (cut.lengths, cut.splits) if cut.splits is not None else (cut.lengths,):
                 digest.update(np.ascontiguousarray(column, np.int64).data)
-            for start, length in zip(cut.starts.tolist(), cut.lengths.tolist(), strict=True):
+            for start, length in zip(cut.starts.tolist(), cut.sizes.tolist(), strict=True):
                 digest.update(file.numbers(start, length).data)
         return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, i: int) -> TokenizedRecord | TokenizedPair:  # pyright: ignore[reportIncompatibleMethodOverride], no slices
+    def __getitem__(self, i: int) -> Stored:  # pyright: ignore[reportIncompatibleMethodOverride], no slices
         if not 0 <= i < len(self):
             raise IndexError(i)
         part = int(np.searchsorted(self._ends, i, side="right"))
         file, cut = self._parts[part]
         at = i - int(self._ends[part]) + len(cut.lengths)
-        found = file.read(int(cut.starts[at]), int(cut.lengths[at]))
+        found = file.read(int(cut.starts[at]), int(cut.sizes[at]))
+        if cut.behind is not None:
+            return prompt_of(found.input_ids[: cut.lengths[at]], found.input_ids[cut.lengths[at] :])
         if cut.splits is None:
             return found
         split = int(cut.splits[at])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from flexengine.data.batches import Batch, Sequenced, batch_of, split_epoch
+from flexengine.data.batches import JUST_ITSELF, Batch, Reference, Room, Sequenced, batch_of, split_epoch
 from flexengine.data.prepare import Prepared
 from flexengine.data.store import StoredSequences
 
@@ -36,8 +36,8 @@ def hold_out(part: Prepared, fraction: float, seed: int) -> tuple[Prepared, Prep
 
 
 def _chosen(part: Prepared, chosen: np.ndarray) -> Prepared:
-    splits = None if part.cut.splits is None else part.cut.splits[chosen]
-    cut = part.cut._replace(starts=part.cut.starts[chosen], lengths=part.cut.lengths[chosen], splits=splits)
+    columns = {name: getattr(part.cut, name) for name in ("starts", "lengths", "splits", "behind")}
+    cut = part.cut._replace(**{name: None if column is None else column[chosen] for name, column in columns.items()})
     return Prepared(part.table, cut, part.place, part.weight)
 
 
@@ -46,14 +46,14 @@ class ValidationBatches:
 
     def __init__(self, sequences: Sequence[Sequenced], lengths: np.ndarray, max_tokens: int) -> None:
         self.sequences, self.num_tokens = sequences, int(lengths.sum())
-        self.reference: np.ndarray | None = None
+        self.reference: Reference | None = None
         self._batches = split_epoch(lengths, max_tokens, range(len(lengths)))
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Prepared], max_tokens: int) -> ValidationBatches:
+    def of_parts(cls, parts: Sequence[Prepared], max_tokens: int, room: Room = JUST_ITSELF) -> ValidationBatches:
         """Make the batches of several sources; their weights do not count."""
         stored = StoredSequences([(part.table.file, part.cut) for part in parts])
-        return cls(stored, stored.lengths, max_tokens)
+        return cls(stored, room.of(stored.lengths), max_tokens)
 
     def __iter__(self) -> Iterator[Batch]:
         for indices in self._batches:

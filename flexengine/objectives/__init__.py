@@ -1,6 +1,8 @@
-"""Objectives of training on preferences, a file for each, and the two passes in which the engine trains any of them."""
+"""Objectives beyond learning answers: preferences, which two passes train, and distillation and GRPO, in one."""
 
+from flexengine.objectives.distill import Distillation, TeacherRows, likeliest
 from flexengine.objectives.dpo import DPO
+from flexengine.objectives.grpo import GRPO, GroupLoss, Groups, advantages, token_log_probs
 from flexengine.objectives.ipo import IPO
 from flexengine.objectives.kto import KTO
 from flexengine.objectives.objective import Answers, Judged, Objective, Records
@@ -13,19 +15,27 @@ OBJECTIVES: dict[str, type[Objective]] = {"dpo": DPO, "ipo": IPO, "kto": KTO, "o
 
 __all__ = [
     "DPO",
+    "GRPO",
     "IPO",
     "KTO",
     "OBJECTIVES",
     "ORPO",
     "AnswerRows",
     "Answers",
+    "Distillation",
     "Found",
+    "GroupLoss",
+    "Groups",
     "Judged",
     "Objective",
     "Records",
     "SimPO",
+    "TeacherRows",
+    "advantages",
     "evaluate",
+    "likeliest",
     "reference_log_probs",
+    "token_log_probs",
     "train_step",
     "weighted",
 ]

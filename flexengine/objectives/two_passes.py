@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from flexengine.objectives.objective import Answers, Judged, Objective, Records
+from flexengine.objectives.positions import IGNORE
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
-
-IGNORE = -100
 
 
 class AnswerRows(NamedTuple):

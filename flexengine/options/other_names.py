@@ -80,6 +80,7 @@ SAME = {
     "pref_beta": "beta",
     "dpo_beta": "beta",
     "num_gpus": "gpus",
+    "teacher_model_name_or_path": "teacher",
 }
 """Options by the names that others have for them."""
 BATCH = (
@@ -227,6 +228,7 @@ OTHERWISE = {
     "logging_first_step": "every step is logged",
     "run_name": "trackers name a run after its folder, --output-dir",
     "disable_tqdm": "--logging warning shows neither bar nor steps",
+    "lmbda": "distillation learns from the answers of the data set alone, which is lmbda 0",
     "neftune_noise_alpha": "noise on embeddings is not offered",
 }
 """What to do instead, for names that have no counterpart."""

@@ -140,6 +140,8 @@ class Reviewer:
 
     def predict(self, batch: Batch) -> ExpectedStep:
         """What is expected of a step on a batch, from its own sequences and the step before."""
+        if self.config.objective == "grpo":
+            return ExpectedStep(0.0, 0.0)  # what it writes is not known yet
         predicted, lengths = self.engine.plan.predicted, self._lengths(batch)
         usual_s = self._predictor.step_s(lengths)
         step_s = self._predictor.step_s(lengths, after_clipping=True) if self._was_clipped else usual_s
@@ -160,6 +162,8 @@ class Reviewer:
 
     def after_step(self, batch: Batch, metrics: StepMetrics) -> None:
         """Called when a step has ended."""
+        if self.config.objective == "grpo":
+            return
         if metrics.step <= max(self.reviewed_step, self.replan_step):
             self._steps.append(Reviewed(metrics, self._lengths(batch), self._was_clipped))
         limit = self.engine.max_grad_norm

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from flexengine.checkpoint.atomic import atomic_file
-from flexengine.data import GlobalBatches, StoredSequences, SyntheticBatches, ValidationBatches
+from flexengine.data import GlobalBatches, StoredSequences, ValidationBatches
 from flexengine.data.batches import batch_of, split_epoch
 from flexengine.objectives import reference_log_probs
+from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import Team, is_first
-from flexengine.run.steps import rows_of
+from flexengine.run.steps import objective_of, rows_of
+from flexengine.run.training_data import TrainingData, cache_of
 from flexengine.runtime.engine import Engine
 from flexengine.wording import explain_os_error
 
@@ -27,17 +28,15 @@ logger = logging.getLogger(__name__)
 FILE = "reference.npy"
 
 
-def add_reference(
-    engine: Engine,
-    parts: Sequence[GlobalBatches | SyntheticBatches | ValidationBatches | None],
-    cache: Path | None,
-    team: Team | None = None,
-) -> None:
-    """Give batches of pairs the reference of each. cache: where it is kept, None for nowhere.
+def add_reference(config: TrainConfig, engine: Engine, data: TrainingData, team: Team | None) -> None:
+    """Give batches of pairs the reference of each, where the objective needs one.
 
     Order: before the engine takes a step or loads a checkpoint. Of several ranks, all call it.
     """
-    for batches in parts:
+    objective, cache = objective_of(config), cache_of(config)
+    if objective is None or not objective.needs_reference:
+        return
+    for batches in (data.batches, data.validation):
         if isinstance(batches, (GlobalBatches, ValidationBatches)):
             pairs = batches.sequences
             assert isinstance(pairs, StoredSequences), "what options name is stored"

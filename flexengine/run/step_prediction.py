@@ -71,14 +71,16 @@ class StepPredictor:
         return self._interpolated(((shapes[0], 1), *later), GRID * share)
 
     def forward_s(self, lengths: Sequence[int]) -> float:
-        """Predict the seconds of a forward pass alone, as each of several ranks runs it over all rounds."""
+        """Predict the seconds of a forward pass alone, whose rounds several ranks share."""
         rounds = self._packed(lengths)
         shapes = [packed_shape(found, self.plan.chunk_tokens) for found in rounds]
         real_s = self._total_s([_real_shape(chunk) for found in rounds for chunk in found], self._chunk_s)
         share = real_s / self._total_s([chunk for shape in shapes for chunk in shape.chunks], self._program_s)
         rates = self._rates_at(share)
         seconds = {shape: simulate(lower_evaluation(self._layout, shape), rates).total_s for shape in set(shapes)}
-        return sum(seconds[shape] for shape in shapes)
+        request = self.plan.request
+        own_rounds = math.ceil(len(shapes) / (request.ranks * request.nodes))
+        return sum(seconds[shape] for shape in shapes) * own_rounds / len(shapes)
 
     def chunk_share(self, lengths: Sequence[int]) -> float:
         """The compute of a batch's chunks over that of a full step's, both on average."""

@@ -1,18 +1,18 @@
-"""One step and one evaluation under the run's objective: single answers in one pass, preferences in two."""
+"""One step and one evaluation under the run's objective: answers, or a teacher's, in one pass, preferences in two."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from flexengine import objectives
-from flexengine.data.batches import Batch, PairBatch
+from flexengine.data.batches import Batch, PairBatch, TaughtBatch
 from flexengine.metrics import StepMetrics
 from flexengine.models.spec import ModelSpec
-from flexengine.objectives import OBJECTIVES, AnswerRows, Objective
+from flexengine.objectives import OBJECTIVES, AnswerRows, Distillation, Objective, TeacherRows
 from flexengine.options.train_config import TrainConfig
 from flexengine.run.feedback import ExpectedStep
 from flexengine.runtime.engine import Engine
@@ -54,23 +54,34 @@ class Steps(Protocol):
 
 
 class AnswerSteps:
-    """Learns single answers: the loss is the mean over all target tokens."""
+    """Learns single answers: the loss is the mean over all target tokens. distillation: learns a teacher's instead."""
 
-    has_perplexity = True
+    def __init__(self, distillation: Distillation | None = None) -> None:
+        self._distillation = distillation
+        self.has_perplexity = distillation is None
 
     def train(self, engine: Engine, batch: Batch, lr: float) -> Taken:
         """See `Steps.train`."""
-        out, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels, lr=lr)
+        out, update = engine.train_step(**self._call(engine, batch), lr=lr)
         return Taken(float(out.loss), out, update, {})
 
     def evaluate(self, engine: Engine, batches: Iterable[Batch]) -> Evaluated:
         """See `Steps.evaluate`. The mean does not depend on how sequences were batched."""
         loss_sum, num_targets = 0.0, 0
         for batch in batches:
-            out = engine.evaluate(input_ids=batch.input_ids, labels=batch.labels)
+            out = engine.evaluate(**self._call(engine, batch))
             loss_sum += out.loss * out.num_target_tokens
             num_targets += out.num_target_tokens
         return Evaluated(loss_sum / num_targets, num_targets, {})
+
+    def _call(self, engine: Engine, batch: Batch) -> dict[str, Any]:
+        """The batch, and its loss where that is none of the engine's, as keywords."""
+        columns = {"input_ids": batch.input_ids, "labels": batch.labels}
+        if self._distillation is None:
+            return columns
+        assert isinstance(batch, TaughtBatch), "a teacher was asked before the run"
+        teacher = TeacherRows(torch.from_numpy(batch.tokens), torch.from_numpy(batch.log_probs))
+        return {**columns, "loss": self._distillation.loss(columns, teacher, engine.device)}
 
 
 class PreferenceSteps:
@@ -121,10 +132,15 @@ def objective_of(config: TrainConfig) -> Objective | None:
 
 def check_objective(config: TrainConfig, spec: ModelSpec) -> None:
     """Raise ValueError for a model whose own loss would get another share of the sum than it is meant to have."""
-    if config.compares and spec.balancing is not None:
+    if config.objective == "grpo" and config.beta and config.mode != "lora":
+        raise ValueError(
+            f"--beta {config.beta:g} with --objective grpo compares with the model beneath adapters, and --mode"
+            f" {config.mode} trains all of it; give --mode lora, or leave --beta out"
+        )
+    if (config.compares or config.objective == "grpo") and spec.balancing is not None:
         raise ValueError(
             f"--objective {config.objective} of {spec.name}, whose config.json asks for a loss that balances experts"
-            " (output_router_logits): that loss is a share of a mean over tokens, and preferences have none; set"
+            " (output_router_logits): that loss is a share of a mean over tokens, and this objective has none; set"
             " output_router_logits to false there"
         )
 

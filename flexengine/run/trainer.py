@@ -40,6 +40,7 @@ from flexengine.run.closing import show_samples, summary
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, started_run_folder
+from flexengine.run.groups import steps_of
 from flexengine.run.health import RunHealth, explain_divergence, where_not_finite
 from flexengine.run.model_card import beside_export
 from flexengine.run.opening import data_line, files_line, model_line, with_mode
@@ -57,9 +58,10 @@ from flexengine.run.resuming import (
     saved_date,
 )
 from flexengine.run.saver import STOPPED, RunSaver
-from flexengine.run.steps import AnswerSteps, PreferenceSteps, Steps, check_objective, objective_of, take_step
+from flexengine.run.steps import Steps, check_objective, take_step
+from flexengine.run.teacher import add_teacher
 from flexengine.run.trackers import open_trackers
-from flexengine.run.training_data import TrainingData, cache_of, check_sources, open_data
+from flexengine.run.training_data import TrainingData, check_sources, open_data
 from flexengine.run.watchers import Watchers
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
@@ -115,6 +117,7 @@ def _train(
     elif config.template_date is not None:
         print(f"--template-date {config.template_date}: the chat template writes no date", file=sys.stderr)
     points = told_by_first(team, lambda: check_folder(config, source, checked, replace), *POINT_RECORDS)
+    add_teacher(config, source, checked.data, team)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
     print(f"{planned.brief()}\n{files_line(config)}", flush=True)
@@ -173,12 +176,10 @@ def run(
     points: list[ResumePoint],
 ) -> int:
     """Load the model, take all steps that are left, judge and export the model; returns the exit status."""
-    if data.tokenizer is not None and not (prompts or config.sample_prompts):
+    if data.tokenizer is not None and not (prompts or config.sample_prompts or data.rewards):
         data.tokenizer.close()  # it has read the data, and nobody asks for answers
     engine, num_steps = build_engine(config, planned), schedule.num_steps
-    objective = objective_of(config)
-    if objective is not None and objective.needs_reference:
-        add_reference(engine, (data.batches, data.validation), cache_of(config), planned.team)
+    add_reference(config, engine, data, planned.team)
     point = load_point(engine, points) if points else None
     if config.makes_checkpoints:
         engine.made_from["data"] = data.digests()
@@ -311,8 +312,7 @@ def watchers_of(
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
     health = RunHealth(engine, config.max_skipped_steps)
     saver = RunSaver(config, engine, data.batches, num_steps, planned.team)
-    objective = objective_of(config)
-    steps = AnswerSteps() if objective is None else PreferenceSteps(objective)
+    steps = steps_of(config, data, planned.team)
     watchers = Watchers(recorder, reviewer, health, callbacks, saver, steps, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:

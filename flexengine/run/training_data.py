@@ -21,13 +21,17 @@ from flexengine.data import (
     prepare_sources,
     sources_of,
 )
+from flexengine.data.batches import Room
 from flexengine.data.preview import MARKS, date_line, marked_text, shortened
 from flexengine.data.sources import RecordKind
 from flexengine.models.registry import ASSETS, ModelSource
 from flexengine.objectives import OBJECTIVES
 from flexengine.options.train_config import TrainConfig
+from flexengine.run.rewards import Rewards
 from flexengine.wording import without_folders
 
+REWARD_S = 60.0
+"""Longest call of a reward function where none is given."""
 DEMO_FOLDER = ASSETS / "demo"
 
 
@@ -37,7 +41,7 @@ class TrainingData:
 
     validation: None when the run evaluates nothing. details: further lines, for --verbose. records: what became of the
     records of each source, as JSON values.
-    sources: what is trained, none for synthetic data.
+    sources: what is trained, none for synthetic data. rewards: what judges completions, where the model writes them.
     """
 
     batches: GlobalBatches | SyntheticBatches
@@ -47,6 +51,7 @@ class TrainingData:
     details: Sequence[str] = ()
     records: Sequence[dict[str, Any]] = ()
     sources: Sequence[Prepared] = ()
+    rewards: Rewards | None = None
 
     def digests(self) -> list[dict[str, Any]]:
         """What was trained on, by names without local folders and SHA-256 of its tokens and labels, as JSON values."""
@@ -87,15 +92,18 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         text += f"; tokenizer and chat template are those of the adapter {source.adapter_tokenizer}"
     elif source.support_folder is None:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
-    batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
+    batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed, room_of(config))
     first = shortened(marked_text(tokenizer, batches.sequences[0]))
-    what = "pair" if config.compares else "sequence"
+    what = "pair" if config.compares else "prompt" if config.rewards else "sequence"
     details = [f"  the first {what}, trained between {MARKS[0]} and {MARKS[1]}: {first}"]
     text += f"; {date_line(tokenizer)}" if tokenizer.date is not None else ""
     if validation is not None:
         text += f"; evaluated, not trained: {len(validation.sequences)} sequences, {validation.num_tokens} tokens"
         text += f" of {_describe(evaluated)}" if evaluated else ""
-    return TrainingData(batches, tokenizer, text, validation, details, records, prepared)
+    rewards = None
+    if config.rewards:
+        rewards = Rewards(config.rewards, config.weights_of_rewards(), config.reward_timeout_s or REWARD_S)
+    return TrainingData(batches, tokenizer, text, validation, details, records, prepared, rewards)
 
 
 def cache_of(config: TrainConfig) -> Path | None:
@@ -105,7 +113,16 @@ def cache_of(config: TrainConfig) -> Path | None:
 
 def record_kind(config: TrainConfig) -> RecordKind:
     """What the objective reads records as."""
+    if config.objective == "grpo":
+        return "prompt"
     return OBJECTIVES[config.objective].records if config.compares else "answers"
+
+
+def room_of(config: TrainConfig) -> Room:
+    """What a sequence takes of a batch; a prompt also has its completions there."""
+    if config.objective != "grpo":
+        return Room()
+    return Room(config.completions_per_prompt, config.completion_tokens)
 
 
 def most_bytes_of_data(max_host_mem_gib: float | None) -> int:
@@ -116,7 +133,13 @@ def most_bytes_of_data(max_host_mem_gib: float | None) -> int:
 def _prepare(
     config: TrainConfig, sources: Sequence[Source], tokenizer: TokenizerProcess, cache: Path | None
 ) -> list[Prepared]:
-    lengths = config.max_seq_len, config.truncate_long
+    of_prompts = config.max_seq_len - config.completion_tokens
+    if config.objective == "grpo" and of_prompts < 1:
+        raise ValueError(
+            f"--max-completion-length {config.completion_tokens} leaves nothing of --max-seq-len {config.max_seq_len}"
+            " for prompts; give a smaller one, or a larger --max-seq-len"
+        )
+    lengths = of_prompts if config.objective == "grpo" else config.max_seq_len, config.truncate_long
     return prepare_sources(sources, tokenizer, *lengths, cache, config.bad_records)
 
 
@@ -135,4 +158,4 @@ def _with_validation(
     if config.val_fraction is not None:
         split = [hold_out(part, config.val_fraction, config.seed) for part in prepared]
         prepared, evaluated = [part for part, _ in split], [part for _, part in split]
-    return prepared, ValidationBatches.of_parts(evaluated, config.max_global_batch_tokens)
+    return prepared, ValidationBatches.of_parts(evaluated, config.max_global_batch_tokens, room_of(config))

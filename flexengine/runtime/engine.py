@@ -274,24 +274,24 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
     @one_caller
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128, *, stop_ids: Collection[int] = (),
-        temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, tell: Tell | None = None,
+        temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, keep_stop: bool = False, tell: Tell | None = None,
     ) -> list[list[int]]:  # fmt: skip
         """Return the tokens that follow each prompt, up to a stop token, max_new_tokens or max_seq_len.
 
         prompts: token ids. Each pass runs the new tokens of as many prompts as there is room for the keys, values and
         states of in the GPU memory that the plan leaves free between steps; others follow when one has ended. Weights
         and gradients stay as they are. temperature 0 takes the likeliest token; above it tokens are drawn, by the seed
-        and the number of the prompt, from the likeliest ones that together have the probability top_p. tell: called
-        with a prompt's number and each new token at once, where True ends that answer; it must not call the engine.
+        and the number of the prompt, from the likeliest ones that together have the probability top_p. keep_stop: leave
+        the stop token that ends an answer in it. tell: called with a prompt's number and each new token at once, where
+        True ends that answer; it must not call the engine.
         Raises ValueError for a prompt that leaves no room for an answer, and where no sequence's cache fits.
         """
         self.state.require_usable(merged=True)
-        sampling = Sampling(temperature, top_p, seed)
-        request = GenerationRequest([list(prompt) for prompt in prompts], max_new_tokens, stop_ids, sampling, tell)
+        how = Sampling(temperature, top_p, seed)
+        request = GenerationRequest([*map(list, prompts)], max_new_tokens, stop_ids, how, tell, keep_stop)
         request.check(self.model.vocab_size, self.plan.request.max_seq_len)
-        if not request.prompts:
-            return []
-        return self.steps.between_steps(lambda: Generator(self.rounds, self.layers).generate(request))
+        run = Generator(self.rounds, self.layers).generate
+        return self.steps.between_steps(lambda: run(request)) if request.prompts else []
 
     def _read(self, batch: object, columns: dict[str, object], loss: LossFunction | None) -> Sequences:
         self.state.require_usable(merged=True)

@@ -70,9 +70,10 @@ Tell = Callable[[int, int], bool | None]
 
 
 class GenerationRequest(NamedTuple):
-    """What to generate: at most max_new_tokens after every prompt, up to one of stop_ids, which is left out.
+    """What to generate: at most max_new_tokens after every prompt, up to one of stop_ids.
 
-    tell: called with each new token as soon as it is known.
+    tell: called with each new token as soon as it is known. keep_stop: whether the stop token that ends an answer is
+    part of it.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -80,6 +81,7 @@ class GenerationRequest(NamedTuple):
     stop_ids: Collection[int]
     sampling: Sampling
     tell: Tell | None = None
+    keep_stop: bool = False
 
     def check(self, vocab_size: int, max_seq_len: int) -> None:
         """Raise ValueError naming the prompt, what was found and what is allowed."""
@@ -160,6 +162,8 @@ class Generator:
             sequence.new.append(token)
             if request.tell is not None and request.tell(sequence.index, token):
                 sequence.most_tokens = len(sequence.ids)
+        elif request.keep_stop:
+            sequence.new.append(token)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 

@@ -95,20 +95,21 @@ class RoundRunner:
     def evaluate(self, batch: Sequences, token_losses: list[Tensor] | None = None, everywhere: bool = False) -> Tensor:
         """Issue forward of a batch; returns the summed loss [] in float64 on the device.
 
-        token_losses: one tensor [tokens] per sequence, on the CPU, that takes the loss after each token. Filling them
-        waits for every round. everywhere: each of several ranks runs all rounds, as it does for token_losses.
+        token_losses: one tensor [tokens] of zeros per sequence, on the CPU, that takes the loss after each token.
+        Filling them waits for every round. everywhere: each of several ranks runs all rounds.
         """
         rounds, losses = self._pack(batch), list[Tensor]()
-        divided = not everywhere and token_losses is None
         for number, chunks in enumerate(rounds):
-            if divided and not self._context.evaluates(number):
+            if not everywhere and not self._context.evaluates(number):
                 continue
             self._forward(batch, chunks, None)
             losses.append(self._losses())
             if token_losses is not None:
                 self._copy_losses(chunks, token_losses)
-        if not divided:
+        if everywhere:
             return added(losses, self._device)
+        if token_losses is not None:
+            self._context.join_rows(token_losses)
         return self._context.sum_losses(losses, 0, len(rounds), self._device)
 
     def forward_program(self) -> Program:

@@ -46,6 +46,21 @@ FLAGS = (
         ["--data-source=json_sft", "--dataset=x", "--objective=dpo", "--mode=lora", "--lora-dropout=0.1"],
         ("--lora-dropout 0.1 with --objective dpo: the loss is computed without dropout", "leave --lora-dropout out"),
     ),
+    Case(
+        "distillation_without_a_teacher",
+        ["--data-source=json_sft", "--objective=distill"],
+        ("--objective distill needs the model to learn from; give --teacher MODEL",),
+    ),
+    Case(
+        "grpo_without_rewards",
+        ["--data-source=json_sft", "--dataset=x", "--objective=grpo"],
+        ("--objective grpo needs functions that reward completions; give --rewards file.py:function",),
+    ),
+    Case(
+        "beta_beyond_divergences",
+        ["--data-source=json_sft", "--objective=distill", "--teacher=x", "--beta=2"],
+        ("--beta 2 with --objective distill", "give a number from 0 to 1"),
+    ),
     Case("steps_and_epochs", ["--epochs", "1"], ("--steps 2 and --epochs 1.0", "give one")),
     Case("seed_too_large", ["--seed", str(2**40)], ("--seed is at most 4294967295, got 1099511627776",)),
     Case("template_date_is_no_day", ["--template-date", "4.3.2024"], ("'4.3.2024' is no day", "YYYY-MM-DD")),

@@ -1,8 +1,9 @@
-"""Preferences on two ranks: losses and weights have the bits of one."""
+"""Preferences and rewards on two ranks: losses and weights have the bits of one."""
 
 import json
 from pathlib import Path
 
+import pytest
 from engine_helpers import same_bits
 from ranks_helper import run_ranks, values_of
 from safetensors.torch import load_file
@@ -19,23 +20,43 @@ OPTIONS = {
 PAIRS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": f"{i + 1}, or {i + 2}."} for i in range(16)]
 
 
-def train(rank: int, folder: str) -> str:
-    options = {**OPTIONS, "dataset": str(Path(folder).parent / "pairs.jsonl"), "data_cache": str(Path(folder, "cache"))}
+ANSWERED = [{"question": pair["prompt"], "answer": pair["chosen"]} for pair in PAIRS]
+REWARDS = (
+    "def low(completion_ids):\n    return [sum(token < 999 for token in row) / len(row) for row in completion_ids]\n"
+)
+KINDS = {
+    "dpo": (PAIRS, {}, ("reward_margin", "reward_accuracy")),
+    "grpo": (
+        ANSWERED,
+        {"rewards": "rewards.py:low", "num_generations": 2, "max_completion_length": 4, "beta": 0.1},
+        ("reward", "completion_tokens"),
+    ),
+}
+
+
+def train(rank: int, folder: str, kind: str) -> str:
+    above = Path(folder).parent
+    own = {**OPTIONS, **KINDS[kind][1], "objective": kind}
+    if kind == "grpo":
+        own["rewards"] = (f"{above}/rewards.py:low",)
+    options = {**own, "dataset": str(above / "data.jsonl"), "data_cache": str(Path(folder, "cache"))}
     assert trainer.train(TrainConfig(**options, output_dir=str(Path(folder, "run")))) == 0
     return "done"
 
 
-def test_two_ranks_learn_what_one_learns(tmp_path):
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_learn_what_one_learns(tmp_path, kind):
+    records, _, details = KINDS[kind]
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     found = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        assert values_of(run_ranks(train, ranks, str(folder))) == ["done"] * ranks
+        assert values_of(run_ranks(train, ranks, str(folder), kind)) == ["done"] * ranks
         lines = [json.loads(line) for line in (folder / "run" / "train_log.jsonl").read_text().splitlines()]
         lines += [json.loads(line) for line in (folder / "run" / "eval_log.jsonl").read_text().splitlines()]
-        names = ("loss", "reward_margin", "reward_accuracy")
-        found.append(([[line[name] for name in names] for line in lines], folder / "run" / "final"))
+        found.append(([[line[name] for name in ("loss", *details)] for line in lines], folder / "run" / "final"))
     (alone, own), (together, shared) = found
     assert together == alone
     same_bits(*(load_file(folder / "adapter_model.safetensors") for folder in (shared, own)))

@@ -1,4 +1,4 @@
-"""Runs of `train` on preferences: what they learn, evaluate, log, stop and resume, and what they plan."""
+"""Runs of `train` on preferences and of a teacher: what they learn, evaluate, log, stop and resume, and plan."""
 
 import json
 import math
@@ -117,3 +117,40 @@ def test_a_plan_of_preferences_is_that_of_answers(run, tmp_path):
         plans[objective] = Plan.from_json((tmp_path / "plan.json").read_text())
     assert plans["dpo"].predicted.gpu_bytes == plans["sft"].predicted.gpu_bytes
     assert plans["dpo"].predicted.host_bytes == plans["sft"].predicted.host_bytes
+
+
+def test_a_teacher_is_asked_once_and_learned_from(run, model, tmp_path, monkeypatch):
+    """Stopped and resumed with the same bits, without asking again."""
+    teacher = write_model(tmp_path / "teacher", vocab_size=2944, num_hidden_layers=1)
+    for file in (ASSETS / "demo").glob("tokenizer*"):
+        shutil.copy(file, teacher)
+    options = {"objective": "distill", "teacher": teacher, "teacher_top_k": 40, "beta": 0, "dataset": QUESTIONS}
+    options |= {"val_fraction": 0.05, "eval_steps": 3, "save_steps": 2, "lr": 1e-2}
+    assert run("whole", **options) == 0
+    steps, evaluations = (logged(tmp_path / "whole", f"{name}_log.jsonl") for name in ("train", "eval"))
+    assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
+    assert evaluations[0]["perplexity"] is None
+    folders = [path.parent for path in (tmp_path / "cache").glob("*/teacher_starts.npy")]
+    assert len(folders) == 2
+    rows = sum(int(np.load(folder / "teacher_starts.npy")[-1]) for folder in folders)
+    assert sum((folder / "teacher_tokens.bin").stat().st_size for folder in folders) == rows * 40 * 4
+    take_step = trainer.take_step
+
+    def killed(engine, batch, number, *more):
+        if number == 4:
+            raise KeyboardInterrupt
+        return take_step(engine, batch, number, *more)
+
+    monkeypatch.setattr("flexengine.run.teacher.prepare_job", None)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "take_step", killed)
+        assert run("stopped", **options) != 0
+    assert run("stopped", resume="auto", **options) == 0
+    assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")
+
+
+def test_a_teacher_of_other_words_is_refused(run, tmp_path, capsys):
+    teacher = write_model(tmp_path / "teacher", vocab_size=64)
+    assert run(objective="distill", teacher=teacher, dataset=QUESTIONS) == 2
+    assert "has a vocabulary of 64 tokens, and the model one of 2944" in capsys.readouterr().err
