@@ -47,11 +47,12 @@ class PairBatch(Batch):
     """The pairs of one step: the rows of each stand one behind the other.
 
     wanted: whether the first answer of each pair is a good one. reference: float64 [2 * pairs], the log-probability of
-    each row's answer in the model before training; None where nothing compares with it.
+    each row's answer in the model before training; None where nothing compares with it. margins: the pairs' own.
     """
 
     wanted: list[bool]
     reference: np.ndarray | None
+    margins: list[float]
 
 
 Sequenced = TokenizedRecord | TokenizedPair
@@ -66,7 +67,8 @@ def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: 
         return Batch([row.input_ids for row in found], [row.labels for row in found])
     rows = [row for pair in pairs for row in (pair.first, pair.second)]
     chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)
-    return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], [p.wanted for p in pairs], chosen)
+    beside = [p.wanted for p in pairs], chosen, [p.value for p in pairs]
+    return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], *beside)
 
 
 def num_targets(labels: list[int]) -> int:

@@ -41,8 +41,9 @@ from flexengine.wording import did_you_mean
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-RecordKind = Literal["answers", "pair", "rated"]
-"""What the records of a source are: single answers to learn, pairs of answers, or answers with a verdict."""
+RecordKind = Literal["answers", "pair", "ranked", "rated"]
+"""What the records of a source are: single answers to learn, pairs of answers (ranked: with
+margins), or answers with a verdict."""
 
 WEIGHT = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -15,18 +15,26 @@ TOKEN_KEYS = frozenset({*COLUMNS, "token_type_ids", "special_tokens_mask", "leng
 
 
 class TokenizedRecord(NamedTuple):
-    """One training sequence: one entry per token in both lists; labels unshifted, IGNORE where there is no loss."""
+    """One training sequence: one entry per token in both lists; labels unshifted, IGNORE where there is no loss.
+
+    value: a number that the record has beside its tokens, such as the margin of a pair.
+    """
 
     input_ids: list[int]
     labels: list[int]
+    value: float = 0.0
 
 
 class TokenizedPair(NamedTuple):
-    """Two sequences that are compared. wanted: whether the answer of the first is a good one."""
+    """Two sequences that are compared.
+
+    wanted: whether the answer of the first is a good one. value: that of the first.
+    """
 
     first: TokenizedRecord
     second: TokenizedRecord
     wanted: bool
+    value: float = 0.0
 
     @property
     def input_ids(self) -> list[int]:

@@ -36,6 +36,7 @@ from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names
 from flexengine.models.quantised_weights import as_quantised, quantised_by, without_quantisation
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
+from flexengine.models.task_heads import read_head, with_task_head
 from flexengine.models.unknown import unknown_family
 from flexengine.models.variant_rows import VARIANTS
 from flexengine.models.wrappers import WRAPPERS
@@ -176,7 +177,9 @@ def build_model(name: str, config: Any) -> ModelSpec:
     method = quantised_by(name, config, () if native is None else native.quantised)
     refuse_other_tasks(name, config)
     refuse_unsupported(name, config)
+    head = read_head(name, config)
     spec = _opaque(name, config) if native is None else native.build(name, with_class_defaults(family, config))
+    spec = spec if head is None else with_task_head(spec, head)
     spec = as_quantised(spec, config, method, plain=ROUTERS)
     notice = "; ".join(filter(None, (spec.notice, dropout_notice(name, config))))
     # The config as it was read, without class defaults: the export writes it back.

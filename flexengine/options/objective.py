@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from flexengine.options.option import Need, Option
 
-ObjectiveName = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo"]
+ObjectiveName = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "reward"]
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
 FOR_PREFERENCES = Need("objective", PREFERENCES, why="is about preferences")
 FOR_KTO = Need("objective", ("kto",), why="weighs rated answers")
@@ -21,7 +21,7 @@ class ObjectiveOptions:
         ObjectiveName,
         Option(
             "what records are trained for: sft = their answers; of pairs of a chosen and a rejected answer dpo, ipo,"
-            " orpo or simpo; of answers with a verdict (label) kto"
+            " orpo, simpo or reward (a model that scores answers); of answers with a verdict (label) kto"
         ),
     ] = "sft"
     beta: Annotated[
@@ -48,6 +48,15 @@ class ObjectiveOptions:
             needs=(Need("objective", ("simpo",), why="is SimPO's margin"),),
         ),
     ] = None
+    center_rewards_coefficient: Annotated[
+        float | None,
+        Option(
+            "how strongly the rewards of a pair are drawn to a sum of 0 (default: not at all)",
+            above=0,
+            most=1e6,
+            needs=(Need("objective", ("reward",), why="centers rewards"),),
+        ),
+    ] = None
     desirable_weight: Annotated[
         float | None, Option("factor on the loss of wanted answers (default: 1.0)", least=0, most=1e6, needs=(FOR_KTO,))
     ] = None
@@ -68,6 +77,7 @@ class ObjectiveOptions:
             "beta": self.beta,
             "label_smoothing": self.label_smoothing,
             "gamma": self.simpo_gamma,
+            "center_coefficient": self.center_rewards_coefficient,
             "desirable_weight": self.desirable_weight,
             "undesirable_weight": self.undesirable_weight,
         }

@@ -111,7 +111,7 @@ def rows_of(batch: Batch) -> AnswerRows:
     """A batch of pairs as objectives read it."""
     assert isinstance(batch, PairBatch), "preferences are read as pairs"
     reference = None if batch.reference is None else torch.from_numpy(batch.reference)
-    return AnswerRows(batch.input_ids, batch.labels, reference, batch.wanted)
+    return AnswerRows(batch.input_ids, batch.labels, reference, batch.wanted, batch.margins)
 
 
 def objective_of(config: TrainConfig) -> Objective | None:
@@ -120,7 +120,18 @@ def objective_of(config: TrainConfig) -> Objective | None:
 
 
 def check_objective(config: TrainConfig, spec: ModelSpec) -> None:
-    """Raise ValueError for a model whose own loss would get another share of the sum than it is meant to have."""
+    """Raise ValueError for a head that the objective says nothing of, or a model whose own loss would get another share
+    of the sum than it is meant to have."""
+    head = spec.task
+    scores = config.compares and OBJECTIVES[config.objective].scores
+    if head is not None and (not scores or head.num_labels > 1):
+        kind = "one output" if head.num_labels == 1 else f"{head.num_labels} outputs"
+        fits = "one that predicts tokens, or a head with one output (--objective reward)"
+        raise ValueError(
+            f"--objective {config.objective} of {spec.name}, whose head has {kind} for labels; give {fits}"
+        )
+    if head is not None and config.sample_prompts:
+        raise ValueError(f"--sample-prompts: {spec.name} has a head for labels, which answers nothing; leave them out")
     if config.compares and spec.balancing is not None:
         raise ValueError(
             f"--objective {config.objective} of {spec.name}, whose config.json asks for a loss that balances experts"

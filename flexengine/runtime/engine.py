@@ -270,7 +270,7 @@ class Engine(CheckpointCalls, ReadingCalls):
     def next_token_logits(self, tokens: list[int]) -> Tensor:
         """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
         self.state.require_usable()
-        sequences = read_batch({"input_ids": [tokens]}, self.model.vocab_size, self.plan.request.max_seq_len)
+        sequences = read_batch({"input_ids": [tokens]}, self.model, self.plan.request.max_seq_len)
         return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits(), everywhere=True)
 
     @one_caller
@@ -290,7 +290,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.state.require_usable()
         sampling = Sampling(temperature, top_p, seed)
         request = GenerationRequest([list(prompt) for prompt in prompts], max_new_tokens, stop_ids, sampling, tell)
-        request.check(self.model.vocab_size, self.plan.request.max_seq_len)
+        request.check(self.model, self.plan.request.max_seq_len)
         if not request.prompts:
             return []
         return self.steps.between_steps(lambda: Generator(self.rounds, self.layers).generate(request))
@@ -299,7 +299,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.state.require_usable()
         if loss is not None and not callable(loss):
             raise ValueError(f"loss must be a function of a block of logits, got {type(loss).__name__}: docs/losses.md")
-        call = self.plan.request, self.model.vocab_size, batch, columns
+        call = self.plan.request, self.model, batch, columns
         return self.context.read(self.settings.batches, call, loss is not None)._replace(loss=loss)
 
     def _agree(self, lr: float | None, divisor: float | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from flexengine.models.spec import ModelSpec
 from flexengine.native.transfer_operations import WordValue
 from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.control import Control
@@ -120,7 +121,7 @@ class RankContext:
         return added(own, device)
 
     def read(
-        self, batches: Batches, call: tuple[Request, int, object, Mapping[str, object]], own_loss: bool
+        self, batches: Batches, call: tuple[Request, ModelSpec, object, Mapping[str, object]], own_loss: bool
     ) -> Sequences:
         """Read the batch of a call, as `read_on_ranks` does."""
         return read_call(*call)
@@ -265,7 +266,7 @@ class SeveralRanks(RankContext):
         return torch.tensor(total, dtype=torch.float64, device=device)
 
     def read(
-        self, batches: Batches, call: tuple[Request, int, object, Mapping[str, object]], own_loss: bool
+        self, batches: Batches, call: tuple[Request, ModelSpec, object, Mapping[str, object]], own_loss: bool
     ) -> Sequences:
         return read_on_ranks(self.control, batches, call, own_loss)
 
