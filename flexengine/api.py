@@ -117,7 +117,16 @@ class PrepareArguments(Job, ModelArgument):
             gib, num_bytes = f"max_{place}_mem_gib", f"max_{place}_mem_bytes"
             budget = budget_gib(place, getattr(self, gib), getattr(self, num_bytes))
             object.__setattr__(self, gib, budget)
-        for name in ("freeze", "lora_targets", "modules_to_save", "lr_groups", "weight_decay_groups", "add_tokens"):
+        names = (
+            "freeze",
+            "lora_targets",
+            "modules_to_save",
+            "lr_groups",
+            "weight_decay_groups",
+            "add_tokens",
+            "labels",
+        )
+        for name in names:
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         self._take_adapters({} if lora is None else lora_options(lora))

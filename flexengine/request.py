@@ -93,6 +93,7 @@ def with_task(source: ModelSource, job: Job) -> ModelSource:
     spec = source.spec
     if job.task is None or (spec.task is not None and spec.task.task == job.task and not job.labels):
         return source
+    job.check_task()
     labels, problem = tuple(job.labels), job.problem_type
     if not labels and problem == "regression":
         labels = ("LABEL_0",)  # as transformers calls the only one

@@ -19,7 +19,7 @@ import numpy as np
 from flexengine.data.prepare import Prepared
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.store import StoredSequences, TokenTable
-from flexengine.data.token_columns import TokenizedPair
+from flexengine.data.token_columns import TokenizedPair, ValuedRecord
 
 SEQUENCES_AT_ONCE = 1 << 18
 """Sequences whose lengths are added up at once: more would take memory beside the budget, fewer are slower."""
@@ -27,10 +27,11 @@ SEQUENCES_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole sequences of one step, ragged: no padding."""
+    """The whole sequences of one step, ragged: no padding. values: that of each record, None where all are 0."""
 
     input_ids: list[list[int]]
     labels: list[list[int]]
+    values: Sequence[float] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -47,15 +48,14 @@ class PairBatch(Batch):
     """The pairs of one step: the rows of each stand one behind the other.
 
     wanted: whether the first answer of each pair is a good one. reference: float64 [2 * pairs], the log-probability of
-    each row's answer in the model before training; None where nothing compares with it. margins: the pairs' own.
+    each row's answer in the model before training; None where nothing compares with it.
     """
 
-    wanted: list[bool]
-    reference: np.ndarray | None
-    margins: list[float]
+    wanted: Sequence[bool] = ()
+    reference: np.ndarray | None = None
 
 
-Sequenced = TokenizedRecord | TokenizedPair
+Sequenced = TokenizedRecord | ValuedRecord | TokenizedPair
 """What batches are made of."""
 
 
@@ -64,10 +64,11 @@ def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: 
     found = [sequences[i] for i in numbers]
     pairs = [pair for pair in found if isinstance(pair, TokenizedPair)]
     if not pairs:
-        return Batch([row.input_ids for row in found], [row.labels for row in found])
+        values = [row.value if isinstance(row, ValuedRecord) else 0.0 for row in found]
+        return Batch([row.input_ids for row in found], [row.labels for row in found], values if any(values) else None)
     rows = [row for pair in pairs for row in (pair.first, pair.second)]
     chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)
-    beside = [p.wanted for p in pairs], chosen, [p.value for p in pairs]
+    beside = [p.value for p in pairs], [p.wanted for p in pairs], chosen
     return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], *beside)
 
 

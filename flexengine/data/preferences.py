@@ -27,6 +27,7 @@ from flexengine.data.bad_records import BadRecords
 from flexengine.data.masks import LeftOutError
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord, parse_record
 from flexengine.data.sources import Reader
+from flexengine.data.token_columns import ValuedRecord
 from flexengine.data.tokenizer import SLOWEST_CHARACTERS_PER_S, ChatTokenizer
 from flexengine.wording import shown
 
@@ -217,7 +218,7 @@ def compared_of(reader: Reader, bad: BadRecords) -> Iterable[Compared]:
 
 def encode_compared(
     compared: Iterable[Compared], tokenizer: ChatTokenizer, bad: BadRecords
-) -> Iterator[TokenizedRecord]:
+) -> Iterator[TokenizedRecord | ValuedRecord]:
     """Ids and labels of both conversations of each comparison, one behind the other; both or none are left out.
 
     The label of the first token of the first one, which nothing predicts, says whether its answer is a good one: it is
@@ -225,18 +226,19 @@ def encode_compared(
     """
     for two in compared:
         try:
-            first, second = (_encoded(record, tokenizer) for record in (two.first, two.second))
+            first, second = (encode_whole(record, tokenizer) for record in (two.first, two.second))
         except LeftOutError as error:
             tokenizer.left_out[str(error)] += 1
         except ValueError as error:
             bad.leave_out(ValueError(f"{two.first.where}: {error}" if two.first.where else str(error)))
         else:
             labels = [first.input_ids[0] if two.wanted else IGNORE, *first.labels[1:]]
-            yield first._replace(labels=labels, value=two.margin)
+            yield ValuedRecord(first.input_ids, labels, two.margin) if two.margin else first._replace(labels=labels)
             yield second
 
 
-def _encoded(record: Record, tokenizer: ChatTokenizer) -> TokenizedRecord:
-    num_characters = sum(len(message.content or "") for message in record.messages)
+def encode_whole(record: Record, tokenizer: ChatTokenizer) -> TokenizedRecord:
+    """Ids and labels of one record, as `encode_record`, which may take the time that its text needs."""
+    num_characters = len(record.text or "") + sum(len(message.content or "") for message in record.messages)
     report_alive(record.where, num_characters / SLOWEST_CHARACTERS_PER_S)
     return tokenizer.encode_record(record)

@@ -16,6 +16,7 @@ from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.hub_errors import without_secrets
 from flexengine.checkpoint.web_file import fetched
 from flexengine.data.bad_records import BadRecords, Policy
+from flexengine.data.labelled import encode_labelled, parse_labelled
 from flexengine.data.preferences import compared_of, encode_compared
 from flexengine.data.records import TokenizedRecord
 from flexengine.data.sources import WEB, NotFromHubError, Reader, Source
@@ -31,14 +32,25 @@ from flexengine.data.store import (
     table_in_scratch,
     write_table,
 )
+from flexengine.data.token_columns import ValuedRecord
 from flexengine.data.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
 TOKEN_CODE = (
-    *("records.py", "preferences.py", "token_columns.py", "turn_masks.py", "masks.py", "templates.py", "tokenizer.py"),
+    *(
+        "records.py",
+        "preferences.py",
+        "labelled.py",
+        "token_columns.py",
+        "turn_masks.py",
+        "masks.py",
+        "templates.py",
+        "tokenizer.py",
+    ),
     *(
         "guessed_columns.py",
+        "labelled.py",
         "parts.py",
         "model_folder.py",
         "../checkpoint/tokenizer_files.py",
@@ -48,6 +60,8 @@ TOKEN_CODE = (
 """What makes tokens of files, from this folder."""
 HUB_CPU_S = 60.0
 """CPU seconds in which the `datasets` library is imported and finds a data set."""
+PAIRS = ("pair", "ranked", "rated")
+"""Kinds of records that are two sequences each."""
 SHOWN_NOTES = 8
 """Most remarks about one source: a file may have thousands of columns."""
 
@@ -150,7 +164,7 @@ def prepare_sources(
     tables = ((source, _open(_on_disk(source, cache), tokenizer, cache, bad_records)) for source in sources)
     return [
         prepare_table(
-            table, max_seq_len, truncate_long, without_secrets(source.place), source.weight, source.kind != "answers"
+            table, max_seq_len, truncate_long, without_secrets(source.place), source.weight, source.kind in PAIRS
         )
         for source, table in tables
     ]
@@ -199,8 +213,8 @@ def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | N
             raise ValueError(f"data set {source.place}: {given} is about records, and a shard of tokens has none")
         if source.kind != "answers":
             raise ValueError(
-                f"data set {source.place}: a shard of tokens has no answers to compare; give records of preferences, or"
-                " leave --objective out"
+                f"data set {source.place}: a shard of tokens has no answers to compare and no labels; give records that"
+                " have, or leave --objective and --task out"
             )
         return open_shard(Path(source.place), tokenizer.num_ids)
     with tempfile.TemporaryDirectory(prefix="flexengine-tokens") as folder:
@@ -248,18 +262,21 @@ def make_table(
 def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
     """A link in the cache to the tokens of a data set of the hub, as it last was, for runs without a network."""
     place = (source.place, source.config, source.split, repr(source.columns), repr(source.max_records), source.part)
-    place += () if source.kind == "answers" else (source.kind,)
+    place += () if source.kind == "answers" else (source.kind, repr(source.labels))
     return cache / f"hub-{_digest(*place, tokenizer.key(), _code_key())}"
 
 
 def _encoded(
     reader: Reader, tokenizer: ChatTokenizer, counts: dict[str, Any], bad_records: Policy
-) -> Iterator[TokenizedRecord]:
+) -> Iterator[TokenizedRecord | ValuedRecord]:
     """The records of a source, tokenized. When they end, counts holds what `TokenTable` tells of all of them."""
     tokenizer.left_out, tokenizer.notes = Counter(), Counter()
     bad = BadRecords(bad_records)
     if reader.source.kind == "answers":
         yield from tokenizer.encode_records(reader.records(bad), bad)
+    elif reader.source.kind == "labelled":
+        parse = functools.partial(parse_labelled, names=reader.source.labels)
+        yield from encode_labelled(reader.parsed(parse, bad), tokenizer, bad)
     else:
         yield from encode_compared(compared_of(reader, bad), tokenizer, bad)
     unread = {f"values of {key} not read": count for key, count in reader.unread.most_common(SHOWN_NOTES)}

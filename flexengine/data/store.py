@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexengine.data.records import IGNORE, TokenizedRecord
-from flexengine.data.token_columns import TokenizedPair
+from flexengine.data.token_columns import TokenizedPair, ValuedRecord
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,11 @@ def cut_pairs(table: TokenTable, max_seq_len: int) -> Cut:
     )
 
 
-class StoredSequences(Sequence[TokenizedRecord | TokenizedPair]):
+AnyRecord = TokenizedRecord | ValuedRecord
+Stored = AnyRecord | TokenizedPair
+
+
+class StoredSequences(Sequence[Stored]):
     """Sequences of several tables, read from disk when asked for. lengths in tokens, of all of them in order."""
 
     def __init__(self, parts: Sequence[tuple[TokenFile, Cut]]) -> None:
@@ -209,7 +213,7 @@ class StoredSequences(Sequence[TokenizedRecord | TokenizedPair]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, i: int) -> TokenizedRecord | TokenizedPair:  # pyright: ignore[reportIncompatibleMethodOverride], no slices
+    def __getitem__(self, i: int) -> Stored:  # pyright: ignore[reportIncompatibleMethodOverride], no slices
         if not 0 <= i < len(self):
             raise IndexError(i)
         part = int(np.searchsorted(self._ends, i, side="right"))
@@ -218,7 +222,7 @@ class StoredSequences(Sequence[TokenizedRecord | TokenizedPair]):
         found = file.read(int(cut.starts[at]), int(cut.lengths[at]))
         value = 0.0 if cut.values is None else float(cut.values[at])
         if cut.splits is None:
-            return found._replace(value=value)
+            return found if cut.values is None else ValuedRecord(*found, value)
         split = int(cut.splits[at])
         first, second = (
             TokenizedRecord(found.input_ids[part], found.labels[part]) for part in (slice(split), slice(split, None))
@@ -247,11 +251,11 @@ class Index(NamedTuple):
     values: np.ndarray | None
 
 
-def write_tokens(records: Iterable[TokenizedRecord], file: int) -> Index:
+def write_tokens(records: Iterable[AnyRecord], file: int) -> Index:
     """Writes records to an open file; returns where each ends, its first target and its value (TokenTable)."""
     ends, first_targets, values, total = array("q"), array("i"), array("d"), 0
     with open(file, "wb", closefd=False, buffering=2**20) as out:
-        for ids, labels, value in records:
+        for ids, labels, *value in records:
             tokens = np.array(ids, np.int32)
             first = WHOLE
             if labels is not ids:
@@ -263,12 +267,12 @@ def write_tokens(records: Iterable[TokenizedRecord], file: int) -> Index:
             total += len(tokens)
             ends.append(total)
             first_targets.append(first)
-            values.append(value)
+            values.append(*value or (0.0,))
     own = np.array(values) if any(values) else None
     return Index(np.array(ends, np.int64), np.array(first_targets, np.int32), own)
 
 
-def table_in_scratch(records: Iterable[TokenizedRecord]) -> TokenTable:
+def table_in_scratch(records: Iterable[AnyRecord]) -> TokenTable:
     """A table in a file without a name, which the system removes with the process."""
     with tempfile.TemporaryFile() as file:
         index = write_tokens(records, file.fileno())
@@ -299,7 +303,7 @@ def _seal(table: TokenTable, counts: Mapping[str, Any]) -> str:
     return hashlib.sha256(f"{table.sha256} {json.dumps(counts)}".encode()).hexdigest()
 
 
-def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[str, Any]) -> None:
+def write_table(folder: Path, records: Iterable[AnyRecord], counts: dict[str, Any]) -> None:
     """Writes a table beside `folder` and gives it that name when it is whole; counts are read when records end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))

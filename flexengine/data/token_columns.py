@@ -15,14 +15,18 @@ TOKEN_KEYS = frozenset({*COLUMNS, "token_type_ids", "special_tokens_mask", "leng
 
 
 class TokenizedRecord(NamedTuple):
-    """One training sequence: one entry per token in both lists; labels unshifted, IGNORE where there is no loss.
-
-    value: a number that the record has beside its tokens, such as the margin of a pair.
-    """
+    """One training sequence: one entry per token in both lists; labels unshifted, IGNORE where there is no loss."""
 
     input_ids: list[int]
     labels: list[int]
-    value: float = 0.0
+
+
+class ValuedRecord(NamedTuple):
+    """The same with a number that the record has beside its tokens, such as its label or the margin of a pair."""
+
+    input_ids: list[int]
+    labels: list[int]
+    value: float
 
 
 class TokenizedPair(NamedTuple):
@@ -31,8 +35,8 @@ class TokenizedPair(NamedTuple):
     wanted: whether the answer of the first is a good one. value: that of the first.
     """
 
-    first: TokenizedRecord
-    second: TokenizedRecord
+    first: TokenizedRecord | ValuedRecord
+    second: TokenizedRecord | ValuedRecord
     wanted: bool
     value: float = 0.0
 

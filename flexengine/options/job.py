@@ -324,7 +324,6 @@ class Job(TaskOptions):
         self._check_lengths()
         self._check_sizes()
         self._check_tokens()
-        self.check_task()
         _ = self.lora_setup  # raises for adapters that cannot be
 
     def _check_lengths(self) -> None:

@@ -171,7 +171,7 @@ class TrainConfig(ObjectiveOptions, DataOptions, LearningOptions, EvaluationOpti
     def __post_init__(self) -> None:
         for option in options_of(TrainConfig).values():
             object.__setattr__(self, option.name, option.from_flag(getattr(self, option.name)))
-        for name in ("dataset", "val_dataset", "columns", "sample_prompts", "report_to", "add_tokens"):
+        for name in ("dataset", "val_dataset", "columns", "sample_prompts", "report_to", "add_tokens", "labels"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         self.take_day()

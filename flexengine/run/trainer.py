@@ -42,6 +42,7 @@ from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, run_record, started_run_folder
 from flexengine.run.health import RunHealth, explain_divergence, where_not_finite
+from flexengine.run.label_steps import steps_of
 from flexengine.run.opening import data_line, files_line, model_line, with_mode
 from flexengine.run.ranks import as_rank, first_rank_first, told_by_first
 from flexengine.run.recording import Recorder, check_recording
@@ -57,7 +58,7 @@ from flexengine.run.resuming import (
     saved_date,
 )
 from flexengine.run.saver import STOPPED, RunSaver
-from flexengine.run.steps import AnswerSteps, PreferenceSteps, Steps, check_objective, objective_of, take_step
+from flexengine.run.steps import Steps, check_objective, objective_of, take_step
 from flexengine.run.trackers import open_trackers
 from flexengine.run.training_data import TrainingData, cache_of, check_sources, open_data
 from flexengine.run.watchers import Watchers
@@ -311,8 +312,7 @@ def watchers_of(
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
     health = RunHealth(engine, config.max_skipped_steps)
     saver = RunSaver(config, engine, data.batches, num_steps, planned.team)
-    objective = objective_of(config)
-    steps = AnswerSteps() if objective is None else PreferenceSteps(objective)
+    steps = steps_of(config, engine, planned.team)
     watchers = Watchers(recorder, reviewer, health, callbacks, saver, steps, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:

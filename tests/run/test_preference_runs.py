@@ -146,4 +146,4 @@ def test_a_reward_model_begins_with_a_new_head_and_is_exported(run, model, tmp_p
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(exported)
     assert loaded.config.num_labels == loaded.score.out_features == 1
     assert run("dpo", objective="dpo", model=exported) == 2
-    assert "whose head has one output for labels" in capsys.readouterr().err
+    assert "whose head has 1 output for labels" in capsys.readouterr().err
