@@ -24,7 +24,7 @@ from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
-from flexengine.models.task_heads import config_for, read_head, with_task_head
+from flexengine.models.task_heads import config_for, read_head, with_head_saved, with_task_head
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options.job import LORA_OPTIONS, Job
 from flexengine.options.lora import LoRA
@@ -33,8 +33,6 @@ from flexengine.wording import hub_model, shown
 
 logger = logging.getLogger(__name__)
 
-HEADS_OF_PEFT = ("score", "classifier")
-"""What PEFT calls the heads that it trains beside adapters."""
 PADDING_UNNAMED = (
     "%s: config.json names no pad_token_id, so transformers will score one sequence at a time with the exported model;"
     " add it there for batches"
@@ -74,14 +72,6 @@ def _check_opaque(spec: ModelSpec, job: Job) -> None:
                 " not replaced and take no adapters; leave it out (--freeze trains a part of the layers), or give a"
                 " model of a type that flexengine models lists"
             )
-
-
-def with_head_saved(lora: LoRA, spec: ModelSpec) -> LoRA:
-    """Have a head for labels trained in full beside adapters, as PEFT does."""
-    if spec.task is None:
-        return lora
-    others = [name for name in lora.modules_to_save if name not in HEADS_OF_PEFT]
-    return replace(lora, modules_to_save=(*others, spec.head_source.removesuffix(".weight")))
 
 
 def with_task(source: ModelSource, job: Job) -> ModelSource:

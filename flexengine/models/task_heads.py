@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.label_head import LabelHead
+from flexengine.options.lora import LoRA
 from flexengine.options.task import Problem, Task, TaskHead
 from flexengine.wording import shown
 
@@ -30,6 +31,8 @@ WITH_SEQUENCES = WITH_TOKENS | {
 }  # fmt: skip
 """Families whose sequences a class of transformers scores."""
 MOST_LABELS = 4096
+HEADS_OF_PEFT = ("score", "classifier")
+"""What PEFT calls the heads that it trains beside adapters."""
 
 
 def read_head(name: str, config: dict[str, Any]) -> TaskHead | None:
@@ -165,3 +168,11 @@ def new_head_notice(spec: ModelSpec) -> str:
         f" {spec.task.num_labels} output{'s' if spec.task.num_labels > 1 else ''} for {_what(spec.task.task)} begins"
         f" with random weights (initializer_range {spec.initializer_range:g})"
     )
+
+
+def with_head_saved(lora: LoRA, spec: ModelSpec) -> LoRA:
+    """Have a head for labels trained in full beside adapters, as PEFT does."""
+    if spec.task is None:
+        return lora
+    others = [name for name in lora.modules_to_save if name not in HEADS_OF_PEFT]
+    return replace(lora, modules_to_save=(*others, spec.head_source.removesuffix(".weight")))

@@ -15,6 +15,7 @@ from family_configs import CASES
 from flexengine import LoRA
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import open_model
+from flexengine.models.task_heads import with_head_saved
 from flexengine.objectives import (
     DPO,
     IPO,
@@ -28,7 +29,6 @@ from flexengine.objectives import (
     weighted,
 )
 from flexengine.optim import AdamW
-from flexengine.request import with_head_saved
 
 pytest.importorskip("trl")
 
