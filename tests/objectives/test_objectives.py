@@ -262,7 +262,7 @@ def test_rewards_are_those_of_trl(tmp_path, family, mode):
     if mode == "adapters":
         again = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)
         found, expected = (one.eval()(input_ids=tokens).logits for one in (again, model))
-        assert torch.allclose(found, expected, rtol=1e-5)
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)  # other kernels of attention
 
 
 def scores_of(model):
