@@ -12,6 +12,7 @@ from flexengine.version import __version__
 if TYPE_CHECKING:
     from flexengine.api import PlannedRun, from_pretrained
     from flexengine.api import prepare as plan
+    from flexengine.models.registry import register_family
     from flexengine.options.lora import LoRA
     from flexengine.options.train_config import TrainConfig
     from flexengine.run.callbacks import Callback
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "from_pretrained",
     "plan",
+    "register_family",
     "train",
 ]
 
@@ -37,6 +39,7 @@ _HOMES = {
     "TrainConfig": "flexengine.options.train_config",
     "TrainResult": "flexengine.run.from_python",
     "from_pretrained": "flexengine.api",
+    "register_family": "flexengine.models.registry",
     "train": "flexengine.run.from_python",
 }
 """Where the names come from that are imported when they are first asked for: planning and downloading start quickly."""

@@ -20,6 +20,7 @@ from flexengine.hardware.probe import check_multiplies_fp8, mend, probe
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
+from flexengine.models.task_heads import new_head_notice
 from flexengine.native.host_memory import gpu_numa_node
 from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
 from flexengine.options.job import ADAPTER_LR, LORA_OPTIONS, Job, OptimizerName, meant_by
@@ -47,6 +48,7 @@ from flexengine.request import (
     with_cache,
     with_new_tokens,
     with_read_adapter,
+    with_task,
     without_cache,
 )
 from flexengine.runtime.engine import Engine, EngineSettings
@@ -115,7 +117,16 @@ class PrepareArguments(Job, ModelArgument):
             gib, num_bytes = f"max_{place}_mem_gib", f"max_{place}_mem_bytes"
             budget = budget_gib(place, getattr(self, gib), getattr(self, num_bytes))
             object.__setattr__(self, gib, budget)
-        for name in ("freeze", "lora_targets", "modules_to_save", "lr_groups", "weight_decay_groups", "add_tokens"):
+        names = (
+            "freeze",
+            "lora_targets",
+            "modules_to_save",
+            "lr_groups",
+            "weight_decay_groups",
+            "add_tokens",
+            "labels",
+        )
+        for name in names:
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         self._take_adapters({} if lora is None else lora_options(lora))
@@ -230,11 +241,11 @@ def prepare_job(
 
 
 def open_source(path_or_preset: str | Path, job: Job, needs_weights: bool = True) -> ModelSource:
-    """Read the description of the model that a job trains, with the tokens that it adds. Loads no weights.
+    """Read the description of the model that a job trains, with its head and the tokens that it adds. Loads no weights.
 
-    Raises: ValueError as `open_initial` and `with_new_tokens`.
+    Raises: ValueError as `open_initial`, `with_task` and `with_new_tokens`.
     """
-    return with_new_tokens(open_initial(path_or_preset, job.init, needs_weights), job)
+    return with_new_tokens(with_task(open_initial(path_or_preset, job.init, needs_weights), job), job)
 
 
 class _Opened(NamedTuple):
@@ -253,6 +264,8 @@ def _open(path_or_preset: str | Path, job: Job, team: Team | None, needs_weights
         logger.warning("%s: %s", source.spec.name, source.spec.notice)
     if source.weights_folder is not None:
         source = source._replace(spec=check_checkpoint(source.spec, source.weights_folder))
+        if told := new_head_notice(source.spec):
+            logger.warning("%s: %s", source.spec.name, told)
     device = choose_device(job.device if team is None else device_of_rank(job.device, team.ranks))
     if job.matmul_dtype == "fp8":
         check_multiplies_fp8(device)

@@ -24,6 +24,7 @@ from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
+from flexengine.models.task_heads import config_for, read_head, with_head_saved, with_task_head
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options.job import LORA_OPTIONS, Job
 from flexengine.options.lora import LoRA
@@ -31,6 +32,11 @@ from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import hub_model, shown
 
 logger = logging.getLogger(__name__)
+
+PADDING_UNNAMED = (
+    "%s: config.json names no pad_token_id, so transformers will score one sequence at a time with the exported model;"
+    " add it there for batches"
+)
 
 
 def described(spec: ModelSpec, job: Job) -> ModelSpec:
@@ -43,7 +49,8 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     """
     _check_opaque(spec, job)
     model = with_keep_dtype(with_matmul_dtype(spec, job.matmul_dtype), job.keep_dtype)
-    model = with_lora(model, job.lora_setup) if job.lora_setup is not None else with_frozen(model, job.freeze)
+    lora = job.lora_setup
+    model = with_lora(model, with_head_saved(lora, spec)) if lora is not None else with_frozen(model, job.freeze)
     if job.trains and (unread := unread_by_peft(model)):
         logger.warning(unread)
     model = model if job.trains else forward_only(model)
@@ -65,6 +72,33 @@ def _check_opaque(spec: ModelSpec, job: Job) -> None:
                 " not replaced and take no adapters; leave it out (--freeze trains a part of the layers), or give a"
                 " model of a type that flexengine models lists"
             )
+
+
+def with_task(source: ModelSource, job: Job) -> ModelSource:
+    """Give a model the head for labels that a job asks for, with the config that says so.
+
+    One of the same task that the model has stays, unless other labels are named. Raises: ValueError for classes
+    without names, and as `config_for` and `read_head`.
+    """
+    spec = source.spec
+    if job.task is None or (spec.task is not None and spec.task.task == job.task and not job.labels):
+        return source
+    job.check_task()
+    labels, problem = tuple(job.labels), job.problem_type
+    if not labels and problem == "regression":
+        labels = ("LABEL_0",)  # as transformers calls the only one
+    if not labels:
+        raise ValueError(
+            f"{job.words.setting('task', job.task)}: {spec.name} has no head with classes of its own; name them:"
+            f" {job.words.spelled('labels')}"
+        )
+    config = config_for(spec.name, spec.hf_config, job.task, labels, problem)
+    head = read_head(spec.name, config)
+    assert head is not None, "the config says so"
+    if head.pad_token_id is None and head.task == "sequence":
+        logger.warning(PADDING_UNNAMED, spec.name)
+    texts = {**(source.texts or {}), CONFIG_FILE: json.dumps(config, indent=2) + "\n"}
+    return source._replace(spec=with_task_head(replace(spec, hf_config=config), head), texts=texts)
 
 
 def lora_options(lora: LoRA) -> dict[str, Any]:

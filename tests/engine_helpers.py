@@ -66,13 +66,14 @@ def random_weights(config: dict) -> ModelSource:
 
 
 def saved_model(
-    folder: Path, config: dict, dtype: torch.dtype = torch.float32, attention: str = "eager", **save: Any
-) -> Any:
+    folder: Path, config: dict, dtype: torch.dtype = torch.float32, attention: str = "eager",
+    kind_of_model: Any = transformers.AutoModelForCausalLM, **save: Any,
+) -> Any:  # fmt: skip
     """A transformers model of the config with random weights (norms and biases too), saved in `folder`."""
     torch.manual_seed(7)
     kind, options = config["model_type"], {name: value for name, value in config.items() if name != "model_type"}
     described = transformers.AutoConfig.for_model(kind, **options)
-    model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation=attention)
+    model = kind_of_model.from_config(described, attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

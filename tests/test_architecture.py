@@ -64,7 +64,7 @@ ARROWS: dict[str, set[str]] = {
         "request",
         "runtime",
     },
-    "__init__": {"api", "options", "plan", "run", "version"},
+    "__init__": {"api", "models", "options", "plan", "run", "version"},
     "run": {
         "api",
         "checkpoint",

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from flexengine.checkpoint.layout import ADAPTER_CONFIG, TOKENIZERS
 from flexengine.checkpoint.manifest import check_acted_on
 from flexengine.options.lora import ALL_LINEAR, PISSA, LoRA, Targets
+from flexengine.options.task import Task
 from flexengine.wording import parse_json, shown
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -160,8 +161,12 @@ _TEXT = "language_model"
 """The module that holds the text of a model with images, whose other modules have names in common with it."""
 
 
-def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool) -> dict[str, Any]:
-    """The fields of adapter_config.json. base: the name of the model beneath.
+TASK_TYPES = {None: "CAUSAL_LM", "sequence": "SEQ_CLS", "token": "TOKEN_CLS"}
+"""What a model's head is for -> PEFT's name of it."""
+
+
+def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool, task: Task | None) -> dict[str, Any]:
+    """The fields of adapter_config.json. base: the name of the model beneath. task: what its head labels.
 
     transposed: the modules hold their weights [in, out], as GPT-2's do. Of adapters that began with a part of the base,
     files hold what was taken out of it as well, so that they have twice the rank and the same scale.
@@ -174,7 +179,7 @@ def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool) ->
         alpha = lora.scale * (math.sqrt(rank) if rooted else rank)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": TASK_TYPES[task],
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,

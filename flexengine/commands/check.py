@@ -87,6 +87,8 @@ def check(
         raise ValueError(
             f"{model} has no weights to compare; give a folder with a checkpoint, such as a tiny random one"
         )
+    if source.spec.task is not None:
+        raise ValueError(f"{model} has a head for labels; check compares models that predict tokens (...ForCausalLM)")
     spec, folder = source.spec, source.weights_folder
     tokens = list(ids) or torch.randint(spec.vocab_size, (LENGTH,), generator=_generator()).tolist()
     if len(tokens) < 2 or not all(0 <= token < spec.vocab_size for token in tokens):

@@ -6,15 +6,19 @@ import json
 from collections.abc import Iterator, Sequence
 
 from flexengine.commands.parsers import models_parser
+from flexengine.models.outside import load_families
 from flexengine.models.registry import FAMILIES, PRESET_PREFIX, open_model, preset_names
 from flexengine.reports.text_format import align_columns
 
 COMPARED = "losses, gradients, logits and exports equal those of transformers; tiny configs compared: {count}"
 
+OUTSIDE = "not compared with transformers here"
+
 
 def main(argv: Sequence[str]) -> int:
     """Print families and presets; returns the exit status."""
     arguments = models_parser().parse_args(argv)
+    load_families()
     print(json.dumps(as_json(), indent=2) if arguments.json else "\n".join(describe()))
     return 0
 
@@ -35,8 +39,8 @@ def describe() -> list[str]:
     for name, family in FAMILIES.items():
         lines += [
             f"{name}: {family.checkpoints}",
-            f"    {family.options}",
-            f"    {COMPARED.format(count=family.configs_compared)}",
+            *([f"    {family.options}"] if family.options else []),
+            f"    {OUTSIDE if family.outside else COMPARED.format(count=family.configs_compared)}",
         ]
     rows = [(PRESET_PREFIX + name, family, _billions(count)) for name, family, count in _presets()]
     rows.insert(0, ("preset", "model_type", "parameters"))

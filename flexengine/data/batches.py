@@ -21,7 +21,7 @@ from flexengine.data.prepare import Prepared
 from flexengine.data.prompts import TokenizedPrompt
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.store import StoredSequences, TokenTable
-from flexengine.data.token_columns import TokenizedPair
+from flexengine.data.token_columns import TokenizedPair, ValuedRecord
 
 SEQUENCES_AT_ONCE = 1 << 18
 """Sequences whose lengths are added up at once: more would take memory beside the budget, fewer are slower."""
@@ -29,10 +29,11 @@ SEQUENCES_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole sequences of one step, ragged: no padding."""
+    """The whole sequences of one step, ragged: no padding. values: that of each record, None where all are 0."""
 
     input_ids: list[list[int]]
     labels: list[list[int]]
+    values: Sequence[float] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -52,11 +53,11 @@ class PairBatch(Batch):
     each row's answer in the model before training; None where nothing compares with it.
     """
 
-    wanted: list[bool]
-    reference: np.ndarray | None
+    wanted: Sequence[bool] = ()
+    reference: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaughtBatch(Batch):
     """Single answers, and what a teacher says of their target tokens, in their order.
 
@@ -67,7 +68,7 @@ class TaughtBatch(Batch):
     log_probs: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptBatch(Batch):
     """Prompts that the model answers itself, and all columns of the record of each."""
 
@@ -84,7 +85,7 @@ class Taught(Protocol):
 
 Reference = np.ndarray | Taught
 """What a data set's sequences are compared with: log-probabilities [pairs, 2] in float64, or a teacher's."""
-Sequenced = TokenizedRecord | TokenizedPair | TokenizedPrompt
+Sequenced = TokenizedRecord | ValuedRecord | TokenizedPair | TokenizedPrompt
 """What batches are made of."""
 
 
@@ -94,15 +95,20 @@ def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: 
     pairs = [pair for pair in found if isinstance(pair, TokenizedPair)]
     prompts = [prompt for prompt in found if isinstance(prompt, TokenizedPrompt)]
     if prompts:
-        return PromptBatch([p.input_ids for p in prompts], [p.labels for p in prompts], [p.columns for p in prompts])
+        texts = [p.input_ids for p in prompts], [p.labels for p in prompts]
+        return PromptBatch(*texts, columns=[p.columns for p in prompts])
     if not pairs:
+        values = [row.value if isinstance(row, ValuedRecord) else 0.0 for row in found]
         columns = [row.input_ids for row in found], [row.labels for row in found]
-        taught = None if isinstance(reference, np.ndarray) else reference
-        return Batch(*columns) if taught is None else TaughtBatch(*columns, *taught.rows(numbers))
+        if reference is None or isinstance(reference, np.ndarray):
+            return Batch(*columns, values if any(values) else None)
+        tokens, log_probs = reference.rows(numbers)
+        return TaughtBatch(*columns, tokens=tokens, log_probs=log_probs)
     assert reference is None or isinstance(reference, np.ndarray), "pairs have no teacher"
     rows = [row for pair in pairs for row in (pair.first, pair.second)]
     chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)
-    return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], [p.wanted for p in pairs], chosen)
+    beside = [p.value for p in pairs], [p.wanted for p in pairs], chosen
+    return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], *beside)
 
 
 class Room(NamedTuple):

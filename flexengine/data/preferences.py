@@ -6,6 +6,7 @@
 | {"chosen": [...], "rejected": [...]} | the prompt is what both conversations begin with |
 | {"messages" or "conversations": [...], "chosen", "rejected"} | answers are messages, lists of them, or texts |
 | {"instruction", "input"?, "history"?, "chosen", "rejected"}, {"question", ...}, {"query", ...} | as of one answer |
+| any of these with {"margin": number} | for reward models: by how much the chosen answer is to be ahead |
 
 A rated record is one of a single answer (`records.py`) with {"label": true or false}; a pair is two of them. Each side
 is read as the record of a single answer, so everything that stands beside a conversation means what it means there.
@@ -14,6 +15,7 @@ Only the answer has a loss: what the assistant said before it is context.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ from flexengine.data.bad_records import BadRecords
 from flexengine.data.masks import LeftOutError
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord, parse_record
 from flexengine.data.sources import Reader
+from flexengine.data.token_columns import ValuedRecord
 from flexengine.data.tokenizer import SLOWEST_CHARACTERS_PER_S, ChatTokenizer
 from flexengine.wording import shown
 
@@ -59,11 +62,13 @@ class Answered:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two conversations with the same prompt. wanted: whether the first has a good answer."""
+    """Two conversations with the same prompt. wanted: whether the first has a good answer. margin: by how much it is to
+    be ahead."""
 
     first: Record
     second: Record
     wanted: bool = True
+    margin: float = 0.0
 
 
 # ---- parsing -------------------------------------------------------------------------------------------------------
@@ -73,6 +78,15 @@ def parse_pair(raw: Any, where: str, unread: Counter[str] | None = None) -> Comp
     """Read a pair; arguments and errors are those of `parse_record`."""
     chosen, rejected = _sides(raw, where, unread)
     return Compared(chosen.record, rejected.record)
+
+
+def parse_ranked(raw: Any, where: str, unread: Counter[str] | None = None) -> Compared:
+    """Read a pair with its margin, if it has one; arguments and errors are those of `parse_record`."""
+    margin = raw.get("margin") if isinstance(raw, dict) else None
+    if margin is not None and (type(margin) not in (int, float) or not math.isfinite(margin)):
+        raise ValueError(f"{where}: margin must be a number, found {shown(margin)}")
+    rest = {key: value for key, value in raw.items() if key != "margin"} if isinstance(raw, dict) else raw
+    return replace(parse_pair(rest, where, unread), margin=float(margin or 0))
 
 
 def parse_rated(raw: Any, where: str, unread: Counter[str] | None = None) -> tuple[Answered, ...]:
@@ -194,8 +208,8 @@ def _beside(own: tuple[Answered, ...], other: tuple[Answered, ...]) -> Iterator[
 
 def compared_of(reader: Reader, bad: BadRecords) -> Iterable[Compared]:
     """All records of a source as comparisons."""
-    if reader.source.kind == "pair":
-        return reader.parsed(parse_pair, bad)
+    if reader.source.kind != "rated":
+        return reader.parsed(parse_pair if reader.source.kind == "pair" else parse_ranked, bad)
     return with_others(reader.parsed(parse_rated, bad))
 
 
@@ -204,7 +218,7 @@ def compared_of(reader: Reader, bad: BadRecords) -> Iterable[Compared]:
 
 def encode_compared(
     compared: Iterable[Compared], tokenizer: ChatTokenizer, bad: BadRecords
-) -> Iterator[TokenizedRecord]:
+) -> Iterator[TokenizedRecord | ValuedRecord]:
     """Ids and labels of both conversations of each comparison, one behind the other; both or none are left out.
 
     The label of the first token of the first one, which nothing predicts, says whether its answer is a good one: it is
@@ -212,17 +226,19 @@ def encode_compared(
     """
     for two in compared:
         try:
-            first, second = (_encoded(record, tokenizer) for record in (two.first, two.second))
+            first, second = (encode_whole(record, tokenizer) for record in (two.first, two.second))
         except LeftOutError as error:
             tokenizer.left_out[str(error)] += 1
         except ValueError as error:
             bad.leave_out(ValueError(f"{two.first.where}: {error}" if two.first.where else str(error)))
         else:
-            yield first._replace(labels=[first.input_ids[0] if two.wanted else IGNORE, *first.labels[1:]])
+            labels = [first.input_ids[0] if two.wanted else IGNORE, *first.labels[1:]]
+            yield ValuedRecord(first.input_ids, labels, two.margin) if two.margin else first._replace(labels=labels)
             yield second
 
 
-def _encoded(record: Record, tokenizer: ChatTokenizer) -> TokenizedRecord:
-    num_characters = sum(len(message.content or "") for message in record.messages)
+def encode_whole(record: Record, tokenizer: ChatTokenizer) -> TokenizedRecord:
+    """Ids and labels of one record, as `encode_record`, which may take the time that its text needs."""
+    num_characters = len(record.text or "") + sum(len(message.content or "") for message in record.messages)
     report_alive(record.where, num_characters / SLOWEST_CHARACTERS_PER_S)
     return tokenizer.encode_record(record)

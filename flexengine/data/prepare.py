@@ -16,6 +16,7 @@ from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.hub_errors import without_secrets
 from flexengine.checkpoint.web_file import fetched
 from flexengine.data.bad_records import BadRecords, Policy
+from flexengine.data.labelled import encode_labelled, parse_labelled
 from flexengine.data.preferences import compared_of, encode_compared
 from flexengine.data.prompts import encode_prompts, parse_prompt
 from flexengine.data.records import TokenizedRecord
@@ -33,6 +34,7 @@ from flexengine.data.store import (
     table_in_scratch,
     write_table,
 )
+from flexengine.data.token_columns import ValuedRecord
 from flexengine.data.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ TOKEN_CODE = (
     *(
         "records.py",
         "preferences.py",
+        "labelled.py",
         "prompts.py",
         "token_columns.py",
         "turn_masks.py",
@@ -50,6 +53,7 @@ TOKEN_CODE = (
     ),
     *(
         "guessed_columns.py",
+        "labelled.py",
         "parts.py",
         "model_folder.py",
         "../checkpoint/tokenizer_files.py",
@@ -59,6 +63,8 @@ TOKEN_CODE = (
 """What makes tokens of files, from this folder."""
 HUB_CPU_S = 60.0
 """CPU seconds in which the `datasets` library is imported and finds a data set."""
+PAIRS = ("pair", "ranked", "rated")
+"""Kinds of records that are two sequences each."""
 SHOWN_NOTES = 8
 """Most remarks about one source: a file may have thousands of columns."""
 
@@ -187,12 +193,11 @@ def prepare_table(
 
     max_seq_len: of prompts, what is left for them beside their answers.
     """
-    if kind == "answers":
-        cut = cut_records(table, max_seq_len, truncate_long)
-    else:
-        cut = (cut_prompts if kind == "prompt" else cut_pairs)(table, max_seq_len)
+    cuts = {"prompt": cut_prompts, **dict.fromkeys(PAIRS, cut_pairs)}
+    may_cut = kind not in cuts
+    cut = cut_records(table, max_seq_len, truncate_long) if may_cut else cuts[kind](table, max_seq_len)
     if not len(cut.lengths):
-        or_cut = ", or --truncate-long" if kind == "answers" else ""
+        or_cut = ", or --truncate-long" if may_cut else ""
         needs = f"{cut.longest} more than --max-completion-length" if kind == "prompt" else f"{cut.longest}{or_cut}"
         remedy = f"\n  works with: --max-seq-len {needs}" if cut.num_too_long else ""
         reasons = "".join(f"\n  {count} left out, since {reason}" for reason, count in table.left_out.items())
@@ -215,8 +220,8 @@ def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | N
             raise ValueError(f"data set {source.place}: {given} is about records, and a shard of tokens has none")
         if source.kind != "answers":
             raise ValueError(
-                f"data set {source.place}: a shard of tokens has no answers to compare; give records of preferences, or"
-                " leave --objective out"
+                f"data set {source.place}: a shard of tokens has no answers to compare and no labels; give records that"
+                " have, or leave --objective and --task out"
             )
         return open_shard(Path(source.place), tokenizer.num_ids)
     with tempfile.TemporaryDirectory(prefix="flexengine-tokens") as folder:
@@ -264,13 +269,13 @@ def make_table(
 def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
     """A link in the cache to the tokens of a data set of the hub, as it last was, for runs without a network."""
     place = (source.place, source.config, source.split, repr(source.columns), repr(source.max_records), source.part)
-    place += () if source.kind == "answers" else (source.kind,)
+    place += () if source.kind == "answers" else (source.kind, repr(source.labels))
     return cache / f"hub-{_digest(*place, tokenizer.key(), _code_key())}"
 
 
 def _encoded(
     reader: Reader, tokenizer: ChatTokenizer, counts: dict[str, Any], bad_records: Policy
-) -> Iterator[TokenizedRecord]:
+) -> Iterator[TokenizedRecord | ValuedRecord]:
     """The records of a source, tokenized. When they end, counts holds what `TokenTable` tells of all of them."""
     tokenizer.left_out, tokenizer.notes = Counter(), Counter()
     bad = BadRecords(bad_records)
@@ -278,6 +283,9 @@ def _encoded(
         yield from tokenizer.encode_records(reader.records(bad), bad)
     elif reader.source.kind == "prompt":
         yield from encode_prompts(reader.parsed(parse_prompt, bad), tokenizer, bad)
+    elif reader.source.kind == "labelled":
+        parse = functools.partial(parse_labelled, names=reader.source.labels)
+        yield from encode_labelled(reader.parsed(parse, bad), tokenizer, bad)
     else:
         yield from encode_compared(compared_of(reader, bad), tokenizer, bad)
     unread = {f"values of {key} not read": count for key, count in reader.unread.most_common(SHOWN_NOTES)}

@@ -109,7 +109,7 @@ CALL_KEYS = {"id", "type", "function", "name", "arguments", "parameters"}
 CHAT_KEYS = {"system", "system_prompt", "tools", "functions", "chat_template_kwargs"}
 
 KNOWN_NAMES = ("messages", *dict.fromkeys(key for pair in PAIRS for key in pair), *TEXTS, "input_ids", "labels")
-KNOWN_NAMES += ("context", "history", "system", "tools", "chosen", "rejected", "label")
+KNOWN_NAMES += ("context", "history", "system", "tools", "chosen", "rejected", "label", "margin")
 """Names that --columns may give to columns."""
 
 

@@ -41,8 +41,9 @@ from flexengine.wording import did_you_mean
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-RecordKind = Literal["answers", "pair", "rated", "prompt"]
-"""What the records of a source are: single answers to learn, pairs of answers, answers with a verdict, or prompts."""
+RecordKind = Literal["answers", "pair", "ranked", "rated", "labelled", "prompt"]
+"""What the records of a source are: single answers to learn, pairs of answers (ranked: with margins), answers with a
+verdict, sequences with a label, or prompts."""
 
 WEIGHT = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -67,13 +68,23 @@ SHOWN_FILES = 6
 """Most files that a message names."""
 
 
+class LabelNames(NamedTuple):
+    """The labels of a model in the order of its outputs, and what they are (`options/task.py:Problem`)."""
+
+    names: tuple[str, ...] = ()
+    problem: str = ""
+
+
+NO_LABELS = LabelNames()
+
+
 @dataclass(frozen=True)
 class Source:
     """One place of records; weight says how often an epoch sees it (0.5: half of it, 2: twice).
 
     columns: pairs of the name that a column has in records and its own. max_records: how many are read, the first ones.
     part: the part of the split that is read, as parts.py has it; empty for all.
-    kind: what its records are.
+    kind: what its records are. labels: of the model, where they have some.
     """
 
     place: str
@@ -84,6 +95,7 @@ class Source:
     max_records: int | None = None
     part: str = ""
     kind: RecordKind = "answers"
+    labels: LabelNames = NO_LABELS
 
     @property
     def is_shard(self) -> bool:
@@ -114,10 +126,13 @@ def sources_of(
     columns: Sequence[str] = (),
     max_records: int | None = None,
     kind: RecordKind = "answers",
+    labels: LabelNames = NO_LABELS,
 ) -> list[Source]:
     """The sources that options name. Raises ValueError as `parse_source` and `parse_columns`."""
     named = parse_columns(columns)
-    return [replace(parse_source(text), columns=named, max_records=max_records, kind=kind) for text in places]
+    return [
+        replace(parse_source(text), columns=named, max_records=max_records, kind=kind, labels=labels) for text in places
+    ]
 
 
 def parse_source(text: str) -> Source:
@@ -203,7 +218,7 @@ class Reader:
         parts += [f"columns {sorted(self.source.columns)}"] if self.source.columns else []
         parts += [f"first {self.source.max_records}"] if self.source.max_records is not None else []
         parts += [f"part {self.source.part}"] if self.source.part else []
-        parts += [self.source.kind] if self.source.kind != "answers" else []
+        parts += [self.source.kind, repr(self.source.labels)] if self.source.kind != "answers" else []
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def records(self, bad: BadRecords | None = None) -> Iterator[Record]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from flexengine.data.prompts import TokenizedPrompt, prompt_of
 from flexengine.data.records import IGNORE, TokenizedRecord
-from flexengine.data.token_columns import TokenizedPair
+from flexengine.data.token_columns import TokenizedPair, ValuedRecord
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class TokenTable:
     """Records in a file of tokens: where each ends, and its first token with a loss (after the first of all) or WHOLE.
 
     left_out and notes count, by reason, what the records lost on the way here; num_bad records could not be read, the
-    first of which `bad` names, each with what follows the name of the source (", line 3: ...").
+    first of which `bad` names, each with what follows the name of the source (", line 3: ..."). values: those of all
+    records (float64), None where all are 0.
     """
 
     file: TokenFile
@@ -97,6 +98,7 @@ class TokenTable:
     notes: dict[str, int] = field(default_factory=dict)
     num_bad: int = 0
     bad: Sequence[str] = ()
+    values: np.ndarray | None = None
 
     @cached_property
     def sha256(self) -> str:
@@ -104,6 +106,8 @@ class TokenTable:
         digest = hashlib.sha256()
         for index in (self.ends, self.first_targets):
             digest.update(np.ascontiguousarray(index, np.int64).data)
+        if self.values is not None:
+            digest.update(self.values.data)
         for block in self.file.blocks(int(self.ends[-1]) if len(self.ends) else 0):
             digest.update(block.data)
         return digest.hexdigest()
@@ -114,6 +118,7 @@ class Cut(NamedTuple):
 
     splits: of pairs, which lie one behind the other, the tokens of each one's first sequence; None of single ones.
     behind: of prompts, the numbers that follow each, which are its columns.
+    values: those of the sequences or pairs, None where all are 0.
     """
 
     starts: np.ndarray
@@ -125,6 +130,7 @@ class Cut(NamedTuple):
     num_without_targets: int
     longest: int
     splits: np.ndarray | None = None
+    values: np.ndarray | None = None
     behind: np.ndarray | None = None
 
     @property
@@ -163,6 +169,7 @@ def cut_records(table: TokenTable, max_seq_len: int, truncate_long: bool) -> Cut
         num_split=int((kept & is_long & whole).sum()),
         num_without_targets=int((~has_target & ~too_long).sum()),
         longest=int(sizes.max(initial=0)),
+        values=None if table.values is None else table.values[record],
     )
 
 
@@ -184,6 +191,7 @@ def cut_pairs(table: TokenTable, max_seq_len: int) -> Cut:
         num_without_targets=int((~has_target & ~too_long).sum()),
         longest=int(sizes.max(initial=0)),
         splits=of_pairs[:, 0][kept].astype(np.int32),
+        values=None if table.values is None else table.values[0::2][kept],
     )
 
 
@@ -205,7 +213,8 @@ def cut_prompts(table: TokenTable, max_seq_len: int) -> Cut:
     )
 
 
-Stored = TokenizedRecord | TokenizedPair | TokenizedPrompt
+AnyRecord = TokenizedRecord | ValuedRecord
+Stored = AnyRecord | TokenizedPair | TokenizedPrompt
 
 
 class StoredSequences(Sequence[Stored]):
@@ -222,6 +231,7 @@ class StoredSequences(Sequence[Stored]):
         for file, cut in self._parts:
             for column in (cut.lengths, cut.splits) if cut.splits is not None else (cut.lengths,):
                 digest.update(np.ascontiguousarray(column, np.int64).data)
+            digest.update(b"" if cut.values is None else cut.values.tobytes())
             for start, length in zip(cut.starts.tolist(), cut.sizes.tolist(), strict=True):
                 digest.update(file.numbers(start, length).data)
         return digest.hexdigest()
@@ -238,13 +248,14 @@ class StoredSequences(Sequence[Stored]):
         found = file.read(int(cut.starts[at]), int(cut.sizes[at]))
         if cut.behind is not None:
             return prompt_of(found.input_ids[: cut.lengths[at]], found.input_ids[cut.lengths[at] :])
+        value = 0.0 if cut.values is None else float(cut.values[at])
         if cut.splits is None:
-            return found
+            return found if cut.values is None else ValuedRecord(*found, value)
         split = int(cut.splits[at])
         first, second = (
-            TokenizedRecord(*(column[part] for column in found)) for part in (slice(split), slice(split, None))
+            TokenizedRecord(found.input_ids[part], found.labels[part]) for part in (slice(split), slice(split, None))
         )
-        return TokenizedPair(first, second, wanted=first.labels[0] != IGNORE)
+        return TokenizedPair(first, second, first.labels[0] != IGNORE, value)
 
 
 # ---- tokenized once --------------------------------------------------------------------------------------------
@@ -260,11 +271,19 @@ def default_cache() -> Path | None:
         return None
 
 
-def write_tokens(records: Iterable[TokenizedRecord], file: int) -> tuple[np.ndarray, np.ndarray]:
-    """Writes records to an open file; returns where each ends and its first target (TokenTable)."""
-    ends, first_targets, total = array("q"), array("i"), 0
+class Index(NamedTuple):
+    """What a table has of each record, as `TokenTable` says."""
+
+    ends: np.ndarray
+    first_targets: np.ndarray
+    values: np.ndarray | None
+
+
+def write_tokens(records: Iterable[AnyRecord], file: int) -> Index:
+    """Writes records to an open file; returns where each ends, its first target and its value (TokenTable)."""
+    ends, first_targets, values, total = array("q"), array("i"), array("d"), 0
     with open(file, "wb", closefd=False, buffering=2**20) as out:
-        for ids, labels in records:
+        for ids, labels, *value in records:
             tokens = np.array(ids, np.int32)
             first = WHOLE
             if labels is not ids:
@@ -276,14 +295,16 @@ def write_tokens(records: Iterable[TokenizedRecord], file: int) -> tuple[np.ndar
             total += len(tokens)
             ends.append(total)
             first_targets.append(first)
-    return np.array(ends, np.int64), np.array(first_targets, np.int32)
+            values.append(*value or (0.0,))
+    own = np.array(values) if any(values) else None
+    return Index(np.array(ends, np.int64), np.array(first_targets, np.int32), own)
 
 
-def table_in_scratch(records: Iterable[TokenizedRecord]) -> TokenTable:
+def table_in_scratch(records: Iterable[AnyRecord]) -> TokenTable:
     """A table in a file without a name, which the system removes with the process."""
     with tempfile.TemporaryFile() as file:
         index = write_tokens(records, file.fileno())
-        return TokenTable(TokenFile(os.dup(file.fileno()), np.dtype(np.int32)), *index)
+        return TokenTable(TokenFile(os.dup(file.fileno()), np.dtype(np.int32)), *index[:2], values=index.values)
 
 
 def open_table(folder: Path) -> TokenTable | None:
@@ -292,9 +313,9 @@ def open_table(folder: Path) -> TokenTable | None:
         counts = json.loads((folder / COUNTS_FILE).read_text())
         seal = counts.pop("sha256")
         with np.load(folder / INDEX_FILE) as index:
-            ends, first_targets = index["ends"], index["first_targets"]
+            found = Index(index["ends"], index["first_targets"], index.get("values"))
         file = TokenFile(os.open(folder / TOKENS_FILE, os.O_RDONLY), np.dtype(np.int32))
-        table = TokenTable(file, ends, first_targets, **counts)
+        table = TokenTable(file, *found[:2], **counts, values=found.values)
         if _seal(table, counts) == seal:
             return table
     except FileNotFoundError:
@@ -310,19 +331,20 @@ def _seal(table: TokenTable, counts: Mapping[str, Any]) -> str:
     return hashlib.sha256(f"{table.sha256} {json.dumps(counts)}".encode()).hexdigest()
 
 
-def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[str, Any]) -> None:
+def write_table(folder: Path, records: Iterable[AnyRecord], counts: dict[str, Any]) -> None:
     """Writes a table beside `folder` and gives it that name when it is whole; counts are read when records end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         file = os.open(partial / TOKENS_FILE, os.O_WRONLY | os.O_CREAT)
         try:
-            ends, first_targets = write_tokens(records, file)
+            index = write_tokens(records, file)
         finally:
             os.close(file)
-        np.savez(partial / INDEX_FILE, ends=ends, first_targets=first_targets)
+        columns = {name: column for name, column in index._asdict().items() if column is not None}
+        np.savez(partial / INDEX_FILE, allow_pickle=False, **columns)
         tokens = TokenFile(os.open(partial / TOKENS_FILE, os.O_RDONLY), np.dtype(np.int32))
-        seal = _seal(TokenTable(tokens, ends, first_targets), counts)
+        seal = _seal(TokenTable(tokens, *index[:2], values=index.values), counts)
         (partial / COUNTS_FILE).write_text(json.dumps({**counts, "sha256": seal}))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         os.rename(partial, folder)

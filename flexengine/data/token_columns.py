@@ -21,12 +21,24 @@ class TokenizedRecord(NamedTuple):
     labels: list[int]
 
 
-class TokenizedPair(NamedTuple):
-    """Two sequences that are compared. wanted: whether the answer of the first is a good one."""
+class ValuedRecord(NamedTuple):
+    """The same with a number that the record has beside its tokens, such as its label or the margin of a pair."""
 
-    first: TokenizedRecord
-    second: TokenizedRecord
+    input_ids: list[int]
+    labels: list[int]
+    value: float
+
+
+class TokenizedPair(NamedTuple):
+    """Two sequences that are compared.
+
+    wanted: whether the answer of the first is a good one. value: that of the first.
+    """
+
+    first: TokenizedRecord | ValuedRecord
+    second: TokenizedRecord | ValuedRecord
     wanted: bool
+    value: float = 0.0
 
     @property
     def input_ids(self) -> list[int]:

@@ -13,7 +13,7 @@ from flexengine.checkpoint.bounded_process import MOST_BYTES, BoundedProcess, re
 from flexengine.data.bad_records import Policy
 from flexengine.data.masks import TrainOn
 from flexengine.data.prepare import make_table
-from flexengine.data.sources import Source
+from flexengine.data.sources import LabelNames, Source
 from flexengine.data.tokenizer import ChatTokenizer, Turns, render_prompt
 
 IMPORT_CPU_S = 30.0
@@ -107,6 +107,7 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
     def table(source: dict[str, Any], cache: str | None, scratch: str, bad_records: Policy) -> str:
         place = None if cache is None else Path(cache)
         source["columns"] = tuple(tuple(pair) for pair in source["columns"])
+        source["labels"] = LabelNames(tuple(source["labels"][0]), source["labels"][1])
         return str(make_table(Source(**source), tokenizer, place, Path(scratch), bad_records))
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:

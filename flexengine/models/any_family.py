@@ -15,19 +15,24 @@ DROPOUTS = (
 TASKS = ("CausalLM", "ConditionalGeneration", "ImageTextToText", "TextToText")
 """What classes that predict tokens are for, by the ends of their names; of others the name says another task."""
 
+LABELS = ("SequenceClassification", "TokenClassification")
+"""Tasks with a head of their own."""
+
 
 def refuse_other_tasks(name: str, config: dict) -> None:
     """Raise ValueError if `architectures` names a class with another head than one that predicts tokens.
 
-    Classes without a head (`LlamaModel`) pass: theirs is the embedding, or the weights lack it.
+    Classes without a head (`LlamaModel`) pass: theirs is the embedding, or the weights lack it. So do those that
+    `task_heads.py` describes.
     """
     stated = config.get("architectures")
     for architecture in stated if isinstance(stated, list) else ():
         task = re.search(r"For([A-Z]\w*)$", architecture) if isinstance(architecture, str) else None
-        if task is not None and task[1] not in TASKS:
+        if task is not None and task[1] not in (*TASKS, *LABELS):
             raise ValueError(
                 f"{name}: architectures={shown(stated)} in config.json: a model for {_words(task[1])}, whose head is "
-                "not trained here. Give a model that predicts tokens (...ForCausalLM)"
+                "not trained here. Give a model that predicts tokens (...ForCausalLM), or labels them or sequences "
+                "(...ForTokenClassification, ...ForSequenceClassification)"
             )
 
 

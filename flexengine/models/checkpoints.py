@@ -66,7 +66,7 @@ def own_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:
     own_head = model.head_source.removesuffix("weight")
 
     def own(name: str) -> str:
-        head = next((head for head in HEADS if name.startswith(head)), None)
+        head = None if model.task else next((head for head in HEADS if name.startswith(head)), None)
         if head is not None:
             return own_head + name.removeprefix(head)
         return model.prefix + name.removeprefix(prefix) if name.startswith(prefix) else name
@@ -113,7 +113,7 @@ def stored_tensors(source: WeightSource) -> dict[str, Stored]:
 
 def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
     """Raise ValueError naming tensors that a checkpoint lacks, or has in a wrong shape or dtype. Reads headers only."""
-    params = (param for group in model.groups for param in group.params if not param.added)
+    params = (param for group in model.groups for param in group.params if not param.absent)
     sources = (source for param in params for source in param.sources)
     wanted = {name: stored for source in sources for name, stored in stored_tensors(source).items()}
     wanted |= {name: Stored(source.shape, NUMBERS) for name, source in model.buffers.items()}
@@ -175,6 +175,8 @@ def _may_pass(name: str, model: ModelSpec, read: set[str]) -> bool:
     # What quantised weights are decoded with has the weight's name with an end of its own.
     if name in read or (name.partition(".weight")[0] + ".weight" in read and not name.endswith(".bias")):
         return True
+    if model.task is not None and name.startswith(HEADS):
+        return True  # another head takes its place
     if COMPUTED.search(name) or BESIDE.search(".".join(name.split(".")[:3])):
         return True
     if any(part in name for part in UNUSED.get(model.family, ())):

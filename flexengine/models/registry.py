@@ -32,10 +32,12 @@ from flexengine.models import (
 from flexengine.models.any_family import dropout_notice, refuse_other_tasks, refuse_unsupported
 from flexengine.models.checkpoints import open_checkpoint, reads_as_it_is
 from flexengine.models.opaque.loading import runs_opaque
+from flexengine.models.outside import load_families
 from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names
 from flexengine.models.quantised_weights import as_quantised, quantised_by, without_quantisation
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
+from flexengine.models.task_heads import read_head, with_task_head
 from flexengine.models.unknown import unknown_family
 from flexengine.models.variant_rows import VARIANTS
 from flexengine.models.wrappers import WRAPPERS
@@ -47,7 +49,7 @@ class Family(NamedTuple):
 
     checkpoints: published ones that load. options: what its block has beside Llama's. configs_compared: tiny configs
     that tests compare with transformers, parameter by parameter. quantised: each `quant_method` that it reads, beside
-    NF4, which all read.
+    NF4, which all read. outside: whether `register_family` added it.
     """
 
     build: Callable[[str, dict], ModelSpec]
@@ -55,6 +57,7 @@ class Family(NamedTuple):
     options: str
     configs_compared: int
     quantised: tuple[str, ...] = ()
+    outside: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -127,6 +130,30 @@ FAMILIES: dict[str, Family] = {
     },
 }
 
+
+def register_family(
+    model_type: str,
+    build: Callable[[str, dict], ModelSpec],
+    *,
+    checkpoints: str = "",
+    options: str = "",
+    quantised: tuple[str, ...] = (),
+) -> None:
+    """Add a family from outside of the package; its models then plan, train and export as those of any other.
+
+    model_type: as config.json has it. build(name, config): describes a model of such a config, and raises ValueError
+    for what it cannot describe (docs/families.md). checkpoints, options: what `flexengine models` says of it.
+    quantised: each `quant_method` that it reads, beside NF4. A second call replaces what the first one registered.
+    Raises: ValueError for a type that the package has itself, or one that is no name.
+    """
+    known = FAMILIES.get(model_type)
+    if not isinstance(model_type, str) or not model_type.strip() or not callable(build):
+        raise ValueError(f"register_family({model_type!r}, {build!r}): give the model_type and a function")
+    if known is not None and not known.outside:
+        raise ValueError(f"register_family({model_type!r}): the package has this family; take another model_type")
+    FAMILIES[model_type] = Family(build, checkpoints, options, 0, quantised, outside=True)
+
+
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 """Modules that checkpoints in FP8 hold in 16 bits, and some leave out where they name such modules."""
 NOT_QUANTISED = "config.json says that the weights are quantised, but they are not: they are read as they are"
@@ -169,6 +196,8 @@ def build_model(name: str, config: Any) -> ModelSpec:
     family = config.get("model_type")
     if not isinstance(family, str):
         raise unknown_family(name, family, config)
+    if family not in FAMILIES:
+        load_families()
     native = FAMILIES.get(family)
     if native is None and not runs_opaque(name, config):
         raise unknown_family(name, family, config)
@@ -176,7 +205,9 @@ def build_model(name: str, config: Any) -> ModelSpec:
     method = quantised_by(name, config, () if native is None else native.quantised)
     refuse_other_tasks(name, config)
     refuse_unsupported(name, config)
+    head = read_head(name, config)
     spec = _opaque(name, config) if native is None else native.build(name, with_class_defaults(family, config))
+    spec = spec if head is None else with_task_head(spec, head)
     spec = as_quantised(spec, config, method, plain=ROUTERS)
     notice = "; ".join(filter(None, (spec.notice, dropout_notice(name, config))))
     # The config as it was read, without class defaults: the export writes it back.

@@ -17,6 +17,7 @@ from flexengine.ops.base import Op
 from flexengine.ops.experts.balance import Balancing
 from flexengine.ops.formats.weight_format import Storage
 from flexengine.options.lora import LoRA
+from flexengine.options.task import TaskHead
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ class ParamSpec:
     storage: Storage = "compute"
     """What a frozen matrix is stored in; layers read it decoded to the compute dtype."""
     added: bool = False
-    """Whether checkpoints lack it because it is new: it then starts as `init` says."""
+    """Whether it is trained beside the model's own, as adapters are: checkpoints lack it, and it starts as `init` says.
+    """
+    new: bool = False
+    """Whether it is the model's own, but not in the checkpoint, as a head for another task: it starts as `init` says.
+    """
     fused: WeightSource | None = None
     """One tensor that some checkpoints hold instead of the sources, with the elements in the same order."""
     matrices: tuple[tuple[int, ...], ...] = ()
@@ -82,6 +87,11 @@ class ParamSpec:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def absent(self) -> bool:
+        """Whether the checkpoint lacks it."""
+        return self.added or self.new
 
 
 ADAPTER_CLASS = "adapter"
@@ -189,6 +199,8 @@ class ModelSpec:
     tie_word_embeddings: bool = False
     head_source: str = "lm_head.weight"
     """Name of the head's tensor, which a checkpoint may hold even when the head is tied."""
+    task: TaskHead | None = None
+    """What its head labels; None for one that predicts tokens."""
     tables: tuple[Table, ...] = ()
     notice: str = ""
     """What a person should know about how the checkpoint is read; empty if nothing."""
@@ -200,6 +212,11 @@ class ModelSpec:
     """The adapters that are trained beside a frozen model, if any."""
     groups: tuple[GroupSpec, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
+
+    @property
+    def num_labels(self) -> int | None:
+        """Outputs of a head for labels; None where the head predicts tokens."""
+        return None if self.task is None else self.task.num_labels
 
     @property
     def num_parameters(self) -> int:

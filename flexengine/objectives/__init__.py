@@ -7,10 +7,18 @@ from flexengine.objectives.ipo import IPO
 from flexengine.objectives.kto import KTO
 from flexengine.objectives.objective import Answers, Judged, Objective, Records
 from flexengine.objectives.orpo import ORPO
+from flexengine.objectives.reward import Reward
 from flexengine.objectives.simpo import SimPO
 from flexengine.objectives.two_passes import AnswerRows, Found, evaluate, reference_log_probs, train_step, weighted
 
-OBJECTIVES: dict[str, type[Objective]] = {"dpo": DPO, "ipo": IPO, "kto": KTO, "orpo": ORPO, "simpo": SimPO}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "dpo": DPO,
+    "ipo": IPO,
+    "kto": KTO,
+    "orpo": ORPO,
+    "simpo": SimPO,
+    "reward": Reward,
+}
 """Objectives by the names that options have for them."""
 
 __all__ = [
@@ -29,6 +37,7 @@ __all__ = [
     "Judged",
     "Objective",
     "Records",
+    "Reward",
     "SimPO",
     "TeacherRows",
     "advantages",

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-RecordKind = Literal["pair", "rated"]
-"""pair: a prompt with a chosen and a rejected answer. rated: an answer, said to be wanted or not, and after the same
-prompt the answer of another record."""
+RecordKind = Literal["pair", "ranked", "rated"]
+"""pair: a prompt with a chosen and a rejected answer. ranked: the same with a margin, where there is one. rated: an
+answer, said to be wanted or not, and after the same prompt the answer of another record."""
 
 
 class Answers(NamedTuple):
@@ -45,11 +45,15 @@ class Answers(NamedTuple):
 
 
 class Records(NamedTuple):
-    """A batch of N records. wanted: bool [N], whether `first` is a good answer; always so in pairs."""
+    """A batch of N records. wanted: bool [N], whether `first` is a good answer; always so in pairs.
+
+    margins: float64 [N], by how much it is to be ahead; None for 0.
+    """
 
     first: Answers
     second: Answers
     wanted: Tensor
+    margins: Tensor | None = None
 
 
 class Judged(NamedTuple):
@@ -70,6 +74,8 @@ class Objective(ABC):
     needs_reference: ClassVar[bool] = False
     trains_prompts: ClassVar[bool] = False
     """Whether the prompts before first answers have a loss, too."""
+    scores: ClassVar[bool] = False
+    """Whether it is a loss of scores, which a head with one output gives and stand for log-probabilities."""
     trains_second: ClassVar[bool] = True
     """Whether second answers have gradients; if not, the second pass leaves them out."""
 

@@ -25,13 +25,14 @@ class AnswerRows(NamedTuple):
 
     input_ids: prompt and answer. labels: the tokens of answers, -100 elsewhere; unshifted. reference: the
     log-probability of each row's answer in the reference, float64 [2N], if the objective needs it. wanted: whether the
-    first answer of each record is a good one; None where all are.
+    first answer of each record is a good one; None where all are. margins: by how much each first one is to be ahead.
     """
 
     input_ids: Sequence[Sequence[int]]
     labels: Sequence[Sequence[int]]
     reference: Tensor | None = None
     wanted: Sequence[bool] | None = None
+    margins: Sequence[float] | None = None
 
 
 class Found(NamedTuple):
@@ -68,6 +69,7 @@ def weighted(engine: Engine, objective: Objective, rows: AnswerRows) -> Weighted
 
     Raises: ValueError as `Engine.evaluate`, and where the objective needs a reference and the rows have none.
     """
+    rows = _read_rows(engine, objective, rows)
     columns = _columns(objective, rows)
     log_probs = [row.requires_grad_() for row in _token_log_probs(engine, columns)]
     judged = objective.judge(_records(objective, rows, log_probs))
@@ -92,6 +94,7 @@ def train_step(
 
 def evaluate(engine: Engine, objective: Objective, rows: AnswerRows) -> Found:
     """Compute the loss of a batch of records; nothing changes."""
+    rows = _read_rows(engine, objective, rows)
     log_probs = _token_log_probs(engine, _columns(objective, rows))
     return _found(objective, objective.judge(_records(objective, rows, log_probs)))
 
@@ -106,6 +109,27 @@ def _token_log_probs(engine: Engine, columns: Mapping[str, Any]) -> list[Tensor]
     found = engine.evaluate(columns, per_token=True).token_log_probs
     assert found is not None, "they were asked for"
     return found
+
+
+def _read_rows(engine: Engine, objective: Objective, rows: AnswerRows) -> AnswerRows:
+    """Put a label on the token that is scored, for an objective of scores. Raises ValueError for another head."""
+    head = engine.model.task
+    if not objective.scores and head is None:
+        return rows
+    if not objective.scores or head is None or head.num_labels != 1:
+        what = "scores, of a head with one output" if objective.scores else "log-probabilities of tokens"
+        has = "predicts tokens" if head is None else f"has {head.num_labels} outputs for labels"
+        raise ValueError(f"{type(objective).__name__} is a loss of {what}, and the head of {engine.model.name} {has}")
+    return rows._replace(labels=[labels_at_end(row, 0, head.pad_token_id) for row in rows.input_ids])
+
+
+def labels_at_end(input_ids: Sequence[int], label: int, pad_token_id: int | None) -> list[int]:
+    """The labels of a sequence that is labelled as a whole: that of its last token but padding, IGNORE elsewhere.
+
+    transformers reads the outputs there, also where a sequence itself ends in what the config calls padding.
+    """
+    last = next((i for i in range(len(input_ids) - 1, 0, -1) if input_ids[i] != pad_token_id), len(input_ids) - 1)
+    return [label if i == last else IGNORE for i in range(len(input_ids))]
 
 
 def _columns(objective: Objective, rows: AnswerRows) -> dict[str, Sequence[Sequence[int]]]:
@@ -125,7 +149,8 @@ def _records(objective: Objective, rows: AnswerRows, log_probs: Sequence[Tensor]
         )
     num_records = len(rows.input_ids) // 2
     wanted = torch.ones(num_records, dtype=torch.bool) if rows.wanted is None else torch.tensor(list(rows.wanted))
-    return Records(_answers(rows, log_probs, 0), _answers(rows, log_probs, 1), wanted)
+    margins = None if rows.margins is None else torch.tensor(list(rows.margins), dtype=torch.float64)
+    return Records(_answers(rows, log_probs, 0), _answers(rows, log_probs, 1), wanted, margins)
 
 
 def _answers(rows: AnswerRows, log_probs: Sequence[Tensor], which: int) -> Answers:
@@ -143,7 +168,7 @@ def _answers(rows: AnswerRows, log_probs: Sequence[Tensor], which: int) -> Answe
 
 def _found(objective: Objective, judged: Judged) -> Found:
     wanted, unwanted = judged.wanted_rewards.detach(), judged.unwanted_rewards.detach()
-    accuracy = (wanted > unwanted).double().mean().item() if objective.records == "pair" else None
-    num_records = len(wanted) if objective.records == "pair" else len(wanted) + len(unwanted)
+    accuracy = (wanted > unwanted).double().mean().item() if objective.records != "rated" else None
+    num_records = len(wanted) if objective.records != "rated" else len(wanted) + len(unwanted)
     good, bad = (rewards.mean().item() if len(rewards) else None for rewards in (wanted, unwanted))
     return Found(judged.loss.item(), num_records, good, bad, accuracy)

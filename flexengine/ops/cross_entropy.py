@@ -129,12 +129,16 @@ class LMHeadLoss(Op):
             self._losses(env.chunk, rows, logits, True)
             self._write_input_grad(logits, env.p[self.weight], env.g[self.x][rows])
             if self.trained:
-                for words in self.words:
-                    accumulate_weight_grad(env.gp[self.weight][words], logits[:, words], h, first)
+                self._accumulate(env, logits, h, first)
             first = False
 
     def backward_weight(self, env: OpEnv) -> None:
         """Do nothing: backward_input has the logits' gradient only block by block, so it does both halves."""
+
+    def _accumulate(self, env: OpEnv, grad_logits: Tensor, h: Tensor, first: bool) -> None:
+        """Add a block's part of the parameters' gradients."""
+        for words in self.words:
+            accumulate_weight_grad(env.gp[self.weight][words], grad_logits[:, words], h, first)
 
     def _multiplied(self, env: OpEnv, rows: slice) -> Tensor:
         """The logits [B, V] of a block of tokens, in their buffer."""

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from flexengine.options.lora import LoRA
 from flexengine.options.option import KeywordWords, Need, Option, Words, check_needs, options_of
+from flexengine.options.task import TaskOptions
 from flexengine.plan import MOST_ROUNDED, Numerics, rounds_of_step
 from flexengine.wording import shown
 
@@ -58,7 +59,7 @@ def meant_by(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(TaskOptions):
     """What decides the plan of a run, and what decides its bits. Raises ValueError for values that no run can have."""
 
     words: ClassVar[Words] = KeywordWords()

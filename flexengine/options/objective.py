@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from flexengine.options.groups import GroupOptions
 from flexengine.options.option import Need, Option
 
-ObjectiveName = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "distill", "grpo"]
+ObjectiveName = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "reward", "distill", "grpo"]
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
 FOR_PULLED = Need("objective", (*PREFERENCES, "distill", "grpo"), why="is a constant of other objectives")
 FOR_LOGITS = Need("objective", ("distill", "grpo"), why="is about distillation and completions")
@@ -24,8 +24,8 @@ class ObjectiveOptions(GroupOptions):
         ObjectiveName,
         Option(
             "what records are trained for: sft = their answers; of pairs of a chosen and a rejected answer dpo, ipo,"
-            " orpo or simpo; of answers with a verdict (label) kto; distill = what --teacher says of their"
-            " answers; of prompts grpo, by completions that --rewards judge"
+            " orpo, simpo or reward (a model that scores answers); of answers with a verdict (label) kto; distill ="
+            " what --teacher says of their answers; of prompts grpo, by completions that --rewards judge"
         ),
     ] = "sft"
     beta: Annotated[
@@ -55,6 +55,15 @@ class ObjectiveOptions(GroupOptions):
             least=0,
             most=1e6,
             needs=(Need("objective", ("simpo",), why="is SimPO's margin"),),
+        ),
+    ] = None
+    center_rewards_coefficient: Annotated[
+        float | None,
+        Option(
+            "how strongly the rewards of a pair are drawn to a sum of 0 (default: not at all)",
+            above=0,
+            most=1e6,
+            needs=(Need("objective", ("reward",), why="centers rewards"),),
         ),
     ] = None
     desirable_weight: Annotated[
@@ -111,6 +120,7 @@ class ObjectiveOptions(GroupOptions):
             "beta": self.beta,
             "label_smoothing": self.label_smoothing,
             "gamma": self.simpo_gamma,
+            "center_coefficient": self.center_rewards_coefficient,
             "desirable_weight": self.desirable_weight,
             "undesirable_weight": self.undesirable_weight,
             "temperature": self.temperature,

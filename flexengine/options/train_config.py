@@ -178,12 +178,16 @@ class TrainConfig(ObjectiveOptions, DataOptions, LearningOptions, EvaluationOpti
             "sample_prompts",
             "report_to",
             "add_tokens",
+            "labels",
             "rewards",
             "reward_weights",
         ):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         self.take_day()
+        if self.objective == "reward" and self.task is None:
+            object.__setattr__(self, "task", "sequence")  # a head with one output
+            object.__setattr__(self, "problem_type", "regression")
         if str(self.model).startswith("preset:"):
             object.__setattr__(self, "init", "random")
         super().__post_init__()

@@ -15,6 +15,7 @@ from flexengine.objectives import GRPO, Distillation, GroupLoss, Groups, advanta
 from flexengine.options.job import LARGEST_SEED
 from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import Team
+from flexengine.run.label_steps import LabelSteps
 from flexengine.run.ranks import told_by_first
 from flexengine.run.rewards import Rewards
 from flexengine.run.steps import AnswerSteps, Evaluated, PreferenceSteps, Steps, Taken, objective_of
@@ -140,8 +141,8 @@ def _mean_details(details: Sequence[dict[str, float | None]], sizes: Sequence[in
     return found
 
 
-def steps_of(config: TrainConfig, data: TrainingData, team: Team | None) -> Steps:
-    """How a run takes steps."""
+def steps_of(config: TrainConfig, engine: Engine, data: TrainingData, team: Team | None) -> Steps:
+    """Choose how a run takes steps: by its objective, and by what the model's head is for."""
     objective = objective_of(config)
     if objective is not None:
         return PreferenceSteps(objective)
@@ -149,4 +150,6 @@ def steps_of(config: TrainConfig, data: TrainingData, team: Team | None) -> Step
         assert data.tokenizer is not None, "prompts were tokenized"
         assert data.rewards is not None, "options were checked"
         return GroupSteps(config, GRPO(**config.objective_constants), data.tokenizer, data.rewards, team)
+    if engine.model.task is not None:
+        return LabelSteps(engine.model.task, team)
     return AnswerSteps(Distillation(**config.objective_constants) if config.objective == "distill" else None)

@@ -13,11 +13,14 @@ from flexengine.data.batches import Batch, PairBatch, TaughtBatch
 from flexengine.metrics import StepMetrics
 from flexengine.models.spec import ModelSpec
 from flexengine.objectives import OBJECTIVES, AnswerRows, Distillation, Objective, TeacherRows
+from flexengine.options.task import TaskHead
 from flexengine.options.train_config import TrainConfig
 from flexengine.run.feedback import ExpectedStep
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
 
+MOST_OF_SEVERAL = 48
+"""Classes of which any number may hold: a record has them as bits of one number."""
 Details = Mapping[str, float | None]
 """What an objective tells beside its loss, by name."""
 
@@ -122,7 +125,7 @@ def rows_of(batch: Batch) -> AnswerRows:
     """A batch of pairs as objectives read it."""
     assert isinstance(batch, PairBatch), "preferences are read as pairs"
     reference = None if batch.reference is None else torch.from_numpy(batch.reference)
-    return AnswerRows(batch.input_ids, batch.labels, reference, batch.wanted)
+    return AnswerRows(batch.input_ids, batch.labels, reference, batch.wanted, batch.values)
 
 
 def objective_of(config: TrainConfig) -> Objective | None:
@@ -131,7 +134,12 @@ def objective_of(config: TrainConfig) -> Objective | None:
 
 
 def check_objective(config: TrainConfig, spec: ModelSpec) -> None:
-    """Raise ValueError for a model whose own loss would get another share of the sum than it is meant to have."""
+    """Raise ValueError for a head that the objective says nothing of, or a model whose own loss would get another share
+    of the sum than it is meant to have."""
+    if spec.task is not None:
+        _check_head(config, spec, spec.task)
+    elif config.compares and OBJECTIVES[config.objective].scores:
+        raise ValueError(f"--objective {config.objective} of {spec.name}, which predicts tokens; leave --task out")
     if config.objective == "grpo" and config.beta and config.mode != "lora":
         raise ValueError(
             f"--beta {config.beta:g} with --objective grpo compares with the model beneath adapters, and --mode"
@@ -143,6 +151,24 @@ def check_objective(config: TrainConfig, spec: ModelSpec) -> None:
             " (output_router_logits): that loss is a share of a mean over tokens, and this objective has none; set"
             " output_router_logits to false there"
         )
+
+
+def _check_head(config: TrainConfig, spec: ModelSpec, head: TaskHead) -> None:
+    """Raise ValueError for a head for labels that the objective, or what it is given, says nothing of."""
+    asked, count = f"--objective {config.objective} of {spec.name}", head.num_labels
+    if head.task == "token":
+        raise ValueError(f"{spec.name} labels tokens, which runs have no records for; train it from Python: heads.md")
+    if config.sample_prompts:
+        raise ValueError(f"--sample-prompts: {spec.name} has a head for labels, which answers nothing; leave them out")
+    if config.data_source != "json_sft":
+        raise ValueError(f"{spec.name} learns labels, which --data-source {config.data_source} has none of")
+    if config.compares and (count > 1 or not OBJECTIVES[config.objective].scores):
+        fits = "one that predicts tokens, or a head with one output (--objective reward)"
+        raise ValueError(f"{asked}, whose head has {count} output{'s' if count > 1 else ''} for labels; give {fits}")
+    if head.problem == "regression" and count > 1:
+        raise ValueError(f"{spec.name} has {count} outputs for a regression; records have one number each")
+    if head.problem == "multi_label_classification" and count > MOST_OF_SEVERAL:
+        raise ValueError(f"{spec.name} has {count} classes, any of which may hold; at most {MOST_OF_SEVERAL} are read")
 
 
 def take_step(

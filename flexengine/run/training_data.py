@@ -23,8 +23,9 @@ from flexengine.data import (
 )
 from flexengine.data.batches import Room
 from flexengine.data.preview import MARKS, date_line, marked_text, shortened
-from flexengine.data.sources import RecordKind
+from flexengine.data.sources import LabelNames, RecordKind
 from flexengine.models.registry import ASSETS, ModelSource
+from flexengine.models.spec import ModelSpec
 from flexengine.objectives import OBJECTIVES
 from flexengine.options.train_config import TrainConfig
 from flexengine.run.rewards import Rewards
@@ -83,8 +84,12 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     options = TokenizerOptions(folder, vocab_size, source.new_tokens, config.template_date, train_on)
     tokenizer = TokenizerProcess(options, most_bytes_of_data(config.max_host_mem_gib))
     cache, kind = cache_of(config), record_kind(config)
-    prepared = _prepare(config, sources_of(config.dataset, config.columns, config.max_records, kind), tokenizer, cache)
-    evaluated = _prepare(config, sources_of(config.val_dataset, config.columns, kind=kind), tokenizer, cache)
+    labels = LabelNames() if config.compares else label_names(source.spec)
+    kind = "labelled" if labels.names else kind
+    sources = sources_of(config.dataset, config.columns, config.max_records, kind, labels)
+    prepared = _prepare(config, sources, tokenizer, cache)
+    evaluated = sources_of(config.val_dataset, config.columns, kind=kind, labels=labels)
+    evaluated = _prepare(config, evaluated, tokenizer, cache)
     text = _describe(prepared)
     records = [part.as_json() for part in (*prepared, *evaluated)]
     prepared, validation = _with_validation(config, prepared, evaluated)
@@ -123,6 +128,15 @@ def room_of(config: TrainConfig) -> Room:
     if config.objective != "grpo":
         return Room()
     return Room(config.completions_per_prompt, config.completion_tokens)
+
+
+def label_names(spec: ModelSpec) -> LabelNames:
+    """The labels of a model; none for one that predicts tokens."""
+    if spec.task is None:
+        return LabelNames()
+    named = spec.hf_config.get("id2label") or {}
+    names = (str(named.get(str(i), f"LABEL_{i}")) for i in range(spec.task.num_labels))
+    return LabelNames(tuple(names), spec.task.problem)
 
 
 def most_bytes_of_data(max_host_mem_gib: float | None) -> int:

@@ -75,7 +75,7 @@ class BatchWriter:
             positions=on_gpu["positions"],
             cu_seqlens=on_gpu["cu_seqlens"],
             weights=None if batch.weights is None else self._weights(batch.weights, chunk),
-            custom_loss=None if batch.loss is None else self._custom_loss(batch.loss, chunk),
+            custom_loss=None if batch.loss is None else self._custom_loss(batch.loss, batch.shift, chunk),
         )
 
     def _weights(self, weights: list[Tensor], chunk: PackedChunk) -> Tensor:
@@ -83,9 +83,9 @@ class BatchWriter:
         row = torch.cat([weights[p.sequence][p.start : p.start + p.length] for p in chunk.ranges])
         return row.to(self.arenas.device, wide_dtype(self.layout))
 
-    def _custom_loss(self, function: LossFunction, chunk: PackedChunk) -> CustomLoss:
+    def _custom_loss(self, function: LossFunction, shift: int, chunk: PackedChunk) -> CustomLoss:
         sequences = torch.cat([torch.full((p.length,), p.sequence) for p in chunk.ranges])
-        positions = torch.cat([torch.arange(p.start, p.start + p.length) + 1 for p in chunk.ranges])
+        positions = torch.cat([torch.arange(p.start, p.start + p.length) + shift for p in chunk.ranges])
         return CustomLoss(function, sequences.to(self.arenas.device), positions.to(self.arenas.device))
 
     def losses(self, chunk: int, tokens: int) -> Tensor:

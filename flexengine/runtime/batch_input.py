@@ -13,15 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexengine.models.spec import ModelSpec
 from flexengine.ops.custom_loss import IGNORE_INDEX, LossFunction
 from flexengine.plan import Request
 
 
 class Sequences(NamedTuple):
-    """A batch: token ids and labels per sequence (int64, CPU). Labels are shifted: labels[t] is what follows t.
+    """A batch: token ids and labels per sequence (int64, CPU). Labels are shifted: labels[t] is of token t + shift.
 
-    weights: factors on the losses of labels (float64, CPU), shifted with them; None = 1. loss: takes the place of the
-    cross-entropy. given: the sequences that this process was given, where others gave the rest.
+    shift: 1 where tokens are predicted, 0 where they have labels of their own. weights: factors on the losses of labels
+    (float64, CPU), shifted with them; None = 1. loss: takes the place of the cross-entropy. given: the sequences that
+    this process was given, where others gave the rest.
     """
 
     input_ids: list[Tensor]
@@ -29,6 +31,7 @@ class Sequences(NamedTuple):
     weights: list[Tensor] | None = None
     loss: LossFunction | None = None
     given: slice = slice(None)
+    shift: int = 1
 
     @property
     def lengths(self) -> list[int]:
@@ -75,10 +78,11 @@ IMPLIED_COLUMNS += ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_lengt
 """What collators add that says nothing more: sequences follow from position_ids, and losses are summed over targets."""
 
 
-def read_batch(columns: Mapping[str, object], vocab_size: int, max_seq_len: int) -> Sequences:
+def read_batch(columns: Mapping[str, object], model: ModelSpec, max_seq_len: int) -> Sequences:
     """Check and shift a batch as a person gives it: rows of ids, of labels unshifted as in Hugging Face, of masks.
 
-    Without labels every token is a target of the one before it. Padding, on either side, is where attention_mask is 0;
+    Without labels every token is a target of the one before it; those of a head that labels tokens must be given, and
+    are not shifted. Padding, on either side, is where attention_mask is 0;
     a row that is nothing else is a sequence of no tokens.
     A row in which position_ids begin again holds several sequences. weights[t] is the factor on the loss of token t.
     Raises ValueError naming the sequence, what was found and what is allowed.
@@ -100,32 +104,37 @@ def read_batch(columns: Mapping[str, object], vocab_size: int, max_seq_len: int)
             for rows in (ids, targets, weights)
         )
     assert ids is not None, "there are input_ids"
+    if targets is None and model.num_labels is not None:
+        raise ValueError("the batch has no labels, which a head for labels learns; give labels=..., one a token")
     targets = ids if targets is None else targets
     for i, row in enumerate(ids):
         _check_length(i, row, max_seq_len, may_be_empty=masks is not None)
     # all rows at once, as GPUs wait; without labels the targets are the tokens
-    if _has_unknown(ids, vocab_size) or (targets is not ids and _has_unknown(targets, vocab_size, IGNORE_INDEX)):
+    most = model.vocab_size if model.num_labels is None else model.num_labels
+    if _has_unknown(ids, model.vocab_size) or (targets is not ids and _has_unknown(targets, most, IGNORE_INDEX)):
         for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
-            _check_tokens(i, row, target, vocab_size)
+            _check_tokens(i, row, target, model)
+    if model.num_labels is not None:
+        return Sequences(ids, targets, weights, shift=0)
     shifted = None if weights is None else [_shift(row, 0) for row in weights]
     return Sequences(ids, [_shift(target, IGNORE_INDEX) for target in targets], shifted)
 
 
-def read_call(request: Request, vocab_size: int, batch: object, columns: Mapping[str, object]) -> Sequences:
+def read_call(request: Request, model: ModelSpec, batch: object, columns: Mapping[str, object]) -> Sequences:
     """The batch of one engine call, given as `batch` (rows, or a mapping of columns) or as `columns`.
 
     Raises ValueError as `read_part` and `checked_batch`.
     """
-    return checked_batch(request, read_part(request, vocab_size, batch, columns))
+    return checked_batch(request, read_part(request, model, batch, columns))
 
 
-def read_part(request: Request, vocab_size: int, batch: object, columns: Mapping[str, object]) -> Sequences:
+def read_part(request: Request, model: ModelSpec, batch: object, columns: Mapping[str, object]) -> Sequences:
     """Read a batch, or a rank's part of one, whose sizes are checked when it is whole.
 
     Raises ValueError as `read_batch`, and for columns that are not read.
     """
     columns = _columns_of(batch, {name: value for name, value in columns.items() if value is not None})
-    return read_batch(columns, vocab_size, request.max_seq_len)
+    return read_batch(columns, model, request.max_seq_len)
 
 
 def checked_batch(request: Request, sequences: Sequences) -> Sequences:
@@ -314,7 +323,8 @@ def _has_unknown(rows: list[Tensor], vocab_size: int, ignored: int | None = None
     return bool(low < 0) or bool(high >= vocab_size)
 
 
-def _check_tokens(i: int, row: Tensor, labels: Tensor, vocab_size: int) -> None:
+def _check_tokens(i: int, row: Tensor, labels: Tensor, model: ModelSpec) -> None:
+    vocab_size, num_labels = model.vocab_size, model.num_labels
     low, high = int(row.min()), int(row.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -322,10 +332,12 @@ def _check_tokens(i: int, row: Tensor, labels: Tensor, vocab_size: int) -> None:
             " of this model"
         )
     active = labels[labels != IGNORE_INDEX]
-    if active.numel() and (int(active.min()) < 0 or int(active.max()) >= vocab_size):
+    most = vocab_size if num_labels is None else num_labels
+    if active.numel() and (int(active.min()) < 0 or int(active.max()) >= most):
+        what = "the token ids themselves, unshifted," if num_labels is None else "the numbers of classes"
         raise ValueError(
-            f"sequence {i} has labels {int(active.min())}..{int(active.max())}, outside 0..{vocab_size - 1}"
-            f" and not {IGNORE_INDEX}; labels are the token ids themselves, unshifted, or {IGNORE_INDEX} for no loss"
+            f"sequence {i} has labels {int(active.min())}..{int(active.max())}, outside 0..{most - 1}"
+            f" and not {IGNORE_INDEX}; labels are {what} or {IGNORE_INDEX} for no loss"
         )
 
 

@@ -289,7 +289,7 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
         self.state.require_usable(merged=True)
         how = Sampling(temperature, top_p, seed)
         request = GenerationRequest([*map(list, prompts)], max_new_tokens, stop_ids, how, tell, keep_stop)
-        request.check(self.model.vocab_size, self.plan.request.max_seq_len)
+        request.check(self.model, self.plan.request.max_seq_len)
         run = Generator(self.rounds, self.layers).generate
         return self.steps.between_steps(lambda: run(request)) if request.prompts else []
 
@@ -297,7 +297,7 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
         self.state.require_usable(merged=True)
         if loss is not None and not callable(loss):
             raise ValueError(f"loss must be a function of a block of logits, got {type(loss).__name__}: docs/losses.md")
-        call = self.plan.request, self.model.vocab_size, batch, columns
+        call = self.plan.request, self.model, batch, columns
         return self.context.read(self.settings.batches, call, loss is not None)._replace(loss=loss)
 
     def _agree(self, lr: float | None, divisor: float | None) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.models.spec import ModelSpec
 from flexengine.ops.custom_loss import IGNORE_INDEX
 from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.decoding import Cache, CacheRoom, Decoder, Piece
@@ -83,9 +84,15 @@ class GenerationRequest(NamedTuple):
     tell: Tell | None = None
     keep_stop: bool = False
 
-    def check(self, vocab_size: int, max_seq_len: int) -> None:
-        """Raise ValueError naming the prompt, what was found and what is allowed."""
+    def check(self, model: ModelSpec, max_seq_len: int) -> None:
+        """Raise ValueError naming the prompt, what was found and what is allowed; or a head that predicts no tokens."""
         self.sampling.check()
+        if model.task is not None:
+            raise ValueError(
+                f"{model.name} has a head for labels ({model.head_source}), which predicts no tokens; give a model that"
+                " does (...ForCausalLM)"
+            )
+        vocab_size = model.vocab_size
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         for i, prompt in enumerate(self.prompts):

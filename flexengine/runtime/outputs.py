@@ -41,7 +41,8 @@ class EvaluateOutput(NamedTuple):
     """One evaluate call: the mean loss over its target tokens (as of `FwdBwdOutput`), and its sizes.
 
     token_log_probs: with per_token=True, for each sequence a float32 tensor [tokens] on the CPU. Entry t is the
-    log-probability of token t after those before it, and 0 where token t has no loss. Of batches="local" they are those
+    log-probability of token t after those before it (with a head for labels that of the label of token t, or with a
+    single output its score), and 0 where token t has no loss. Of batches="local" they are those
     of the sequences that this rank gave.
     """
 
@@ -57,7 +58,8 @@ def evaluate_output(loss_sum: float, batch: Sequences, token_losses: list[Tensor
     if token_losses is not None and batch.weights is not None:  # they were evaluated without weights
         loss_sum = batch.weighted(token_losses)
     if token_losses is not None:  # what comes after the last token is no target
-        log_probs = [-torch.cat((losses.new_zeros(1), losses))[: len(losses)] for losses in token_losses[batch.given]]
+        shift = batch.shift
+        log_probs = [-torch.cat((own.new_zeros(shift), own))[: len(own)] for own in token_losses[batch.given]]
     return EvaluateOutput(loss_sum / batch.loss_weight, batch.num_tokens, batch.num_target_tokens, log_probs)
 
 

@@ -105,7 +105,7 @@ class ReadingCalls:
     def next_token_logits(self, tokens: list[int]) -> Tensor:
         """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
         self.state.require_usable(merged=True)
-        sequences = read_batch({"input_ids": [tokens]}, self.model.vocab_size, self.plan.request.max_seq_len)
+        sequences = read_batch({"input_ids": [tokens]}, self.model, self.plan.request.max_seq_len)
         return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits(), everywhere=True)
 
     @one_caller

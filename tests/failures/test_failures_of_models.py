@@ -117,8 +117,8 @@ CONFIGS = (
     ),
     Case(
         "model_for_another_task",
-        having(architectures=["LlamaForSequenceClassification"]),
-        ("architectures=\\['LlamaForSequenceClassification'\\]", "for sequence classification", "predicts tokens"),
+        having(architectures=["LlamaForQuestionAnswering"]),
+        ("architectures=\\['LlamaForQuestionAnswering'\\]", "for question answering", "predicts tokens"),
     ),
     Case(
         "sequence_beyond_learned_positions",

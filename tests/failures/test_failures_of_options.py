@@ -61,6 +61,17 @@ FLAGS = (
         ["--data-source=json_sft", "--objective=distill", "--teacher=x", "--beta=2"],
         ("--beta 2 with --objective distill", "give a number from 0 to 1"),
     ),
+    Case(
+        "classes_without_a_head",
+        ["--labels", "a", "b"],
+        ("--labels a b names classes, got --task None; give --task sequence or token",),
+    ),
+    Case("class_named_twice", ["--task", "token", "--labels", "a", "a"], ("labels: 'a' is given twice", "once")),
+    Case(
+        "head_without_classes",
+        ["--task", "sequence", "--model", "preset:demo"],
+        ("--task sequence: demo has no head with classes of its own; name them: --labels",),
+    ),
     Case("steps_and_epochs", ["--epochs", "1"], ("--steps 2 and --epochs 1.0", "give one")),
     Case("seed_too_large", ["--seed", str(2**40)], ("--seed is at most 4294967295, got 1099511627776",)),
     Case("template_date_is_no_day", ["--template-date", "4.3.2024"], ("'4.3.2024' is no day", "YYYY-MM-DD")),

@@ -8,13 +8,26 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+import transformers
 from engine_helpers import build_engine, saved_model, streamed_plan, tiny_config, worst_error
 from family_configs import CASES
 
 from flexengine import LoRA
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import open_model
-from flexengine.objectives import DPO, IPO, KTO, ORPO, AnswerRows, SimPO, evaluate, reference_log_probs, weighted
+from flexengine.models.task_heads import with_head_saved
+from flexengine.objectives import (
+    DPO,
+    IPO,
+    KTO,
+    ORPO,
+    AnswerRows,
+    Reward,
+    SimPO,
+    evaluate,
+    reference_log_probs,
+    weighted,
+)
 from flexengine.optim import AdamW
 
 pytest.importorskip("trl")
@@ -189,7 +202,11 @@ def pair(request, tmp_path_factory):
 def test_loss_and_gradients_are_those_of_trl(pair, name):
     engine, model, rows = pair
     objective = OBJECTIVES[name]
-    loss = trl_loss(objective, rows, model)
+    check_gradients(engine, model, rows, objective, trl_loss(objective, rows, model))
+
+
+def check_gradients(engine, model, rows, objective, loss):
+    """Compare with a loss of TRL's and its gradients."""
     model.zero_grad()
     loss.backward()
     found, columns, weights = weighted(engine, objective, rows)
@@ -199,7 +216,60 @@ def test_loss_and_gradients_are_those_of_trl(pair, name):
     divided_by = sum(float(row.abs().sum()) for row in weights)
     actual = {key: gradient * divided_by for key, gradient in engine.gradients().items()}
     expected = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    expected = {key.replace(".default.", "."): gradient for key, gradient in expected.items()}
+    names = (key.replace(".default.", ".").replace(".modules_to_save.", ".") for key in expected)
+    expected = dict(zip(names, expected.values(), strict=True))
+    if any(key.startswith("base_model.") for key in expected):  # what is trained in full has the base's name here
+        expected = {key if ".lora_" in key else key.removeprefix("base_model.model."): g for key, g in expected.items()}
     engine.step(lr=0.0)
     error, where = worst_error(actual, expected)
     assert error <= 1e-5, f"gradient of {where}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["whole", "adapters"])
+def test_rewards_are_those_of_trl(tmp_path, family, mode):
+    from trl import RewardTrainer  # noqa: PLC0415
+
+    config = {**FAMILIES[family], "num_labels": 1, "pad_token_id": 0}
+    model = saved_model(tmp_path / "base", config, kind_of_model=transformers.AutoModelForSequenceClassification)
+    source, adapter = open_model(tmp_path / "base"), None
+    if mode == "adapters":
+        lora = LoRA(rank=3, alpha=5.0)
+        source = source._replace(spec=with_lora(source.spec, with_head_saved(lora, source.spec)))
+        modules = [found.module for found in adapters(source.spec)]
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=3, lora_alpha=5.0, target_modules=modules, task_type="SEQ_CLS")
+        )
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".lora_B." in name or ".modules_to_save." in name:
+                    parameter.normal_(0.0, 0.2)
+        adapter = tmp_path / "adapter"
+        model.save_pretrained(adapter)
+    rows = drawn_rows(source.spec.vocab_size)
+    ids = [[max(1, token) for token in row] for row in rows.input_ids]
+    ids[3][-1] = 0  # what the config calls padding is not scored
+    rows = rows._replace(input_ids=ids, margins=[0.0, 0.3, -0.2, 1.0])
+    tokens, attention, _ = by_row(columns_of(rows))
+    given = {"input_ids": tokens, "attention_mask": attention, "margin": torch.tensor(rows.margins)}
+    args = SimpleNamespace(center_rewards_coefficient=0.05)
+    made = trainer(RewardTrainer, scores_of(model), args=args)
+    plan = streamed_plan(source.spec, chunk_tokens=16, chunks_per_round=2, max_seq_len=16)
+    with build_engine(source, plan, AdamW(), adapter=adapter) as engine:
+        loss = made.compute_loss(made.model, given)
+        check_gradients(engine, model, rows, Reward(center_coefficient=0.05), loss)
+        engine.save_pretrained(tmp_path / "out")
+    if mode == "adapters":
+        again = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)
+        found, expected = (one.eval()(input_ids=tokens).logits for one in (again, model))
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)  # other kernels of attention
+
+
+def scores_of(model):
+    """A model that takes what TRL's trainer hands on beside the tokens."""
+
+    def forward(input_ids, attention_mask, **_):
+        return model(input_ids=input_ids, attention_mask=attention_mask)
+
+    forward.training = False
+    return forward

@@ -52,6 +52,8 @@ def test_loss_and_perplexity_equal_transformers(tmp_path):
 class ScriptedEngine:
     """Trains nothing; its validation losses are given."""
 
+    model = SimpleNamespace(task=None)
+
     profile, step_count = None, 0
 
     def __init__(self, losses):

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import transformers
 
 from flexengine import cli
 from flexengine.hardware.presets import preset
@@ -154,3 +155,32 @@ def test_a_teacher_of_other_words_is_refused(run, tmp_path, capsys):
     teacher = write_model(tmp_path / "teacher", vocab_size=64)
     assert run(objective="distill", teacher=teacher, dataset=QUESTIONS) == 2
     assert "has a vocabulary of 64 tokens, and the model one of 2944" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_a_reward_model_begins_with_a_new_head_and_is_exported(run, model, tmp_path, capsys, mode):
+    """From a model that predicts tokens; two plans give the same bits, and the head is in the export."""
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    pairs[0]["margin"] = 0.5
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    base = shutil.copytree(model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"], "pad_token_id": 0}))
+    options = {"model": base, "objective": "reward", "mode": mode, "val_fraction": 0.2, "eval_steps": 3, "lr": 1e-2}
+    sizes = {"chunk_tokens": 64, "round_tokens": 128}
+    for folder, recompute in (("run", "none"), ("other", "full")):
+        assert run(folder, recompute=recompute, **sizes, **options) == 0
+    assert "a new head with 1 output for sequences begins with random weights" in capsys.readouterr().err
+    steps, evaluations = (logged(tmp_path / "run", f"{name}_log.jsonl") for name in ("train", "eval"))
+    assert steps == logged(tmp_path / "other")
+    assert steps[-1]["reward_margin"] > steps[0]["reward_margin"]
+    assert all(0 <= found["reward_accuracy"] <= 1 for found in evaluations)
+    exported = tmp_path / "run" / "final"
+    if mode == "lora":
+        described = json.loads((exported / "adapter_config.json").read_text())
+        assert (described["task_type"], described["modules_to_save"]) == ("SEQ_CLS", ["score"])
+        return
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(exported)
+    assert loaded.config.num_labels == loaded.score.out_features == 1
+    assert run("dpo", objective="dpo", model=exported) == 2
+    assert "whose head has 1 output for labels" in capsys.readouterr().err

@@ -54,6 +54,7 @@ class FakeEngine:
     team: None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(spec=None))
+    model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(task=None))
     loss: float = 4.0
     max_grad_norm: float = 1.0
     interrupt_at: int = 0
@@ -405,7 +406,7 @@ def test_final_tells_no_local_place(tmp_path):
     lists = {name for name, option in options_of(TrainConfig).items() if option.is_list}
     free = {"device", "lora_init"} | {"sample_prompts", "report_to", "lr_groups", "weight_decay_groups"}
     free |= {"freeze", "lora_targets", "modules_to_save"}  # names of parts of a model, questions, trackers
-    free |= {"add_tokens", "template_date", "columns"}
+    free |= {"add_tokens", "labels", "template_date", "columns"}
     places = (texts.keys() | lists | {"trace"}) - free
     assert {"model", "dataset", "val_dataset", "adapter", "plan_json", "data_cache", "output_dir"} <= places
     values = {name: f"/home/ann/secret/{name}" for name in places - {"resume"}}
@@ -509,7 +510,7 @@ def test_options_of_a_job_are_those_of_the_contract(tmp_path):
         " optimizer optimizer_state_dtype matmul_dtype keep_dtype freeze max_grad_norm seed chunk_tokens round_tokens"
         " recompute deterministic init mode lora_rank lora_alpha lora_targets lora_dropout use_rslora use_dora"
         " lora_init modules_to_save adapter base_dtype lr_groups weight_decay_groups round_multiple transport"
-        " cuda_graphs add_tokens resize_embeddings reproducible"
+        " cuda_graphs add_tokens resize_embeddings reproducible task labels problem_type"
     )
     assert sorted(asdict(config.as_job())) == sorted(contract.split())
     assert config.as_job().max_gpu_mem_gib == 2.0

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexengine.models.spec import ModelSpec
 from flexengine.parallel.control import Control
 from flexengine.plan import Request
 from flexengine.runtime.batch_input import Sequences, checked_batch, read_call, read_part
@@ -19,7 +20,7 @@ Batches = Literal["global", "local"]
 
 
 def read_on_ranks(
-    control: Control, batches: Batches, call: tuple[Request, int, object, Mapping[str, object]], own_loss: bool
+    control: Control, batches: Batches, call: tuple[Request, ModelSpec, object, Mapping[str, object]], own_loss: bool
 ) -> Sequences:
     """Read the batch of a call that all ranks make; parts are joined in the order of ranks.
 
@@ -37,7 +38,7 @@ def read_on_ranks(
     first = sum(len(part.lengths) for part in parts[: control.ranks.rank])
     with control.all_or_none():
         whole = checked_batch(call[0], _joined(parts))
-    return whole._replace(given=slice(first, first + len(given.lengths)))
+    return whole._replace(given=slice(first, first + len(given.lengths)), shift=given.shift)
 
 
 class _Part(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexengine.models.spec import ModelSpec
 from flexengine.native.transfer_operations import WordValue
 from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.control import Control
@@ -124,7 +125,7 @@ class RankContext:
         """Give every rank the numbers of all, in place: a number is 0 where another rank has it."""
 
     def read(
-        self, batches: Batches, call: tuple[Request, int, object, Mapping[str, object]], own_loss: bool
+        self, batches: Batches, call: tuple[Request, ModelSpec, object, Mapping[str, object]], own_loss: bool
     ) -> Sequences:
         """Read the batch of a call, as `read_on_ranks` does."""
         return read_call(*call)
@@ -274,7 +275,7 @@ class SeveralRanks(RankContext):
             row.copy_(joined)
 
     def read(
-        self, batches: Batches, call: tuple[Request, int, object, Mapping[str, object]], own_loss: bool
+        self, batches: Batches, call: tuple[Request, ModelSpec, object, Mapping[str, object]], own_loss: bool
     ) -> Sequences:
         return read_on_ranks(self.control, batches, call, own_loss)
 

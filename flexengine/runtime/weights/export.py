@@ -19,7 +19,7 @@ from flexengine.checkpoint.manifest import ManifestError, check_acted_on
 from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
-from flexengine.models.checkpoints import exported_name, open_checkpoint, stored_tensors
+from flexengine.models.checkpoints import HEADS, exported_name, open_checkpoint, stored_tensors
 from flexengine.models.lora import Adapter, adapters
 from flexengine.models.lora_files import file_targets, unread_by_peft
 from flexengine.models.quantised_weights import without_quantisation
@@ -84,7 +84,8 @@ def export_adapter(
     if unread := unread_by_peft(model):
         logger.warning(unread)
     transposed = any(adapter.transposed and not adapter.experts for adapter in found)
-    config = adapter_config(model.lora, file_targets(model), base.get("repo", base.get("name", model.name)), transposed)
+    name = base.get("repo", base.get("name", model.name))
+    config = adapter_config(model.lora, file_targets(model), name, transposed, model.task and model.task.task)
     config |= {"revision": base["revision"]} if base.keys() >= {"repo", "revision"} else {}
     beside = _beside(source)
     beside.pop(CONFIG_FILE, None)  # it would make a model of the folder
@@ -189,7 +190,8 @@ def _export_over(
         beside = {**beside, CONFIG_FILE: text}
     exported, parts = _Exported.of(weights), {part for names in decoded.values() for part in names}
     with open_checkpoint(model, original) as reader, reader.verifying(_say_changed):
-        kept = {name: _as_stored(reader, name, model, exported) for name in reader.tensors if name not in parts}
+        left = {name for name in reader.tensors if model.task is not None and name.startswith(HEADS)} | parts
+        kept = {name: _as_stored(reader, name, model, exported) for name in reader.tensors if name not in left}
         # What is decoded is called as the first of its parts, without what a part's name has beside.
         stored = {
             name: reader.tensors[first].name.removesuffix(first.removeprefix(name))
@@ -197,10 +199,24 @@ def _export_over(
         }
         stored |= {name: reader.tensors[name].name for name in kept}
         tensors = {**kept, **{name: exported.tensor(name, EXPORT_DTYPE) for name in decoded}}
-        written = {name: exported_name(model, name, stored[name]) for name in tensors}
-        shards = None if decoded else {written[name]: reader.tensors[name].file for name in kept}
+        tensors |= {name: exported.tensor(name, _dtype_of(reader, model)) for name in _new(weights)}
+        written = {name: exported_name(model, name, stored.get(name, name)) for name in tensors}
+        files = {name: reader.tensors[name].file for name in kept}
+        files |= dict.fromkeys(_new(weights), max(files.values(), default=""))
+        shards = None if decoded else {written[name]: file for name, file in files.items()}
         renamed = [tensor._replace(name=written[name]) for name, tensor in tensors.items()]
         write_checkpoint(folder, renamed, shards, beside=beside, with_manifest=True, made_by=made_by)
+
+
+def _new(weights: WeightStore) -> list[str]:
+    """Name the tensors of the model that its checkpoint lacks."""
+    return [name for name, run in weights.runs.items() if run.param.new]
+
+
+def _dtype_of(reader: CheckpointReader, model: ModelSpec) -> torch.dtype:
+    """The dtype of what is written beside a checkpoint's tensors: that of its embedding."""
+    entry = reader.tensors.get(model.embedding_source)
+    return EXPORT_DTYPE if entry is None or not entry.dtype.is_floating_point else entry.dtype
 
 
 def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, exported: _Exported) -> TensorSource:

@@ -38,7 +38,7 @@ class CheckpointLoader:
         requests = [
             self._request(name, run, self._reader.tensors[name].dtype)
             for name, run in self._store.own().items()
-            if run.source.decode is None and run.whole and not run.param.added
+            if run.source.decode is None and run.whole and not run.param.absent
         ]
         elsewhere = [request for request in requests if not on_host(request)]
         with self._reader.verifying() if self._store.share.rank == 0 else nullcontext():

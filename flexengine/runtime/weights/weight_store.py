@@ -20,6 +20,7 @@ from flexengine.checkpoint.quantised import DECODERS
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.models.checkpoints import check_fits, open_checkpoint
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
+from flexengine.models.task_heads import with_new_head
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.weights.stored_matrices import Span, StoredMatrices, read_pieces
@@ -71,7 +72,7 @@ def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
     whole and fits the model.
     """
     with open_checkpoint(model, folder) as reader:
-        named = model.named_as(reader.tensors)
+        named = with_new_head(model.named_as(reader.tensors), reader.tensors)
         check_fits(named, reader)
         if named.tie_word_embeddings and named.head_source in reader.tensors:
             _check_tied(named, reader)
@@ -196,7 +197,7 @@ class WeightStore:
 
     def initialize_added(self, seed: int) -> None:
         """The same for parameters that no checkpoint has yet, such as new adapters."""
-        self._draw_all(seed, [name for name, run in self.own().items() if run.param.added])
+        self._draw_all(seed, [name for name, run in self.own().items() if run.param.absent])
 
     def _draw_all(self, seed: int, names: Iterable[str]) -> None:
         for name in names:
