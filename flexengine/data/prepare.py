@@ -20,6 +20,7 @@ from flexengine.data.labelled import encode_labelled, parse_labelled
 from flexengine.data.preferences import compared_of, encode_compared
 from flexengine.data.prompts import encode_prompts, parse_prompt
 from flexengine.data.records import TokenizedRecord
+from flexengine.data.shards import open_shard
 from flexengine.data.sources import WEB, NotFromHubError, Reader, RecordKind, Source
 from flexengine.data.store import (
     Cut,
@@ -28,7 +29,6 @@ from flexengine.data.store import (
     cut_pairs,
     cut_prompts,
     cut_records,
-    open_shard,
     open_table,
     point_to,
     table_in_scratch,

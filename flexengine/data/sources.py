@@ -35,7 +35,7 @@ from flexengine.data.records import (
     parse_record,
     remarks,
 )
-from flexengine.data.store import SHARD_SUFFIXES
+from flexengine.data.shards import SHARD_SUFFIXES
 from flexengine.wording import did_you_mean
 
 logger = logging.getLogger(__name__)

@@ -111,7 +111,7 @@ class ObjectiveOptions(GroupOptions):
     @property
     def compares(self) -> bool:
         """Whether records are compared, rather than learned."""
-        return self.objective in PREFERENCES
+        return self.objective in (*PREFERENCES, "reward")
 
     @property
     def objective_constants(self) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from flexengine.data import store
 from flexengine.data.records import IGNORE, TokenizedRecord
+from flexengine.data.shards import open_shard
 from flexengine.data.store import (
     StoredSequences,
     cut_records,
     default_cache,
-    open_shard,
     open_table,
     table_in_scratch,
     write_table,
