@@ -1,6 +1,6 @@
 """Which types of transformers' causal and image-text models train here, and do they compute what transformers computes?
 
-python -m bench.coverage [--only TEXT] [--json FILE]
+python -m bench.coverage [--only TYPE ...] [--json FILE]
 
 A tiny random model of every type is trained for a step beside transformers in float32 on the CPU: its loss and the
 gradient of every parameter must be within BOUND (relative), of types that run as opaque blocks within OPAQUE_BOUND. Of
@@ -11,6 +11,7 @@ types of which no tiny model is made here. Needs transformers; takes a few minut
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import tempfile
 import warnings
@@ -42,6 +43,7 @@ MOST_PARAMETERS = 1 << 24
 TOO_LARGE = "parameters with the sizes that are known here"
 NAMED = ("as opaque blocks", "tokens see later ones", "a description of its block")
 """Parts of messages that name what is missing of types beside MISSING_IN_TYPES."""
+STATES = ("native", "opaque", "refused", "refused without a reason", "untried", "differs", "fails")
 KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types")
 NOT_ARGUMENTS = ("model_type", "dtype", "transformers_version")
 IDS = [[5, 17, 3, 29, 11, 7, 2, 41, 19, 23, 31, 8, 13, 37], [7, 3, 60], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
@@ -55,7 +57,12 @@ TINY = {
     "v_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 64, "attn_pdrop": 0.0,
     "embd_pdrop": 0.0, "resid_pdrop": 0.0, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
-    "index_n_heads": 2, "index_head_dim": 8,
+    "index_n_heads": 2, "index_head_dim": 8, "is_decoder": True, "d_model": 32, "ffn_dim": 48, "attention_heads": 4,
+    "num_layers": 2, "decoder_layers": 2, "encoder_layers": 2, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_decoder_layers": 2, "num_encoder_layers": 2,
+    "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4, "max_target_positions": 64,
+    "embedding_size": 16, "input_embedding_size": 16, "output_embedding_size": 24, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "dropout": 0.0, "activation_dropout": 0.0, "init_std": 0.2,
 }  # fmt: skip
 """Sizes of the tiny models, as far as a type has the field."""
 ROUNDED = (
@@ -67,6 +74,11 @@ LATENT_TYPES = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "sarvam_mla", "youtu", "minicpm3",
     "axk1", "axk2", "mistral4", "longcat_flash", "bailing_hybrid",
 )  # fmt: skip
+PADDED = (
+    "emu3", "emu3_text_model", "modernbert-decoder", "camembert", "data2vec-text", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "prophetnet",
+)  # fmt: skip
+"""Types that do not run without a padding token."""
 MAMBA2 = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
     "mamba_chunk_size": 8,
@@ -78,12 +90,13 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     **{kind: MAMBA2 for kind in ("bamba", "granitemoehybrid")},
     "kimi_linear": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_token": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 2},
-    "xglm": {"d_model": 32, "num_layers": 2, "ffn_dim": 48, "attention_heads": 4},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
     "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
     "gemma4_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "zaya": {"num_experts_per_tok": 1},
-    **{kind: {"pad_token_id": 0} for kind in ("emu3", "emu3_text_model", "modernbert-decoder")},
+    **{kind: {"pad_token_id": 0} for kind in PADDED},
+    "xmod": {"pad_token_id": 0, "default_language": "en_XX", "adapter_reduction_factor": 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8},
 }
 
@@ -180,7 +193,8 @@ def compared(kind: str, dtype: Literal["float32", "float64"] = "float32", least_
     with tempfile.TemporaryDirectory() as folder:
         _save(model, kind, Path(folder))
         total.backward()
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+        named = model.named_parameters(remove_duplicate=False)
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
         stored = _renamed(revert_weight_conversion(model, gradients), kind)
         names = own_names(open_model(folder).spec, stored)
         wanted = {names[name]: gradient for name, gradient in stored.items()}
@@ -234,13 +248,14 @@ def row_of(kind: str) -> dict[str, Any]:
 
 def _not_native(kind: str) -> dict[str, Any]:
     listed = [feature for feature, types in MISSING_IN_TYPES.items() if kind in types.split()]
-    config: dict[str, Any] = {"model_type": kind}
-    if not is_encoder(kind):
-        try:
-            _loss(tiny_model(kind), IDS[0])
-            config = tiny_config(kind).to_dict()
-        except Exception as error:
+    try:
+        model = tiny_model(kind)
+        _loss(model, IDS[0])
+        config = model.config.to_dict()
+    except Exception as error:
+        if not is_encoder({"model_type": kind}):
             return {"state": "untried", "error": f"transformers: {_short(error)}"}
+        config = {"model_type": kind}
     try:
         build_model(kind, config)
     except ValueError as error:
@@ -257,29 +272,39 @@ def _short(error: Exception) -> str:
     return text[:90]
 
 
-def _write(path: Path | None, rows: dict[str, dict[str, Any]]) -> None:
-    if path is not None:
-        of_text = Counter(row["state"] for kind, row in rows.items() if kind in CAUSAL)
-        of_images = Counter(row["state"] for kind, row in rows.items() if kind not in CAUSAL)
-        by_state: dict[str, dict[str, Any]] = {state: {} for state in sorted({row["state"] for row in rows.values()})}
-        for kind, row in sorted(rows.items()):
-            errors = [row[name] for name in ("loss_error", "gradient_error") if name in row]
-            by_state[row["state"]][kind] = errors or ", ".join(row.get("missing", ())) or row["error"]
-        write_json(str(path), {"counts": {"causal": of_text, "image_text": of_images}, **by_state})
+def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """Write what was found of types beside what the file says of others."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    found = {kind: (state, told) for state in STATES for kind, told in known.get(state, {}).items()}
+    for kind, row in rows.items():
+        errors = [row[name] for name in ("loss_error", "gradient_error") if name in row]
+        found[kind] = row["state"], errors or ", ".join(row.get("missing", ())) or row["error"]
+    counts = {
+        "causal": Counter(state for kind, (state, _) in found.items() if kind in CAUSAL),
+        "image_text": Counter(state for kind, (state, _) in found.items() if kind not in CAUSAL),
+    }
+    by_state = {
+        state: {kind: told for kind, (other, told) in sorted(found.items()) if other == state}
+        for state in sorted({state for state, _ in found.values()})
+    }
+    write_json(str(path), {"counts": counts, **by_state})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a row for each type; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="types whose name contains this")
+    parser.add_argument("--only", nargs="+", default=sorted({*CAUSAL, *IMAGES}), help="types to try; all by default")
     parser.add_argument(
-        "--json", type=Path, help="write to this file: by state, errors of loss and gradients, or what is missing"
+        "--json",
+        type=Path,
+        help="write to this file: by state, errors of loss and gradients, or what is missing; types that are not tried"
+        " stay in it as they are",
     )
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     rows: dict[str, dict[str, Any]] = {}
-    for kind in sorted(kind for kind in {*CAUSAL, *IMAGES} if arguments.only in kind):
+    for kind in arguments.only:
         try:
             rows[kind] = row_of(kind)
         except Exception as error:  # the row of a type that fails shall not cost the others'
@@ -287,7 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             state = "refused" if named else "untried" if large else "fails"
             rows[kind] = {"state": state, "error": f"{type(error).__name__}: {_short(error)}"}
         print(kind, *(f"{key}={value}" for key, value in rows[kind].items()), flush=True)
-    _write(arguments.json, rows)
+    if arguments.json is not None:
+        _write(arguments.json, rows)
     counts = Counter(row["state"] for row in rows.values())
     print(", ".join(f"{state}: {count}" for state, count in counts.most_common()))
     return int(bool(set(counts) - {"native", "opaque", "refused", "untried"}))

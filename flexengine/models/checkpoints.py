@@ -9,6 +9,7 @@ from pathlib import Path
 from flexengine.checkpoint.quantised import DECODERS, Stored
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.models.spec import ModelSpec, WeightSource
+from flexengine.models.unknown import BLOCKS_OF_ENCODERS, MISSING_IN_TYPES
 from flexengine.native.reader import NUMBERS
 from flexengine.wording import shown
 
@@ -39,7 +40,11 @@ BESIDE = re.compile(
 """Words in the first three parts of the names of what stands beside a text, such as towers, and of heads that predict
 further tokens."""
 
-UNUSED = {"deepseek_v32": (".indexer.",), "glm_moe_dsa": (".indexer.",)}
+UNUSED = {
+    "deepseek_v32": (".indexer.",),
+    "glm_moe_dsa": (".indexer.",),
+    **dict.fromkeys(MISSING_IN_TYPES[BLOCKS_OF_ENCODERS].split(), (".pooler.", "cls.seq_relationship.")),
+}
 """Model type -> parts of names of tensors that change nothing in the sequences that are trained."""
 
 
@@ -64,8 +69,11 @@ def own_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:
     prefixes = (model.prefix, *OTHER_PREFIXES.get(model.prefix, ()))
     prefix = next((prefix for prefix in prefixes if prefix + anchor in known), model.prefix)
     own_head = model.head_source.removesuffix("weight")
+    sources = {source.name for group in model.groups for param in group.params for source in param.sources}
 
     def own(name: str) -> str:
+        if name in sources:
+            return name
         head = None if model.task else next((head for head in HEADS if name.startswith(head)), None)
         if head is not None:
             return own_head + name.removeprefix(head)

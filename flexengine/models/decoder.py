@@ -91,18 +91,19 @@ def assemble(
     groups = (
         GroupSpec("embed", "embed", embedding.params),
         *(_block_group(i, block) for i, block in enumerate(blocks)),
-        GroupSpec("head", "head", head.params),
+        *([GroupSpec("head", "head", head.params)] if head.params else []),
     )
     # A tied head has no group member of its own: it reads the embedding's tensor, whose gradient both add to.
     tied = (("lm_head.weight", 0, "embed.weight"),) if sizes["tie_word_embeddings"] else ()
-    last, d = len(groups) - 1, sizes["hidden_size"]
+    d, own = sizes["hidden_size"], _layer_params(len(groups) - 1, groups[-1]) if head.params else ()
+    widths = (embedding.ops[-1].outputs[0].shape[0], *[d] * (len(blocks) - 1))
     layers = (
         LayerSpec("embedding", "embedding", embedding.ops, _layer_params(0, groups[0]), None, "y"),
         *(
-            LayerSpec(f"block.{i}", "block", block.ops, _layer_params(i + 1, groups[i + 1]), "x", "y", d, block.buffers)
-            for i, block in enumerate(blocks)
+            LayerSpec(f"block.{i}", "block", block.ops, _layer_params(i + 1, groups[i + 1]), "x", "y", w, block.buffers)
+            for i, (block, w) in enumerate(zip(blocks, widths, strict=True))
         ),
-        LayerSpec("head", "head", head.ops, (*_layer_params(last, groups[last]), *tied), "x", None, d),
+        LayerSpec("head", "head", head.ops, (*own, *tied), "x", None, d),
     )
     return ModelSpec(name=name, family=family, hf_config=config, groups=groups, layers=layers, **sizes)
 

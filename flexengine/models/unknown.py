@@ -14,6 +14,9 @@ from flexengine.wording import shown
 
 Config = dict[str, Any]
 
+BLOCKS_OF_ENCODERS = (
+    "the blocks of an encoder: norms after the residual sum, learned positions and a head of several layers"
+)
 MISSING_IN_TYPES: dict[str, str] = {
     "state-space layers (Mamba)": (
         "mamba mamba2 falcon_mamba jamba bamba falcon_h1 granitemoehybrid nemotron_h nemotron_h_omni zamba zamba2 "
@@ -25,14 +28,16 @@ MISSING_IN_TYPES: dict[str, str] = {
     "short convolutions": "lfm2 lfm2_moe lfm3 lfm2_vl lfm3_vl inkling_text inkling2_text inkling2_loop_text "
     "inkling_mm_model inkling2 inkling2_loop zaya",
     "an encoder": (
-        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart moshi musicgen musicgen_melody mvp pegasus "
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus "
         "plbart prophetnet trocr whisper florence2 pix2struct udop t5gemma2 vision-encoder-decoder pp_formulanet "
-        "kosmos-2 kosmos-2.5 blip git"
+        "kosmos-2 kosmos-2.5 blip"
     ),
-    "the blocks of an encoder: norms after the residual sum, learned positions and a head of several layers": (
+    BLOCKS_OF_ENCODERS: (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod openai-gpt ctrl"
+        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod"
     ),
+    "norms after the residual sum": "openai-gpt ctrl",
+    "a text that reads images or sound": "git moshi",
     "ALiBi": "bloom mpt",
     "positions or embeddings of another kind beside LayerNorm": (
         "opt xglm biogpt gpt_neo gpt_bigcode cpmant blip-2 instructblip instructblipvideo"
@@ -111,9 +116,18 @@ MISSING: dict[str, Callable[[Config], bool]] = {
 """Features that a type which is not listed above may have, with tests for the fields that ask for them."""
 
 
-def is_encoder(family: str) -> bool:
-    """Tell whether a type is one of encoders, or of decoders that need one, which see later tokens or other inputs."""
-    return any(family in types.split() for feature, types in MISSING_IN_TYPES.items() if "an encoder" in feature)
+def is_encoder(config: Config) -> bool:
+    """Tell whether a config is one of an encoder, whose tokens see later ones, or of a decoder beside an encoder.
+
+    Their decoders by themselves (`BertLMHeadModel`, `BartForCausalLM`) are saved with is_decoder=true or
+    is_encoder_decoder=false.
+    """
+    family, decodes = config.get("model_type"), config.get("is_decoder") is True
+    if family in MISSING_IN_TYPES[BLOCKS_OF_ENCODERS].split():
+        return not decodes
+    return family in MISSING_IN_TYPES["an encoder"].split() and not (
+        decodes or config.get("is_encoder_decoder") is False
+    )
 
 
 def missing_feature(family: str, config: Config) -> str:

@@ -60,8 +60,8 @@ class OpaqueBlock(Op):
         self.x, self.y = io
         self.inputs, self.outputs = (self.x,), (TensorSpec(self.y, (width[1],)),)
         self.needs_input = self.grad_inputs = self.inputs
-        if width[0] == width[1] and rows_per_call is None:
-            # one slot holds both gradients: a sequence's is read before it is written
+        if width[0] <= width[1] and rows_per_call is None:
+            # one slot holds both gradients: a sequence's is read before it is written, and no later one's is reached
             self.grad_alias = ((self.x, self.y),)
 
     def forward(self, env: OpEnv) -> None:

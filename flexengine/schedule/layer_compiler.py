@@ -285,7 +285,8 @@ class _Compiler:
         for name in op.grad_inputs:
             if name in aliases:
                 assert name not in self.grads, f"{op.name}: the gradient of {name} already holds a value"
-                self.grads[name] = self.grads[aliases[name]]
+                place = self.grads[aliases[name]]
+                self.grads[name] = place._replace(spec=self.specs[name]) if isinstance(place, Place) else place
             elif name in self.grads:
                 accumulate.add(name)
             else:

@@ -10,7 +10,7 @@ from family_checks import MAX_SEQ_LEN, check_against_transformers, check_export,
 from flexengine import from_pretrained
 from flexengine.models.opaque import loading
 from flexengine.models.opaque.checks import check_given, check_layer
-from flexengine.models.opaque.skeleton import Skeleton, StructureError
+from flexengine.models.opaque.skeleton import Skeleton, StructureError, Unread
 from flexengine.models.registry import build_model, open_model
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.optim import AdamW
@@ -157,6 +157,9 @@ def test_what_opaque_blocks_do_not_take_is_refused(options, message, tmp_path):
     [
         ({"model_type": "gpt_neox", "num_attention_heads": 5}, "nor does it run as opaque blocks"),
         ({"model_type": "own_type", "auto_map": {"AutoModelForCausalLM": "own.py"}}, "code of its own"),
+        ({"model_type": "bert"}, "missing: the blocks of an encoder"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "missing: an encoder"),
+        ({"model_type": "lara_mini"}, "parameters in one tensor"),
         ({"model_type": "gpt_neox", "quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ],
 )
@@ -169,6 +172,19 @@ def test_transformers_is_asked_for(monkeypatch):
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install transformers"):
         build_model("tiny", config_of("gpt_neox"))
+
+
+def test_sequences_beyond_a_table_of_positions_are_told():
+    """Positions of a RoBERTa begin behind that of the padding token."""
+    config = {**USUAL, "model_type": "roberta", "is_decoder": True, "pad_token_id": 1}
+    assert build_model("tiny", config).longest_sequence == 62
+
+
+def test_a_layer_that_reads_what_others_write_is_refused():
+    shared = Unread()
+    shared["keys"] = 1
+    with pytest.raises(StructureError, match="reads what others may have written"):
+        shared["keys"]
 
 
 class Handing(torch.nn.Module):

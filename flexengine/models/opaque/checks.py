@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flexengine.models.opaque.contexts import Context, LayerCalls
 from flexengine.models.opaque.graph import leaves_of
-from flexengine.models.opaque.skeleton import DTYPE, Skeleton, StructureError
+from flexengine.models.opaque.skeleton import DTYPE, Skeleton, StructureError, Unread
 
 TOKENS, TRACED_TOKENS = 5, 256
 MOST_COMPARED = 1 << 22
@@ -58,7 +58,7 @@ def check_given(index: int, name: str, value: Any, other: Any) -> None:
                 raise StructureError(f"{given}, which depends on the tokens")
         elif isinstance(leaf, _Other):
             raise StructureError(f"{given}, which the layer before hands on")
-        elif not isinstance(leaf, (bool, int, float, str, torch.dtype, type(None))):
+        elif not isinstance(leaf, (bool, int, float, str, torch.dtype, type(None), Unread)):
             raise StructureError(f"{given}, an object of type {type(leaf).__name__}")
 
 
@@ -72,26 +72,18 @@ def check_layer(skeleton: Skeleton, index: int, context: Context) -> None:
         name: torch.empty(p.shape, dtype=DTYPE, device="meta").requires_grad_()
         for name, p in skeleton.layers[index].named_parameters()
     }
-    x = torch.empty(1, TOKENS, skeleton.width, dtype=DTYPE, device="meta", requires_grad=True)
+    x = torch.empty(TOKENS, skeleton.width, dtype=DTYPE, device="meta", requires_grad=True)
     before = {name: [id(leaf) for leaf in tree_leaves(value)] for name, value in given.items()}
     with torch.enable_grad():
         found = skeleton.call_layer(index, weights, x, given)
     for name, value in given.items():
         if before[name] != [id(leaf) for leaf in tree_leaves(value)]:
             raise StructureError(f"layer {index} hands on {name} beside the hidden state")
-    y = found[0] if isinstance(found, tuple) else found
-    if y.shape != x.shape:
+    y = found[0] if isinstance(found, (tuple, list)) else found
+    if y.shape != (1, TOKENS, *skeleton.inner):
         raise StructureError(f"layer {index} turns a hidden state of {list(x.shape)} into {list(y.shape)}")
     if leaves_of(y) - {id(x), *map(id, weights.values())}:
         raise StructureError(f"layer {index} reads parameters of other modules")
-
-
-def check_cost(calls: LayerCalls, index: int) -> None:
-    """Raise StructureError where a layer does not run in bfloat16, in which its memory and time are traced."""
-    try:
-        calls.cost(index, min(TRACED_TOKENS, calls.skeleton.longest_sequence or TRACED_TOKENS))
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise StructureError(f"layer {index} does not run in bfloat16 ({' '.join(str(error).split())[:200]})") from None
 
 
 def check_gradients(skeleton: Skeleton, calls: LayerCalls) -> None:
@@ -107,7 +99,7 @@ def check_gradients(skeleton: Skeleton, calls: LayerCalls) -> None:
         for name, p in skeleton.model.named_parameters()
     }
     ids = torch.arange(TOKENS)
-    buffers = skeleton.buffers_of(skeleton.model, ids.device)
+    buffers = skeleton.buffers_of(skeleton.model, next(iter(values.values())))
     with torch.enable_grad():
         state = {**buffers, **values}
         whole = functional_call(skeleton.model, state, (), {"input_ids": ids[None], "use_cache": False}).logits[0]

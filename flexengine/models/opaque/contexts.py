@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flexengine.models.opaque.skeleton import Skeleton
+from flexengine.models.opaque.skeleton import Skeleton, StructureError
 from flexengine.ops.opaque_cost import CallCost, traced_call
 
 Context = dict[str, Any]
@@ -62,21 +62,29 @@ class LayerCalls:
         """y [T, D] of a sequence; layer: its number in the model, that of the embedding being 0."""
         context = self._contexts.at(len(x), x.dtype, x.device)[layer - 1]
         own = {name: tensor for name, tensor in weights.items() if name in self._own[layer - 1]}
-        return _hidden(self.skeleton.call_layer(layer - 1, own, x[None], context))
+        return _hidden(self.skeleton.call_layer(layer - 1, own, x, context))
 
     def cost(self, index: int, tokens: int) -> CallCost:
-        """What a call of a layer costs, with what its contexts take while they are kept and a new one is made."""
+        """What a call of a layer costs, with what its contexts take while they are kept and a new one is made.
+
+        Raises: StructureError where the layer does not run on so many tokens in the dtype that is traced.
+        """
         skeleton = self.skeleton
-        contexts = skeleton.contexts(tokens, torch.bfloat16, torch.device("cpu"))
-        given = tree_map(lambda value: value.to("meta") if _is(value) else value, contexts[index])
+        given: Context = {}
         shapes = {name: tuple(p.shape) for name, p in skeleton.layers[index].named_parameters()}
 
         def call(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-            return _hidden(skeleton.call_layer(index, weights, x[None], given))
+            return _hidden(skeleton.call_layer(index, weights, x, given))
 
-        cost = traced_call(call, shapes, skeleton.width, tokens)
+        try:
+            contexts = skeleton.contexts(tokens, torch.bfloat16, torch.device("cpu"))
+            given |= tree_map(lambda value: value.to("meta") if _is(value) else value, contexts[index])
+            cost = traced_call(call, shapes, skeleton.width, tokens)
+        except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise StructureError(f"layer {index} does not run on {tokens} tokens in bfloat16 ({why})") from None
         return cost._replace(peak_bytes=cost.peak_bytes + 2 * context_bytes(contexts))
 
 
 def _hidden(found: Any) -> Tensor:
-    return (found[0] if isinstance(found, tuple) else found)[0]
+    return (found[0] if isinstance(found, (tuple, list)) else found)[0].flatten(1)

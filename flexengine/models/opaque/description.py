@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
 
 from flexengine.models.decoder import LayerContent, assemble
-from flexengine.models.opaque.checks import check_contexts, check_cost, check_gradients, check_layer
+from flexengine.models.opaque.checks import TRACED_TOKENS, check_contexts, check_gradients, check_layer
 from flexengine.models.opaque.contexts import LayerCalls
 from flexengine.models.opaque.edges import Edges, parameter
 from flexengine.models.opaque.loading import empty_model
 from flexengine.models.opaque.names import sources_of
-from flexengine.models.opaque.skeleton import Skeleton
+from flexengine.models.opaque.skeleton import Skeleton, StructureError
 from flexengine.models.spec import ModelSpec, WeightSource
 from flexengine.ops.opaque import OpaqueBlock
 from flexengine.ops.opaque_cost import CostCurve
@@ -31,7 +32,7 @@ def build(name: str, config: dict[str, Any]) -> ModelSpec:
     edges, calls = Edges(skeleton), skeleton.titled(LayerCalls(skeleton))
     _check(skeleton, calls)
     text = skeleton.model.config.get_text_config()
-    return assemble(
+    spec = assemble(
         name,
         config["model_type"],
         config,
@@ -40,7 +41,7 @@ def build(name: str, config: dict[str, Any]) -> ModelSpec:
         head=edges.head(),
         hidden_size=skeleton.width,
         vocab_size=edges.vocab_size,
-        head_dim=getattr(text, "head_dim", None) or skeleton.width // (getattr(text, "num_attention_heads", 0) or 1),
+        head_dim=_head_dim(text) or skeleton.width // (getattr(text, "num_attention_heads", 0) or 1),
         max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
         longest_sequence=skeleton.longest_sequence,
         initializer_range=getattr(text, "initializer_range", None) or 0.02,
@@ -49,6 +50,23 @@ def build(name: str, config: dict[str, Any]) -> ModelSpec:
         prefix=edges.prefix,
         notice=NOTICE + (UNBALANCED if getattr(text, "output_router_logits", False) else ""),
     )
+    _check_sources(spec)
+    return spec
+
+
+def _head_dim(text: Any) -> int | None:
+    found = text.to_dict().get("head_dim")  # as an attribute it is refused where layers differ in it
+    return found if isinstance(found, int) else None
+
+
+def _check_sources(spec: ModelSpec) -> None:
+    """Raise StructureError where parameters share a tensor of checkpoints, of which each has some rows."""
+    names = Counter(source.name for group in spec.groups for param in group.params for source in param.sources)
+    shared = [name for name, count in names.items() if count > 1]
+    if shared:
+        raise StructureError(
+            f"checkpoints hold {names[shared[0]]} of the model's parameters in one tensor, {shared[0]}"
+        )
 
 
 def _check(skeleton: Skeleton, calls: LayerCalls) -> None:
@@ -57,15 +75,15 @@ def _check(skeleton: Skeleton, calls: LayerCalls) -> None:
     contexts = check_contexts(skeleton)
     for index in kinds.values():
         check_layer(skeleton, index, contexts[index])
-        check_cost(calls, index)
+        calls.cost(index, min(TRACED_TOKENS, skeleton.longest_sequence or TRACED_TOKENS))
     check_gradients(skeleton, calls)
 
 
 def _blocks(skeleton: Skeleton, edges: Edges, calls: LayerCalls) -> list[LayerContent]:
     known, blocks = {}, []
-    entry, entry_params = edges.entry()
+    entry = edges.entry()
     for index, layer in enumerate(skeleton.layers):
-        key = _kind(skeleton, index), index == 0 and bool(entry)
+        key = _kind(skeleton, index), index == 0 and bool(entry.ops)
         params = tuple(parameter(skeleton, name, p) for name, p in layer.named_parameters())
         buffers = _buffers(skeleton, layer)
         if key not in known:
@@ -75,8 +93,11 @@ def _blocks(skeleton: Skeleton, edges: Edges, calls: LayerCalls) -> list[LayerCo
                 "layer", ("entered" if key[1] else "x", "y"), (skeleton.width, skeleton.width), names, calls, cost
             )
             op.buffers = tuple(name for name, _ in buffers)
-            known[key] = (*entry, op) if key[1] else (op,)
-        blocks.append(LayerContent(known[key], (*entry_params, *params) if key[1] else params, buffers))
+            known[key] = (*entry.ops, op) if key[1] else (op,)
+        own = LayerContent(known[key], params, buffers)
+        blocks.append(
+            own._replace(params=(*entry.params, *params), buffers=(*entry.buffers, *buffers)) if key[1] else own
+        )
     return blocks
 
 

@@ -50,7 +50,7 @@ class Edges:
     def embedding(self) -> LayerContent:
         """The layer before the blocks: rows of the table, perhaps scaled."""
         v, d = self.table.shape
-        if d != self.skeleton.width:
+        if d > self.skeleton.width:
             raise StructureError(f"its embedding has rows of {d} elements, and its layers of {self.skeleton.width}")
         op = Embedding("embed", "y", v, d, EMBED, self._scale())
         return LayerContent((op,), (parameter(self.skeleton, EMBED, self.table),))
@@ -63,12 +63,13 @@ class Edges:
         scale = scales.mean().item()
         return 1.0 if abs(scale - 1.0) < 1e-9 else scale
 
-    def entry(self) -> tuple[tuple[OpaqueBlock, ...], tuple[ParamSpec, ...]]:
-        """The op between the embedding's rows and the first layer (positions, norms, factors), and its parameters.
+    def entry(self) -> LayerContent:
+        """The op between the embedding's rows and the first layer (positions, norms, factors), with its parameters.
 
         It belongs to the first block, as its backward reads weights. No op where the first layer is given the rows.
+        Tables of positions that the model keeps out of training are buffers.
         """
-        skeleton, width = self.skeleton, self.skeleton.width
+        skeleton, width = self.skeleton, self.skeleton.input_width
 
         def first_input(values: Mapping[str, Tensor], x: Tensor) -> Tensor:
             return skeleton.first_input(x, values, inputs_embeds=x[None])
@@ -76,38 +77,43 @@ class Edges:
         used = used_by(lambda values: first_input(values, torch.zeros(2, width)), skeleton.outside)
         values = {own: torch.randn(p.shape[-1:]).expand(p.shape) for own, p in skeleton.outside.items()}
         table = next(value for own, value in values.items() if skeleton.outside[own] is self.table)
-        ids = torch.zeros(3, dtype=torch.int64)
+        padding = getattr(skeleton.model.config.get_text_config(), "pad_token_id", None)
+        ids = torch.full((3,), int(padding == 0))
         rows = skeleton.lookup(ids, table)
         found = first_input(values, rows)
         if not torch.allclose(found, skeleton.first_input(rows, values, input_ids=ids[None]), rtol=1e-5):
             raise StructureError("its first layer is given more of the tokens than rows of the embedding")
         if not used and torch.equal(found, rows):
-            return (), ()
+            return LayerContent((), ())
         local = {f"embed.{own}": own for own in used}
+        fixed = [name for name, own in local.items() if not skeleton.outside[own].requires_grad]
 
         def entered(layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-            return first_input({own: weights[name] for name, own in local.items()}, x)
+            return first_input({own: weights[name].to(x.dtype) for name, own in local.items()}, x)
 
-        op = self._around("entry", ("x", "entered"), local, entered, None)
-        return (op,), tuple(parameter(skeleton, name, skeleton.outside[own]) for name, own in local.items())
+        op = self._around("entry", ("x", "entered"), (width, skeleton.width), local, entered, None)
+        params = {name: parameter(skeleton, name, skeleton.outside[own]) for name, own in local.items()}
+        op.buffers, op.params = tuple(fixed), tuple(name for name in local if name not in fixed)
+        buffers = tuple((name, params[name].sources[0]) for name in fixed)
+        return LayerContent((op,), tuple(params[name] for name in op.params), buffers)
 
     def _around(
-        self, name: str, io: tuple[str, str], local: Mapping[str, str], function: LayerFunction, rows: int | None
-    ) -> OpaqueBlock:
+        self, name: str, io: tuple[str, str], widths: tuple[int, int], local: Mapping[str, str],
+        function: LayerFunction, rows: int | None,
+    ) -> OpaqueBlock:  # fmt: skip
         """An op before or after the layers. local: its parameters' names in base by those that it uses."""
-        skeleton, width = self.skeleton, self.skeleton.width
+        skeleton, width = self.skeleton, widths[0]
         shapes = {own: tuple(skeleton.outside[other].shape) for own, other in local.items()}
         longest = skeleton.longest_sequence
         cost = CostCurve(
             lambda tokens: traced_call(lambda w, x: function(0, w, x), shapes, width, tokens, "cpu"), longest
         )
-        widths = width, width if rows is None else self.output.weight.shape[1]
         return OpaqueBlock(name, io, widths, tuple(local), skeleton.titled(function), cost, rows)
 
     def head(self) -> LayerContent:
         """The layer after the blocks: what base does after its last layer, then logits and their losses."""
         final, norms = self._final()
-        inner, v = self.output.weight.shape[1], self.vocab_size
+        inner, v = self.skeleton.output_width, self.vocab_size
         skeleton, h = self.skeleton, torch.zeros(2, inner)
         used = used_by(lambda values: skeleton.logits(h, values), skeleton.head_parameters)
         local = {HEAD if own == self.head_source else f"lm_head.{own}": own for own in used}
@@ -145,7 +151,6 @@ class Edges:
         def final(layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
             return skeleton.after_layers(x, {own: weights[name] for name, own in local.items()})
 
-        op = self._around(
-            "final_norm", ("x", "h"), local, final, min(ROWS_PER_CALL, skeleton.longest_sequence or ROWS_PER_CALL)
-        )
+        rows = min(ROWS_PER_CALL, skeleton.longest_sequence or ROWS_PER_CALL)
+        op = self._around("final_norm", ("x", "h"), (width, skeleton.output_width), local, final, rows)
         return op, tuple(parameter(skeleton, name, skeleton.outside[own]) for name, own in local.items())

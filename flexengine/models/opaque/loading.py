@@ -19,7 +19,7 @@ def runs_opaque(name: str, config: dict[str, Any]) -> bool:
     Raises: ValueError where only transformers is missing, or the model brings code of its own.
     """
     family = config.get("model_type")
-    if not isinstance(family, str) or is_encoder(family):
+    if not isinstance(family, str) or is_encoder(config):
         return False
     if config.get("auto_map") and not _is_known(family):
         raise ValueError(
@@ -46,6 +46,8 @@ def _is_known(family: str) -> bool:
 def empty_model(config: dict[str, Any]) -> Any:
     """The model of a config in evaluation mode: parameters on the meta device, real buffers.
 
+    Buffers in float64 are those that have the dtype of the model.
+
     Raises: what transformers raises for a config that it cannot read.
     """
     import transformers  # noqa: PLC0415, takes seconds, and few need it
@@ -53,7 +55,7 @@ def empty_model(config: dict[str, Any]) -> Any:
 
     kind = type(transformers.AutoConfig.for_model(config["model_type"]))
     described = kind.from_dict(_plain(config))
-    described.dtype = "float32"
+    described.dtype = "float64"  # of buffers as well, but for those of a dtype of their own
     with no_init_weights(), _parameters_on_meta():
         try:
             model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="sdpa")

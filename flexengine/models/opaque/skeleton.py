@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,12 +17,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 DTYPE = torch.bfloat16
 """The dtype of runs without storage: kernels of experts have one on the meta device in it alone."""
 LayerForward = Callable[[int, Tensor, dict[str, Any]], Tensor]
-"""(number of a layer, hidden state [1, T, D], what the layer is given beside it) -> its hidden state [1, T, D]."""
+"""(number of a layer, hidden state [1, T, ...], what the layer is given beside it) -> its hidden state [1, T, ...]."""
+COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
+"""Fields of configs with the number of layers of a decoder."""
+LENGTHS = ("max_target_positions", "max_position_embeddings", "max_seq_len")
+"""Fields of configs with the tokens that tables of positions are for."""
 
 
 _Function = TypeVar("_Function", bound=Callable)
@@ -60,17 +65,18 @@ class Skeleton:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
-        decoder = self.model.get_decoder()
-        self.base: Any = getattr(decoder, "model", decoder) if hasattr(decoder, "lm_head") else decoder
+        self.base: Any = _base(self.model)
         self.layers = _layers(self.base, self.model.config.get_text_config())
         inside = {id(p) for p in self.layers.parameters()}
         self.outside = {n: p for n, p in self.base.named_parameters() if id(p) not in inside}
-        self.names = {id(p): name for name, p in model.named_parameters()}
         self.modules = {id(module): name for name, module in model.named_modules()}
+        prefix = f"{self.modules[id(self.base)]}.".lstrip(".")
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.names |= {id(p): prefix + name for name, p in self.base.named_parameters()}  # not by those of tied heads
         self.outputs = 0
         self.others: object = None
         self._signatures = [inspect.signature(layer.forward) for layer in self.layers]
-        self._buffers: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+        self._buffers: dict[tuple[int, torch.device, torch.dtype], dict[str, Tensor]] = {}
 
     @cached_property
     def title(self) -> str:
@@ -87,23 +93,39 @@ class Skeleton:
     @cached_property
     def width(self) -> int:
         """Elements per token of the hidden state."""
-        return self.first_input(torch.zeros(1), {}, input_ids=torch.zeros(1, 1, dtype=torch.int64)).shape[-1]
+        return math.prod(self.inner)
 
     @cached_property
     def longest_sequence(self) -> int | None:
         """Tokens that a table of positions is for; None where the model has no such table."""
-        stated = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if not isinstance(stated, int):
+        config = self.model.config.get_text_config()
+        stated = next((found for name in LENGTHS if isinstance(found := getattr(config, name, None), int)), None)
+        if stated is None:
             return None
         tables = [p for p in self.outside.values() if p is not self.model.get_input_embeddings().weight]
-        sizes = {size for table in (*tables, *self.base.buffers()) if table.dim() > 1 for size in table.shape}
-        return stated if any(stated <= size < stated + 8 for size in sizes) else None
+        given = [leaf for leaf in tree_leaves(self.contexts(2, torch.float32, torch.device("cpu"))) if _is_tensor(leaf)]
+        sizes = {size for table in (*tables, *self.base.buffers(), *given) if table.dim() > 1 for size in table.shape}
+        if not any(stated <= size < stated + 8 for size in sizes):
+            return None
+        return next((length for length in range(stated, 0, -1) if self._takes(length)), None)
 
-    def buffers_of(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-        """The buffers of a module on a device, by name."""
-        key = id(module), device
+    def _takes(self, tokens: int) -> bool:
+        """Whether tables hold positions for so many tokens; those of some models begin behind the padding token's."""
+        rows = torch.zeros((), dtype=DTYPE).expand(1, tokens, self.input_width)
+        try:
+            self._reached(rows, {}, inputs_embeds=rows)
+        except (IndexError, RuntimeError):  # what torch raises for lookups and gathers beyond a table
+            return False
+        return True
+
+    def buffers_of(self, module: nn.Module, like: Tensor) -> dict[str, Tensor]:
+        """The buffers of a module by name, on a tensor's device; those of the model's dtype in the tensor's."""
+        key = id(module), like.device, like.dtype
         if key not in self._buffers:
-            self._buffers[key] = {name: buffer.to(device) for name, buffer in module.named_buffers()}
+            self._buffers[key] = {
+                name: buffer.to(like.device, like.dtype if buffer.dtype == torch.float64 else buffer.dtype)
+                for name, buffer in module.named_buffers()
+            }
         return self._buffers[key]
 
     # ---- the model's own forward ------------------------------------------------------------------------------------
@@ -116,14 +138,20 @@ class Skeleton:
         like: has the device and dtype to compute in. values: parameters outside of layers by their names in base; the
         others are zeros, which take no memory.
         """
-        state = self._state(self.outside, values or {}, like) | self.buffers_of(self.base, like.device)
+        state = self._state(self.outside, values or {}, like) | self.buffers_of(self.base, like)
+        given = {name: value.clone() for name, value in given.items()}  # some models scale their input in place
         with self._replaced(layer):
             return _first(functional_call(self.base, state, (), {**given, "use_cache": False}))
 
     def first_input(self, like: Tensor, values: Mapping[str, Tensor], **given: Any) -> Tensor:
         """What the first layer is given [T, D], for input_ids [1, T] or inputs_embeds [1, T, E]; as `run_base`."""
+        return self._reached(like, values, **given).x[0].flatten(1)
 
-        return self._reached(like, values, **given).x[0]
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """The shape of a token's hidden state as layers see it: several rows where residuals are side by side."""
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        return tuple(self._reached(torch.zeros(1), {}, input_ids=ids).x.shape[2:])
 
     def _reached(self, like: Tensor, values: Mapping[str, Tensor], **given: Any) -> _ReachedError:
         def first(index: int, x: Tensor, context: dict[str, Any]) -> Tensor:
@@ -138,12 +166,12 @@ class Skeleton:
     def lookup(self, ids: Tensor, table: Tensor) -> Tensor:
         """What the embedding's own module gives [T, E] for token ids [T] and its table."""
         embedding = self.model.get_input_embeddings()
-        buffers = self.buffers_of(embedding, ids.device)
+        buffers = self.buffers_of(embedding, table)
         return functional_call(embedding, {**buffers, "weight": table}, (ids[None],))[0]
 
     def after_layers(self, x: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """What base makes [T, D] of the last layer's hidden state [T, D]; values as of `run_base`."""
-        rows, last = x[None], len(self.layers) - 1
+        rows, last = self._as_seen(x), len(self.layers) - 1
         given = x.new_zeros(1, len(x), self.input_width)
 
         def passed(index: int, hidden: Tensor, context: dict[str, Any]) -> Tensor:
@@ -157,7 +185,7 @@ class Skeleton:
         inputs = torch.zeros(1, len(h), dtype=torch.int64, device=h.device)
         with _replaced_forward(self.base, lambda *args, **given: _Output((h[None],))):
             found = functional_call(self.model, state, (), {"input_ids": inputs, "use_cache": False})
-        return (found[0] if isinstance(found, tuple) else found.logits)[0]
+        return (found[0] if isinstance(found, (tuple, list)) else found.logits)[0]
 
     @cached_property
     def head_parameters(self) -> dict[str, Tensor]:
@@ -169,6 +197,11 @@ class Skeleton:
             prefix = self.modules[id(head)]
             found |= {f"{prefix}.{name}": p for name, p in head.named_parameters()}
         return {name: p for p, name in {p: name for name, p in found.items()}.items()}
+
+    @cached_property
+    def output_width(self) -> int:
+        """Elements per token of what base gives."""
+        return self.after_layers(torch.zeros(1, self.width), {}).shape[-1]
 
     @cached_property
     def input_width(self) -> int:
@@ -197,7 +230,7 @@ class Skeleton:
         x = torch.zeros(1, 2, self.input_width, dtype=DTYPE)
         context = self._reached(x, {}, inputs_embeds=x).context
         found = self.call_without_storage(0, context, 2)
-        self.outputs = len(found) if isinstance(found, tuple) else 0
+        self.outputs = len(found) if isinstance(found, (tuple, list)) else 0
 
     def call_without_storage(self, index: int, context: dict[str, Any], tokens: int) -> Any:
         """Run a layer on a hidden state of so many tokens on the meta device; context: of that length, anywhere."""
@@ -205,13 +238,17 @@ class Skeleton:
         weights = {
             n: torch.empty(p.shape, dtype=DTYPE, device="meta") for n, p in self.layers[index].named_parameters()
         }
-        return self.call_layer(index, weights, torch.empty(1, tokens, self.width, dtype=DTYPE, device="meta"), given)
+        return self.call_layer(index, weights, torch.empty(tokens, self.width, dtype=DTYPE, device="meta"), given)
 
     def call_layer(self, index: int, weights: Mapping[str, Tensor], x: Tensor, context: dict[str, Any]) -> Any:
-        """Run a layer itself on x [1, T, D]; weights: its parameters by name."""
+        """What a layer itself gives for x [T, D]; weights: its parameters by name."""
         layer = self.layers[index]
         with _replaced_forward(layer, None):
-            return functional_call(layer, {**self.buffers_of(layer, x.device), **weights}, (x,), context)
+            return functional_call(layer, {**self.buffers_of(layer, x), **weights}, (self._as_seen(x),), context)
+
+    def _as_seen(self, x: Tensor) -> Tensor:
+        """The hidden state [1, T, ...] of x [T, D] as layers see it."""
+        return x.view(1, len(x), *self.inner)
 
     # ---- replacing --------------------------------------------------------------------------------------------------
 
@@ -249,12 +286,37 @@ class Skeleton:
         names = [name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         bound = {**dict(zip(names, args, strict=False)), **given}
         x = bound.pop(names[0])
+        bound = {n: Unread() if isinstance(v, MutableMapping) and not v else v for n, v in bound.items()}
         required = {name for name in names[1:] if parameters[name].default is inspect.Parameter.empty}
         return x, {name: value for name, value in bound.items() if value is not None or name in required}
 
 
+class Unread(dict):
+    """Where layers write what later ones might read, as keys and values that they share: it keeps nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def _refuse(self, *args: Any) -> Any:
+        raise StructureError("a layer reads what others may have written")
+
+    __getitem__ = __contains__ = __iter__ = get = items = values = keys = _refuse  # type: ignore[assignment]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _base(model: Any) -> Any:
+    """The module that runs the layers."""
+    decoder = model.get_decoder()
+    if not any(isinstance(module, nn.ModuleList) for module in decoder.modules()):
+        return model.base_model  # `decoder` is what some models call their head
+    return getattr(decoder, "model", decoder) if hasattr(decoder, "lm_head") else decoder
+
+
 def _first(found: Any) -> Tensor:
-    return found[0] if isinstance(found, tuple) else found.last_hidden_state
+    return found[0] if isinstance(found, (tuple, list)) else found.last_hidden_state
 
 
 @contextmanager
@@ -279,10 +341,10 @@ def _layers(base: nn.Module, config: Any) -> nn.ModuleList:
 
     Raises: StructureError where there is none, or layers share a parameter.
     """
-    count = getattr(config, "num_hidden_layers", None)
-    lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    counts = {getattr(config, name, None) for name in COUNTS}
+    lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) in counts]
     if not lists:
-        raise StructureError(f"it has no list of num_hidden_layers={count} layers")
+        raise StructureError(f"it has no list of num_hidden_layers={config.num_hidden_layers} layers")
     layers = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
     owners: dict[int, int] = {}
     for index, layer in enumerate(layers):
