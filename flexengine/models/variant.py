@@ -84,7 +84,7 @@ def smollm_rotated(fields: Fields, kinds: list[str]) -> list[bool]:
 
 def indexed(fields: Fields, count: int) -> list[str]:
     """Read the kinds of layers where an indexer chooses keys: all of them, in sequences that are short enough."""
-    layer_types(fields, count, [], ("indexed_attention",))
+    layer_types(fields, count, [], ("indexed_attention", "deepseek_sparse_attention"))  # the second is an older name
     return [FULL] * count
 
 

@@ -147,5 +147,8 @@ def test_the_indexer_is_exported_as_it_is_and_longer_sequences_are_refused(tmp_p
     assert base.keys() == export.keys()
     indexers = {name for name in base if ".indexer." in name}
     same_bits({name: export[name] for name in indexers}, {name: base[name] for name in indexers})
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["layer_types"] = ["deepseek_sparse_attention"] * config["num_hidden_layers"]  # as older releases say
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"max_seq_len=65, but base has attention over keys that an indexer chooses"):
         from_pretrained(tmp_path / "base", max_seq_len=65, **options)

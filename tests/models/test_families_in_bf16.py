@@ -80,7 +80,7 @@ def check(case, device, tmp_path, lengths=LENGTHS):
     engine.close()
     wanted = losses_of_transformers(tmp_path, batches, optimizer, device)
     assert losses == pytest.approx(wanted, rel=5e-3)
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - (0.02 if case == "minicpm3" else 0.1)  # whose outputs are scaled down
 
 
 @pytest.mark.gpu
