@@ -127,7 +127,7 @@ class LocalSearch:
                     changed = choices.copy()
                     changed[where] = target
                     made.append(changed)
-        rows, count = np.array(made).reshape(-1, len(choices)), len(made)
+        rows, count = np.array(made, choices.dtype).reshape(-1, len(choices)), len(made)
         return Candidates(rows, np.tile(start.edges, count), np.tile(start.slots, (count, 1)))
 
     def _options(self, num_used: int) -> np.ndarray:

@@ -145,7 +145,7 @@ def _ask(
     """Write what the teacher says of all sequences; the folder appears whole, or not at all."""
     sequences = _stored(part)
     counts = [num_targets(sequences[i].labels) for i in range(len(sequences))]
-    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
     folder.parent.mkdir(parents=True, exist_ok=True)
     _check_room(folder.parent, int(starts[-1]) * (8 * top_k + 4), top_k)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))

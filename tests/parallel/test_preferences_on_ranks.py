@@ -1,4 +1,4 @@
-"""Preferences and rewards on two ranks: losses and weights have the bits of one."""
+"""Preferences, rewards and a teacher on two ranks: losses and weights have the bits of one."""
 
 import json
 from pathlib import Path
@@ -31,6 +31,7 @@ KINDS = {
         {"rewards": "rewards.py:low", "num_generations": 2, "max_completion_length": 4, "beta": 0.1},
         ("reward", "completion_tokens"),
     ),
+    "distill": (ANSWERED, {"teacher": "preset:demo", "teacher_top_k": 8, "seed": 3}, ()),
 }
 
 
