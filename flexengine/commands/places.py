@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from flexengine.checkpoint.atomic import sha256_of
 from flexengine.checkpoint.layout import ADAPTER_CONFIG
 from flexengine.checkpoint.layout import CONFIG_FILE as MODEL_CONFIG
-from flexengine.checkpoint.manifest import manifest_path, read_manifest
 from flexengine.options.train_config import BEST_FOLDER, CONFIG_FILE, FINAL_FOLDER, TrainConfig
 from flexengine.wording import hub_model
 
@@ -86,6 +84,9 @@ def _base_of(folder: Path) -> str:
 
 def _is_base(place: Path, adapter: Path) -> bool:
     """Whether a folder holds the model that an adapter was trained on, as far as the adapter's manifest tells."""
+    from flexengine.checkpoint.atomic import sha256_of  # noqa: PLC0415, loads torch
+    from flexengine.checkpoint.manifest import manifest_path, read_manifest  # noqa: PLC0415
+
     if not (place / MODEL_CONFIG).is_file():
         return False
     if not manifest_path(adapter).is_file():

@@ -235,7 +235,12 @@ class Plan:
     @property
     def updates_in_backward(self) -> bool:
         """True when updates begin inside the last round's backward pass."""
-        return self.request.may_update_in_round and (self.updates_on_cpu or self.gpu_updates_in_round)
+        return self.request.may_update_in_round and self.updates_without_norm
+
+    @property
+    def updates_without_norm(self) -> bool:
+        """True when something is updated inside the last round of a step whose gradients are not clipped."""
+        return (self.updates_on_cpu or self.gpu_updates_in_round) and not self.shares_node
 
     @property
     def gpu_updates_in_round(self) -> bool:

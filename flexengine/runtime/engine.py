@@ -244,7 +244,7 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
         if self.steps.speculates(settings):
             return self.steps.forward_backward(sequences, settings), self.steps.update(settings, speculated=True)
         # a clipped gradient is scaled by the norm of all, so no update may count before backward has ended
-        if settings.max_grad_norm is not None or not self.plan.updates_in_backward:
+        if settings.max_grad_norm is not None or not self.plan.updates_without_norm:
             return self.steps.forward_backward(sequences), self.steps.update(settings)
         out = self.steps.forward_backward(sequences, settings)
         return out, self.steps.update(settings, updated_in_round=True)

@@ -123,7 +123,7 @@ def test_a_sign_of_life_allows_more(monkeypatch):
 
 
 def test_a_process_that_computes_nothing_is_not_waited_for_for_ever(process, monkeypatch):
-    monkeypatch.setattr(bounded_process, "SILENT_S", 0.3)
+    monkeypatch.setattr(process, "_silent_s", 0.3)
     with pytest.raises(ValueError, match="nothing was heard of it"):
         process.call("sleep", 60)
 

@@ -1,6 +1,7 @@
 """`flexengine evaluate` gives what lm-eval gives with transformers, on local tasks, and says what it cannot do."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 from engine_helpers import saved_model, tiny_config
@@ -9,7 +10,7 @@ from family_configs import CASES
 from flexengine import cli
 from flexengine.models.registry import ASSETS
 
-lm_eval = pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
 FAMILIES = {
     "llama": tiny_config(),
@@ -69,7 +70,8 @@ def model_of(family, folder):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_equal_those_with_transformers(family, tasks, tmp_path, capsys):
-    from lm_eval.models.huggingface import HFLM  # noqa: PLC0415, where lm-eval is there
+    from lm_eval import simple_evaluate  # noqa: PLC0415, where lm-eval is there
+    from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
 
     folder, output = model_of(family, tmp_path / "model"), tmp_path / "results.json"
     options = ("--dtype", "float32", "--device", "cpu", "--max-seq-len", str(LONGEST), "--output", str(output))
@@ -79,7 +81,7 @@ def test_results_equal_those_with_transformers(family, tasks, tmp_path, capsys):
     assert "texts lost their beginning, being longer than --max-seq-len 48" in out
     found = json.loads(output.read_text())
     reference = HFLM(str(folder), dtype="float32", device="cpu", batch_size=2, max_length=LONGEST - 1)
-    expected = lm_eval.simple_evaluate(reference, tasks=tasks, bootstrap_iters=0)["results"]
+    expected = simple_evaluate(reference, tasks=tasks, bootstrap_iters=0)["results"]
     assert found["model"] == "model"
     assert found["results"].keys() == expected.keys() == TASKS.keys()
     assert expected["answers"]["chrf,none"] > 0.0

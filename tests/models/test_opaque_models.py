@@ -168,6 +168,13 @@ def test_models_that_do_not_run_are_refused(config, message):
         build_model("tiny", {**CONFIGS["gpt_neox"], **config})
 
 
+def test_layers_with_something_in_between_are_refused():
+    """XLM keeps attention and FFNs in lists of their own; of so many parameters gradients are not compared."""
+    config = {"vocab_size": 4200, "emb_dim": 1024, "n_layers": 2, "n_heads": 4, "is_decoder": True, "causal": True}
+    with pytest.raises(ValueError, match="layer 1 is not given what the layer before it gives"):
+        build_model("large", {**config, "model_type": "xlm"})
+
+
 def test_transformers_is_asked_for(monkeypatch):
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install transformers"):

@@ -407,7 +407,8 @@ def test_final_tells_no_local_place(tmp_path):
     free = {"device", "lora_init"} | {"sample_prompts", "report_to", "lr_groups", "weight_decay_groups"}
     free |= {"freeze", "lora_targets", "modules_to_save"}  # names of parts of a model, questions, trackers
     free |= {"add_tokens", "labels", "template_date", "columns"}
-    places = (texts.keys() | lists | {"trace"}) - free
+    of_objectives = {"teacher", "rewards", "reward_weights"}
+    places = (texts.keys() | lists | {"trace"}) - free - of_objectives
     assert {"model", "dataset", "val_dataset", "adapter", "plan_json", "data_cache", "output_dir"} <= places
     values = {name: f"/home/ann/secret/{name}" for name in places - {"resume"}}
     lists_of = {name: (f"/home/ann/secret/{name}.jsonl:train=2", "org/name:main") for name in places & lists}
@@ -418,6 +419,14 @@ def test_final_tells_no_local_place(tmp_path):
     record = json.loads(text)["config"]
     assert (record["model"], record["adapter"]) == ("model", "adapter")
     assert record["dataset"] == ["dataset.jsonl:train=2", "org/name:main"]
+    data = {"model": "preset:demo", "data_source": "json_sft", "dataset": ("/home/ann/secret/x.jsonl",)}
+    for own in (
+        {"objective": "distill", "teacher": "/home/ann/secret/teacher"},
+        {"objective": "grpo", "rewards": ("/home/ann/secret/rewards.py:short",)},
+    ):
+        text = run_folder.run_record(TrainConfig(**data, **own), 3)
+        assert "secret" not in text
+        assert "ann" not in text
 
 
 def test_a_folder_that_another_run_uses_is_refused(engine, tmp_path):

@@ -215,14 +215,23 @@ class Skeleton:
             return self.record(rows, {})
 
     def record(self, rows: Tensor, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """What each layer is given beside the hidden state, for rows [1, T, E] of the embedding; as `run_base`."""
-        found: list[dict[str, Any]] = [{} for _ in self.layers]
+        """What each layer is given beside the hidden state, for rows [1, T, E] of the embedding; as `run_base`.
+
+        Raises: StructureError where layers do not follow each other, once each and with nothing in between.
+        """
+        found: list[dict[str, Any]] = []
+        passed: list[int] = []
 
         def note(index: int, x: Tensor, context: dict[str, Any]) -> Tensor:
-            found[index] = context
+            if index != len(found) or (passed and passed[0] != x.data_ptr()):
+                raise StructureError(f"layer {index} is not given what the layer before it gives")
+            found.append(context)
+            passed[:] = [x.data_ptr()]
             return x
 
         self.run_base(note, rows, values, inputs_embeds=rows)
+        if len(found) != len(self.layers):
+            raise StructureError(f"its forward calls {len(found)} of its {len(self.layers)} layers")
         return found
 
     def learn_outputs(self) -> None:

@@ -80,7 +80,7 @@ class RoundLowering(LayerWalk):
 
     def __init__(self, layout: Layout, shape: RoundShape, kind: RoundKind) -> None:
         updated, overlaps = nothing_in_round(layout), layout.overlaps
-        if kind.updates == "in_round" and layout.plan.updates_in_backward:
+        if kind.updates == "in_round" and layout.plan.updates_without_norm:
             updated = in_round(layout)
             overlaps = overlapping_slots(updated.slots)
         self.kind = kind
