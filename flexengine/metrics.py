@@ -218,7 +218,8 @@ class EvalMetrics:
     def describe(self) -> str:
         """Describe the evaluation in one line."""
         best = ", the lowest so far" if self.is_best else ""
-        more = describe_details(self.details) if self.details else f", perplexity {self.perplexity:.2f}"
+        of_tokens = "" if math.isnan(self.perplexity) else f", perplexity {self.perplexity:.2f}"
+        more = describe_details(self.details) if self.details else of_tokens
         return (
             f"validation after step {self.step}: loss {self.loss:.4f}{best}{more}"
             f" ({self.num_target_tokens} target tokens, {format_seconds(self.eval_s)})"

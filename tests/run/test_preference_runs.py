@@ -120,7 +120,7 @@ def test_a_plan_of_preferences_is_that_of_answers(run, tmp_path):
     assert plans["dpo"].predicted.host_bytes == plans["sft"].predicted.host_bytes
 
 
-def test_a_teacher_is_asked_once_and_learned_from(run, model, tmp_path, monkeypatch):
+def test_a_teacher_is_asked_once_and_learned_from(run, model, tmp_path, monkeypatch, capsys):
     """Stopped and resumed with the same bits, without asking again."""
     teacher = write_model(tmp_path / "teacher", vocab_size=2944, num_hidden_layers=1)
     for file in (ASSETS / "demo").glob("tokenizer*"):
@@ -132,6 +132,7 @@ def test_a_teacher_is_asked_once_and_learned_from(run, model, tmp_path, monkeypa
     assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
     assert evaluations[-1]["loss"] < evaluations[0]["loss"]
     assert evaluations[0]["perplexity"] is None
+    assert "perplexity" not in capsys.readouterr().out
     folders = [path.parent for path in (tmp_path / "cache").glob("*/teacher_starts.npy")]
     assert len(folders) == 2
     rows = sum(int(np.load(folder / "teacher_starts.npy")[-1]) for folder in folders)
