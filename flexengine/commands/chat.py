@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flexengine.commands.generate import TAKEN, add_sampling, job_of, plan_for, sampling_of
+from flexengine.commands.generate import add_longest, add_sampling, add_taken, job_of, plan_for, sampling_of
 from flexengine.commands.places import add_place, find_place
-from flexengine.options.flags import add_flag, positive_count
 from flexengine.wording import FlagParser
 
 if TYPE_CHECKING:
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from flexengine.data import TokenizerProcess
 
 BEGIN, END = ("/new", "/exit")
-DEFAULT_SEQ_LEN = 2048
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,11 +111,7 @@ def _parser() -> FlagParser:
         description="Talks with a model, word by word, within memory budgets. It is for trying a model.",
     )
     add_place(parser)
-    parser.add_argument(
-        "--max-seq-len", type=positive_count, default=DEFAULT_SEQ_LEN, metavar="N",
-        help=f"longest conversation, in tokens (default: {DEFAULT_SEQ_LEN})",
-    )  # fmt: skip
+    add_longest(parser, "longest conversation, in tokens")
     add_sampling(parser, max_new_tokens=512)
-    for option in TAKEN:
-        add_flag(parser, option, option.default)
+    add_taken(parser)
     return parser

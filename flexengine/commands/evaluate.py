@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexengine.commands.chat import DEFAULT_SEQ_LEN
-from flexengine.commands.generate import TAKEN, job_of, plan_for
+from flexengine.commands.generate import add_longest, add_taken, job_of, plan_for
 from flexengine.commands.places import add_place, find_place
-from flexengine.options.flags import add_flag, positive_count
+from flexengine.options.flags import positive_count
 from flexengine.wording import FlagParser
 
 BATCH_TOKENS = 16384
@@ -103,10 +102,6 @@ def _parser() -> FlagParser:
         help="draws for standard errors of some metrics (default: 100)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the results to a file")
-    parser.add_argument(
-        "--max-seq-len", type=positive_count, default=DEFAULT_SEQ_LEN, metavar="N",
-        help=f"longest text, in tokens; longer contexts lose their beginning (default: {DEFAULT_SEQ_LEN})",
-    )  # fmt: skip
-    for option in TAKEN:
-        add_flag(parser, option, option.default)
+    add_longest(parser, "longest text, in tokens; longer contexts lose their beginning")
+    add_taken(parser)
     return parser

@@ -26,6 +26,7 @@ TAKEN = [
     for name in ("max_gpu_mem_gib", "max_host_mem_gib", "device", "dtype", "base_dtype", "adapter", "seed")
 ]
 """Options that mean what they mean to `train`."""
+DEFAULT_SEQ_LEN = 2048
 PREFILL_TOKENS = 4096
 """Tokens of prompts that go through the model together, where memory allows; more would wait less for weights."""
 
@@ -129,6 +130,20 @@ def _show(prompts: list[str], answers: list[str], as_json: bool) -> None:
             print(answer if len(prompts) == 1 else f"> {prompt}\n{answer}")
 
 
+def add_longest(parser: argparse.ArgumentParser, what: str) -> None:
+    """Let a person bound the tokens of what a command runs; what: that, in words."""
+    parser.add_argument(
+        "--max-seq-len", type=positive_count, default=DEFAULT_SEQ_LEN, metavar="N",
+        help=f"{what} (default: {DEFAULT_SEQ_LEN})",
+    )  # fmt: skip
+
+
+def add_taken(parser: argparse.ArgumentParser) -> None:
+    """Let a person give what means the same to `train`."""
+    for option in TAKEN:
+        add_flag(parser, option, option.default)
+
+
 def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int | None) -> None:
     """Add the flags that say how long an answer is and how its tokens are chosen.
 
@@ -168,6 +183,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--raw", action="store_true", help="prompts are texts to go on with, without a chat template")
     parser.add_argument("--json", action="store_true", help="print a JSON object a line")
-    for option in TAKEN:
-        add_flag(parser, option, option.default)
+    add_taken(parser)
     return parser

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexengine.commands.chat import DEFAULT_SEQ_LEN
-from flexengine.commands.generate import TAKEN, add_sampling, job_of, plan_for, sampling_of
+from flexengine.commands.generate import add_longest, add_sampling, add_taken, job_of, plan_for, sampling_of
 from flexengine.commands.places import add_place, find_place
-from flexengine.options.flags import add_flag, positive_count
+from flexengine.options.flags import positive_count
 from flexengine.wording import FlagParser
 
 DEFAULT_PORT, DEFAULT_QUEUE = 8000, 8
@@ -76,13 +75,9 @@ def _parser() -> FlagParser:
         help=f"most requests that wait while one is answered (default: {DEFAULT_QUEUE})",
     )  # fmt: skip
     parser.add_argument("--name", help="what requests call the model (default: the last part of what is served)")
-    parser.add_argument(
-        "--max-seq-len", type=positive_count, default=DEFAULT_SEQ_LEN, metavar="N",
-        help=f"longest prompt with its answer, in tokens (default: {DEFAULT_SEQ_LEN})",
-    )  # fmt: skip
+    add_longest(parser, "longest prompt with its answer, in tokens")
     add_sampling(parser, max_new_tokens=None)
-    for option in TAKEN:
-        add_flag(parser, option, option.default)
+    add_taken(parser)
     return parser
 
 

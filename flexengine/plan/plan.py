@@ -245,7 +245,7 @@ class Plan:
     @property
     def gpu_updates_in_round(self) -> bool:
         """True when the GPU updates inside the last round's backward pass."""
-        return self.request.gpu_updates != "auto"
+        return self.request.updates_in_round
 
     @property
     def stores_gradients(self) -> bool:

@@ -129,10 +129,15 @@ class Request:
             raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
         if self.graphs not in ("auto", "never", "always"):
             raise ValueError(f"graphs={self.graphs!r}; choose auto, never or always")
-        if self.gpu_updates != "auto" and not self.may_update_in_round:
+        if self.updates_in_round and not self.may_update_in_round:
             raise ValueError("the GPU updates inside a round on one rank, and where gradients are not clipped")
         if self.gpu_updates == "unstored" and not self.whole_steps:
             raise ValueError("gradients are stored where a step may be several calls: whole_steps is false")
+
+    @property
+    def updates_in_round(self) -> bool:
+        """Whether the GPU updates inside the last round."""
+        return self.gpu_updates != "auto"
 
     @property
     def may_update_in_round(self) -> bool:

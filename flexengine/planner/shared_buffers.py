@@ -310,7 +310,7 @@ class SharedBuffers:
     @cached_property
     def round_tile_bytes(self) -> int:
         """Bytes that updates inside a round take beside its slots; 0 where there are none."""
-        if self.request.gpu_updates == "auto":
+        if not self.request.updates_in_round:
             return 0
         count, tile = self.tiles_in_round
         return count * self._tile_bytes(tile) + self.update_scratch_bytes

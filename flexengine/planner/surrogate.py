@@ -45,7 +45,7 @@ class Surrogate:
             return np.zeros(0)
         cpu_s = self.choice_costs["cpu_update_s"].at(candidates.choices).T
         several = tables.rounds > 1
-        in_backward = (bool(cpu_s.any()) and not tables.request.clipping) or tables.request.gpu_updates != "auto"
+        in_backward = (bool(cpu_s.any()) and not tables.request.clipping) or tables.request.updates_in_round
         last_s = np.zeros(count)
         if in_backward:
             no_updates = np.zeros_like(cpu_s), np.zeros(count)

@@ -53,7 +53,7 @@ class Relaxation:
     def __init__(self, step: Unavoidable, size: SizeWork) -> None:
         self.step, self.size, self.rounds, self.ranks = step, size, size.rounds, step.request.ranks
         self.trained = [p for p in step.parameters if p.trained]
-        self.in_round = step.request.gpu_updates != "auto"
+        self.in_round = step.request.updates_in_round
         self.unit_bytes = float(sum(p.weights + p.grads + p.states for p in step.parameters))
         self.unit_s = size.compute_s
         self.lp = LinearProgram()

@@ -33,7 +33,7 @@ def speed_of_light(model: ModelSpec, request: Request, profile: HardwareProfile)
     models = [model, in_parts(model)] if may_be_in_parts(model) else [model]
     bounded = replace(request, clipping=request.clipping and request.shares_node)
     ways = (request.gpu_updates,)
-    if request.may_update_in_round and request.gpu_updates == "auto":
+    if request.may_update_in_round and not request.updates_in_round:
         ways = ("auto", "in_round", "unstored") if request.whole_steps else ("auto", "in_round")
     requests = [replace(bounded, gpu_updates=way) for way in ways]
     bounds = (size_bounds(one, each, profile) for one in models for each in requests)

@@ -62,7 +62,7 @@ class CostModel:
             state,
             request.ranks,
             request.replays(chunk_tokens),
-            request.gpu_updates != "auto",
+            request.updates_in_round,
         )
 
     @property

@@ -169,7 +169,7 @@ def shortage(problem: Problem) -> ShortageError:
 
 def _ways(request: Request) -> list[Request]:
     """The request, and the same from gradients that are not stored, where it allows that."""
-    if not (request.whole_steps and request.may_update_in_round and request.gpu_updates == "auto"):
+    if not (request.whole_steps and request.may_update_in_round and not request.updates_in_round):
         return [request]
     unstored = replace(request, gpu_updates="unstored")
     return [request, unstored] if chunk_sizes(unstored) else [request]

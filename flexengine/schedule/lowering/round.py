@@ -132,8 +132,8 @@ class RoundLowering(LayerWalk):
 
     def _backward_layer(self, index: int, layer: LayerSpec) -> None:
         """Run all chunks of a layer through every stage; then its gradients leave."""
-        begun = False
-        if layer.kind != "block" and self.context.plan.share_edge_slots:
+        begun, over_blocks = False, layer.kind != "block" and self.context.plan.share_edge_slots
+        if over_blocks:
             self.gradients.update_waiting()  # from slots that this layer's lie over
         for at in self._stages_of(index):
             weights = self.weights.acquire(layer, at) if layer.input is not None else {}
@@ -143,7 +143,7 @@ class RoundLowering(LayerWalk):
                 self._backward_stage(index, layer, at, weights, begun)
                 begun = True
         self.gradients.update_complete_groups(index, layer)
-        if layer.kind != "block" and self.context.plan.share_edge_slots:
+        if over_blocks:
             self.gradients.update_waiting()
 
     def _backward_stage(
