@@ -75,7 +75,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(run, tmp_path, monkeypa
     assert "reward" in capsys.readouterr().out
     steps, evaluations = (logged(tmp_path / "whole", f"{name}_log.jsonl") for name in ("train", "eval"))
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-7)
-    assert steps[-1]["kl"] > 1e-4
+    assert steps[-1]["kl"] > 1e-5
     assert all(1 <= step["completion_tokens"] <= 6 and 0 <= step["reward"] <= 1 for step in steps)
     assert len({step["generation_seed"] for step in steps}) == len(steps)
     assert evaluations[-1]["reward"] > evaluations[0]["reward"] > 0.1
