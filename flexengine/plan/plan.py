@@ -31,12 +31,14 @@ class LayerPlan:
     """What one layer keeps of every chunk from forward to backward.
 
     `keep_gpu` and `keep_host` name ops whose outputs are kept on the GPU or in host memory; what is in neither is
-    recomputed. `input_home` says where the layer's input waits.
+    recomputed. `input_home` says where the layer's input waits. input_again: it is not kept from forward; backward
+    makes it again from the layer before, and it waits there only until then.
     """
 
     keep_gpu: tuple[str, ...] = ()
     keep_host: tuple[str, ...] = ()
     input_home: Home = "gpu"
+    input_again: bool = False
 
     def __post_init__(self) -> None:
         both = set(self.keep_gpu) & set(self.keep_host)
@@ -177,6 +179,10 @@ class Plan:
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
         self._check_transport()
+        if self.makes_inputs_again and (self.owns_blocks or self.replays):
+            raise ValueError(
+                "inputs are made again neither in stages nor where blocks' commands are replayed as graphs"
+            )
         longest = -(-self.request.max_seq_len // self.chunk_tokens)
         if longest > self.chunks_per_round:
             raise ValueError(
@@ -200,6 +206,11 @@ class Plan:
             raise ValueError(
                 f"with transport={self.transport} all ranks update the embedding and the head, which lie on the host"
             )
+
+    @property
+    def makes_inputs_again(self) -> bool:
+        """True when some block's input is not kept from forward, but made again in backward."""
+        return any(kept.input_again for kept in self.layers)
 
     @property
     def round_tokens(self) -> int:

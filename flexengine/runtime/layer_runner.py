@@ -69,7 +69,8 @@ class LayerRunner:
         self._lasting: dict[_View, Tensor] = {}  # of parameters
 
     def run(self, kind: str, call: LayerCall) -> None:
-        """Run one command of kind forward, evaluate, recompute, backward or fill_window on the current stream."""
+        """Run one command of kind forward, forward_again, evaluate, recompute, backward or fill_window on the current
+        stream."""
         chunk, bound = self._in_window(call, self.chunks[call.chunk]), self._bind_call(kind, call)
         if kind == "backward":
             self._open_grads(call, chunk)
@@ -84,7 +85,7 @@ class LayerRunner:
                 chunk=chunk,
                 accumulate=step.accumulate,
                 first=call.first,
-                again=kind in ("backward", "recompute"),
+                again=kind in ("backward", "recompute", "forward_again"),
                 part=max(0, call.part - 1),
                 layer=call.layer,
                 adapters=self.adapters,

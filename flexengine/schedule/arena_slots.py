@@ -117,9 +117,11 @@ class _HostSlots:
                 continue
             for c in range(sizes.plan.num_chunks):
                 if kept.input_home == "host" and not sizes.is_handed(layer):
-                    region.add("input", sizes.hidden_bytes, "offloaded activations", layer, c)
+                    owner = sizes.segments.owner_of_input(layer)
+                    region.add_once("input", sizes.hidden_bytes, "offloaded activations", owner, c)
                 if program.save_host_bytes:
-                    region.add("save", program.save_host_bytes, "offloaded activations", layer, c)
+                    owner = sizes.segments.owner_of_saved(layer, program.save_host_bytes)
+                    region.add_once("save", program.save_host_bytes, "offloaded activations", owner, c)
 
 
 class _GpuSlots:
@@ -289,9 +291,11 @@ class _GpuSlots:
                 continue
             for c in range(self._plan.num_chunks):
                 if kept.input_home == "gpu":
-                    region.add("input", self._sizes.hidden_bytes, "kept activations", layer, c)
+                    owner = self._sizes.segments.owner_of_input(layer)
+                    region.add_once("input", self._sizes.hidden_bytes, "kept activations", owner, c)
                 if program.save_gpu_bytes:
-                    region.add("save_gpu", program.save_gpu_bytes, "kept activations", layer, c)
+                    owner = self._sizes.segments.owner_of_saved(layer, program.save_gpu_bytes)
+                    region.add_once("save_gpu", program.save_gpu_bytes, "kept activations", owner, c)
 
     def _window_slots(self, region: Region) -> None:
         """Append slots for what the layer in work carries along a sliced sequence, as large as the largest layer's."""

@@ -4,6 +4,7 @@
   covers all of its host slot;
 - declarations: what a command really touches, the ends of its copies and the slots in its arguments, it declares as
   read or written;
+- operands: those of a layer's call lie apart;
 - order: any two commands that touch a common byte, one of them writing, are ordered by stream order and waits;
 - CPU order: the CPU runs ready commands by group, so it keeps the order within a group; its commands for different
   groups must not conflict;
@@ -49,6 +50,7 @@ def check_program(program: Program, gpu_bytes: int, host_bytes: int, node_bytes:
     overlaps = overlapping_slots(program.slots)
     check_bounds(program, gpu_bytes, host_bytes, node_bytes)
     check_declarations(program)
+    check_operands(program, overlaps)
     check_order(program, overlaps)
     check_cpu_order(program, overlaps)
     check_contents(program, overlaps)
@@ -174,6 +176,19 @@ def check_declarations(program: Program) -> None:
                 raise ProgramError(f"{command.label} uses slot {program.slots[slot].name} without declaring it")
 
 
+def check_operands(program: Program, overlaps: list[tuple[int, ...]]) -> None:
+    """Check that no two operands of a layer's call share a byte."""
+    for command in program.commands:
+        if isinstance(command.args, LayerCall):
+            call = command.args
+            slots = {*call.areas.values(), *call.weights.values(), *call.accumulators.values()}
+            for slot in slots:
+                other = next((o for o in overlaps[slot] if o != slot and o in slots), None)
+                if other is not None:
+                    names = f"{program.slots[slot].name} and {program.slots[other].name}"
+                    raise ProgramError(f"{command.label} uses {names}, which share bytes")
+
+
 def _covered(program: Program, slot: int, pieces: set[int]) -> bool:
     """Whether the pieces that lie within a slot fill it, padding aside."""
     whole = program.slots[slot]
@@ -198,7 +213,7 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
         own = ("output", "scratch", "carry")
         own += ("bounds",) if args.stage == 0 else ()
         written |= {args.areas[a] for a in own if a in args.areas} | {*args.accumulators.values()}
-        if command.kind == "forward":
+        if command.kind in ("forward", "forward_again"):
             written |= {args.areas[a] for a in ("save_gpu", "save_host") if a in args.areas}
     elif isinstance(args, DecodeWeights):
         bounds = () if args.touched is None else args.touched.bounds

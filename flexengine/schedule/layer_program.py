@@ -126,7 +126,8 @@ class LayerProgram:
     is_block: bool
 
     def stages(self, kind: str) -> tuple[Stage, ...]:
-        """The stages that a kind of command runs: forward, evaluate, recompute, backward or fill_window."""
+        """The stages that a kind of command runs: forward, forward_again, evaluate, recompute, backward or
+        fill_window."""
         if kind == "fill_window":
             return self.window_stages
         return self.backward_stages if kind in ("recompute", "backward") else self.forward_stages

@@ -16,6 +16,7 @@ from flexengine.schedule.pieces import Piece, pieces_of
 from flexengine.schedule.ranks.places import places_of
 from flexengine.schedule.ranks.waves import Section, sections_of
 from flexengine.schedule.second_planes import may_speculate
+from flexengine.schedule.segments import Segments
 from flexengine.schedule.shares import DealtStates
 from flexengine.schedule.window import WindowPlaces, window_places
 
@@ -42,6 +43,7 @@ class PlannedSizes:
         check_updates(model, self.groups, plan)
         self.pieces = tuple(tuple(self._pieces_of(i, part) for part in g.parts) for i, g in enumerate(self.groups))
         self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
+        self.segments = Segments(model, plan)
 
     def _homes_of(self, plan: Plan) -> tuple[GroupPlan, ...]:
         return plan.groups

@@ -18,11 +18,18 @@ class Region:
     def __init__(self, slots: list[Slot], memory: Memory, start: int = 0) -> None:
         self.slots, self.end = slots, align(start)
         self.memory: Memory = memory
+        self._shared = set[SlotKey]()
 
     def add(self, role: Role, num_bytes: int, category: str, owner: str | int = "", index: int = -1) -> None:
         """Append a slot."""
         self.slots.append(Slot(SlotKey(role, owner, index, self.memory), self.end, num_bytes, category))
         self.end += align(num_bytes)
+
+    def add_once(self, role: Role, num_bytes: int, category: str, owner: str | int, index: int) -> None:
+        """Append a slot unless it is there."""
+        if SlotKey(role, owner, index, self.memory) not in self._shared:
+            self._shared.add(SlotKey(role, owner, index, self.memory))
+            self.add(role, num_bytes, category, owner, index)
 
     def add_pieces(self, pieces: Iterable[tuple[int, int, int]], within: str = "piece") -> None:
         """Append slots within the last one: (number, first byte there, bytes) of each."""

@@ -160,7 +160,7 @@ def until_gpu_ends(program: Program, timing: Timing) -> Timing:
     return Timing(starts, ends, end_s, {**timing.busy_s, Stream.CPU: cpu_s})
 
 
-PHASES = dict.fromkeys(("finish_gradient", "scale", "fill_window", "recompute"), "backward") | {
+PHASES = dict.fromkeys(("finish_gradient", "scale", "fill_window", "recompute", "forward_again"), "backward") | {
     "clip": "update",
     "sum_squares": "update",
 }

@@ -97,7 +97,7 @@ def models(draw):
     return tiny_config(
         hidden_size=draw(st.sampled_from((12, 18, 24))),
         intermediate_size=draw(st.sampled_from((10, 21, 32))),
-        num_hidden_layers=draw(st.integers(1, 3)),
+        num_hidden_layers=draw(st.sampled_from((1, 2, 3, 5))),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=draw(st.sampled_from((2, 4, 6))),
@@ -127,11 +127,11 @@ HOMES = st.sampled_from(("gpu", "host"))
 
 
 @st.composite
-def layer_plans(draw, names):
-    """Each savable op is kept on the GPU, kept on the host, or recomputed."""
+def layer_plans(draw, names, may_again=False):
+    """Each savable op is kept on the GPU, kept on the host, or recomputed; inputs are kept or made again."""
     where = {name: draw(st.sampled_from(("gpu", "host", "recompute"))) for name in names}
     kept = {home: tuple(n for n in names if where[n] == home) for home in ("gpu", "host")}
-    return LayerPlan(kept["gpu"], kept["host"], draw(HOMES))
+    return LayerPlan(kept["gpu"], kept["host"], draw(HOMES), may_again and draw(st.booleans()))
 
 
 @st.composite
@@ -145,9 +145,13 @@ def group_plans(draw):
 @st.composite
 def plan_decisions(draw, spec):
     """Everything that a plan decides besides chunk and round sizes."""
+    below = [False, *(block.keeps for block in spec.blocks)]
     slots = {f"{kind}_slots": draw(st.integers(1, 4)) for kind in ("weight", "grad", "save", "optimizer")}
     return {
-        "blocks": [draw(layer_plans(savable_ops(block.ops))) for block in spec.blocks],
+        "blocks": [
+            draw(layer_plans(savable_ops(block.ops), may_again))
+            for block, may_again in zip(spec.blocks, below, strict=False)
+        ],
         "groups": [draw(group_plans()) for _ in spec.groups],
         "optimizer_tile": draw(st.sampled_from((257, 1000, 1 << 14))),
         "share_edge_slots": draw(st.booleans()),

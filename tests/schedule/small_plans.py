@@ -72,11 +72,15 @@ def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
     """Any legal mixture of placements, levels and slot counts."""
     request = Request(128 if sliced else 32, 512, 1 << 30, 1 << 40, numerics=random.choice([FLOAT32, Numerics()]))
 
-    def layer(block: LayerSpec) -> LayerPlan:
+    def layer(number: int, block: LayerSpec) -> LayerPlan:
         names = savable_ops(block.ops)
         homes = {name: random.choice(["gpu", "host", "recompute"]) for name in names}
         parts = (tuple(n for n in names if homes[n] == home) for home in ("gpu", "host"))
-        return LayerPlan(*parts, random.choice(["gpu", "host"]))
+        return LayerPlan(
+            *parts,
+            random.choice(["gpu", "host"]),
+            number > 0 and model.blocks[number - 1].keeps and random.random() < 0.5,
+        )
 
     def group() -> GroupPlan:
         weights, grads = random.choice(["gpu", "host"]), random.choice(["gpu", "host"])
@@ -89,7 +93,7 @@ def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
         request,
         chunk_tokens=64,
         chunks_per_round=2,
-        layers=(LayerPlan(), *(layer(block) for block in model.blocks), LayerPlan()),
+        layers=(LayerPlan(), *(layer(i, block) for i, block in enumerate(model.blocks)), LayerPlan()),
         groups=homes_of(model, [group() for _ in model.groups]),
         weight_slots=random.randint(1, 3),
         grad_slots=random.randint(1, 2),

@@ -210,7 +210,7 @@ def price(
                 again = stage.recompute_work(chunk.tokens, chunk.seq_len, cost.compute_bytes)
                 known[stage, chunk] = cost.work_s(again)
             recompute_s += known[stage, chunk]
-        elif command.kind in ("fill_window", "recompute"):
+        elif command.kind in ("fill_window", "recompute", "forward_again"):
             recompute_s += cost.work_s(command.work)
     busy_s = {s.value: t for s, t in timing.busy_s.items()}
     return StepEstimate(timing.total_s, busy_s, recompute_s, stalls(program, timing))

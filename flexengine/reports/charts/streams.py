@@ -79,6 +79,7 @@ KINDS = {
 COMMAND_KINDS = {
     "fill_window": "rebuild keys",
     "recompute": "recompute",
+    "forward_again": "recompute",
     "finish_gradient": "round gradients",
     "decode": "decode weights",
     "fold": "round gradients",

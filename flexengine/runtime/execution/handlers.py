@@ -20,7 +20,7 @@ from flexengine.schedule.commands import Command, FinishGradient, Program
 from flexengine.schedule.fixed_slots import PARTIAL_SQUARES
 from flexengine.schedule.layout import Layout
 
-LAYER_KINDS = ("forward", "evaluate", "recompute", "backward", "fill_window")
+LAYER_KINDS = ("forward", "forward_again", "evaluate", "recompute", "backward", "fill_window")
 
 
 class CommandHandlers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream, Subject
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
+from flexengine.schedule.slots import Memory
 
 Bound = tuple[dict[str, int], list[Access]]
 """Areas of a layer call with their slots, and what a command that uses them reads."""
@@ -17,6 +18,7 @@ class ActivationLowering:
         self._hidden = SlotRing(self._layout.ring("hidden"))
         self._staging = SlotRing(self._layout.ring("save_host"))
         self._inputs: dict[tuple[int, int], int] = {}  # (layer, chunk) -> slot
+        self._made_again: dict[tuple[int, int], int] = {}  # the same of inputs that backward has made again
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -36,33 +38,57 @@ class ActivationLowering:
 
     def _input_slot(self, index: int, c: int) -> int:
         """The slot that keeps a layer's input, or the next of the ring where it is not kept on the GPU."""
-        kept = self._context.model.layers[index].keeps and self._context.plan.layers[index].input_home == "gpu"
-        return self._layout.slot("input", index, c) if kept else self._hidden.take()
+        kept = self._context.plan.layers[index]
+        stays = self._context.model.layers[index].keeps and kept.input_home == "gpu" and not kept.input_again
+        return self._place_of_input(index, c) if stays else self._hidden.take()
 
     def kept_by(self, index: int, c: int) -> dict[str, Access]:
         """Where forward of a layer writes the outputs that it keeps, by area."""
         program, kept = self._layout.programs[index], {}
         if program.save_gpu_bytes:
-            kept["save_gpu"] = Access(self._layout.slot("save_gpu", index, c), f"save_gpu {index} {c}")
+            kept["save_gpu"] = Access(self._place_on_gpu(index, c), f"save_gpu {index} {c}")
         if program.save_host_bytes:
             kept["save_host"] = Access(self._staging.take(), f"save_host {index} {c}")
         return kept
 
     def offload(self, index: int, c: int, areas: dict[str, int]) -> None:
         """Send a chunk's input and kept outputs to the host where the plan says so."""
-        layer, content = self._context.model.layers[index], f"input {index} {c}"
-        if layer.keeps and self._context.plan.layers[index].input_home == "host":
-            regions = [
-                CopyRegion(areas["input"], 0, self._layout.slot("input", index, c, "host"), 0, self._hidden_bytes(c))
-            ]
-            self._builder.copy(self._name("offload", "input", index, c), Stream.D2H, content, regions)
-        self._offload_saved(index, c, areas)
+        kept = self._context.plan.layers[index]
+        if self._context.model.layers[index].keeps and kept.input_home == "host" and not kept.input_again:
+            self._offload_input(index, c, areas["input"])
+        self.offload_saved(index, c, areas)
 
-    def _offload_saved(self, index: int, c: int, areas: dict[str, int]) -> None:
+    def _offload_input(self, index: int, c: int, slot: int) -> None:
+        regions = [CopyRegion(slot, 0, self._place_of_input(index, c, "host"), 0, self._hidden_bytes(c))]
+        self._builder.copy(self._name("offload", "input", index, c), Stream.D2H, f"input {index} {c}", regions)
+
+    def offload_saved(self, index: int, c: int, areas: dict[str, int]) -> None:
         """Send a chunk's kept outputs to the host where the plan says so."""
         if "save_host" in areas:
-            regions = self._save_regions(index, c, areas["save_host"], self._layout.slot("save", index, c, "host"))
+            regions = self._save_regions(index, c, areas["save_host"], self._place_on_host(index, c))
             self._builder.copy(self._name("offload", "save", index, c), Stream.D2H, f"save_host {index} {c}", regions)
+
+    # -- forward again -----------------------------------------------------------------------------------------------
+
+    def fetch_input(self, index: int, c: int) -> Bound:
+        """Bring the input of a block that runs again to the GPU."""
+        slot = self._fetch_input(index, c)
+        return {"input": slot}, [Access(slot, f"input {index} {c}")]
+
+    def output_again(self, index: int, c: int) -> Access:
+        """Where block `index` writes chunk c when it runs again: the next one's input waits there, or goes to the
+        host."""
+        following = index + 1
+        if (following, c) not in self._made_again:
+            on_gpu = self._context.plan.layers[following].input_home == "gpu"
+            slot = self._place_of_input(following, c) if on_gpu else self._hidden.take()
+            self._made_again[following, c] = slot
+        return Access(self._made_again[following, c], f"input {following} {c}")
+
+    def offload_again(self, index: int, c: int) -> None:
+        """Send what block `index` wrote when it ran again to the host where the plan says so."""
+        if self._context.plan.layers[index + 1].input_home == "host":
+            self._offload_input(index + 1, c, self._made_again[index + 1, c])
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -71,20 +97,20 @@ class ActivationLowering:
         program, areas = self._layout.programs[index], {"input": self._fetch_input(index, c)}
         reads = [Access(areas["input"], f"input {index} {c}")]
         if program.save_gpu_bytes:
-            areas["save_gpu"] = self._layout.slot("save_gpu", index, c)
+            areas["save_gpu"] = self._place_on_gpu(index, c)
             reads.append(Access(areas["save_gpu"], f"save_gpu {index} {c}"))
         if program.save_host_bytes:
             areas["save_host"] = self._staging.take()
-            regions = self._save_regions(index, c, self._layout.slot("save", index, c, "host"), areas["save_host"])
+            regions = self._save_regions(index, c, self._place_on_host(index, c), areas["save_host"])
             self._builder.copy(self._name("fetch", "save", index, c), Stream.H2D, f"save_host {index} {c}", regions)
             reads.append(Access(areas["save_host"], f"save_host {index} {c}"))
         return areas, reads
 
     def _fetch_input(self, index: int, c: int) -> int:
         if self._context.plan.layers[index].input_home == "gpu":
-            return self._layout.slot("input", index, c)
+            return self._place_of_input(index, c)
         slot, content = self._hidden.take(), f"input {index} {c}"
-        regions = [CopyRegion(self._layout.slot("input", index, c, "host"), 0, slot, 0, self._hidden_bytes(c))]
+        regions = [CopyRegion(self._place_of_input(index, c, "host"), 0, slot, 0, self._hidden_bytes(c))]
         self._builder.copy(self._name("fetch", "input", index, c), Stream.H2D, content, regions)
         return slot
 
@@ -92,6 +118,17 @@ class ActivationLowering:
         return CommandName(verb, subject, self._context.model.layers[index].name, c)
 
     # -- sizes and places --------------------------------------------------------------------------------------------
+
+    def _place_of_input(self, index: int, c: int, memory: Memory = "gpu") -> int:
+        return self._layout.slot("input", self._layout.segments.owner_of_input(index), c, memory)
+
+    def _place_on_gpu(self, index: int, c: int) -> int:
+        num_bytes = self._layout.programs[index].save_gpu_bytes
+        return self._layout.slot("save_gpu", self._layout.segments.owner_of_saved(index, num_bytes), c)
+
+    def _place_on_host(self, index: int, c: int) -> int:
+        num_bytes = self._layout.programs[index].save_host_bytes
+        return self._layout.slot("save", self._layout.segments.owner_of_saved(index, num_bytes), c, "host")
 
     def _hidden_bytes(self, c: int) -> int:
         return self._context.shape.chunks[c].tokens * self._context.model.hidden_size * self._layout.compute_bytes

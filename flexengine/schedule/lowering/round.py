@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from flexengine.models.spec import LayerSpec
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Stream
 from flexengine.schedule.fixed_slots import batch_offsets
+from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.activations import ActivationLowering
 from flexengine.schedule.lowering.compute import ComputeCall, ComputeLowering
@@ -99,6 +100,8 @@ class RoundLowering(LayerWalk):
                 self._forward_layer(index, layer)
         for index in reversed(range(len(self.model.layers))):
             if self.model.layers[index].has_backward:
+                for earlier in self.layout.segments.to_run_again(index):
+                    self._run_again(earlier, self.model.layers[earlier])
                 self._backward_layer(index, self.model.layers[index])
         self.gradients.update_waiting()
         if self.kind.updates == "speculative":
@@ -108,17 +111,22 @@ class RoundLowering(LayerWalk):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _forward_layer(self, index: int, layer: LayerSpec) -> None:
-        for at in stage_parts(self.layout.programs[index].forward_stages):
+        for at in stage_parts(self._forward_program(index).forward_stages):
             weights = self.weights.acquire(layer, at)
             for c in self.context.chunks:
                 self._forward_chunk(index, c, at, weights)
 
+    def _forward_program(self, index: int) -> LayerProgram:
+        """A block that runs again keeps what it keeps only then."""
+        again = self.layout.segments.runs_again(index)
+        return self.layout.evaluation_program(index) if again else self.layout.programs[index]
+
     def _forward_chunk(self, index: int, c: int, at: StagePart, weights: dict[int, int]) -> None:
         areas, reads = self.activations.input_of(index, c) if at.opens else ({}, [])
-        call = ComputeCall("forward", index, c, at, self.layout.programs[index], weights, areas, reads)
+        call = ComputeCall("forward", index, c, at, self._forward_program(index), weights, areas, reads)
         if "output" in at.stage.areas:
             call.writes_area("output", self.activations.output_of(index, c, keeps=True))
-        if at.opens:
+        if at.opens and not self.layout.segments.runs_again(index):
             for area, access in self.activations.kept_by(index, c).items():
                 call.writes_area(area, access)
         self.compute.add(call)
@@ -127,6 +135,29 @@ class RoundLowering(LayerWalk):
 
     def _losses(self, c: int) -> Access:
         return Access(self.layout.slot("losses"), f"losses {c}")
+
+    # -- forward again -----------------------------------------------------------------------------------------------
+
+    def _run_again(self, index: int, layer: LayerSpec) -> None:
+        """Run all chunks of a block forward once more, for the next one's input and for what the block itself keeps."""
+        for at in stage_parts(self.layout.programs[index].forward_stages):
+            weights = self.weights.acquire(layer, at)
+            for c in self.context.chunks:
+                self._run_chunk_again(index, c, at, weights)
+
+    def _run_chunk_again(self, index: int, c: int, at: StagePart, weights: dict[int, int]) -> None:
+        areas, reads = self.activations.fetch_input(index, c) if at.opens else ({}, [])
+        call = ComputeCall("forward_again", index, c, at, self.layout.programs[index], weights, areas, reads)
+        if "output" in at.stage.areas:
+            call.writes_area("output", self.activations.output_again(index, c))
+        if at.opens:
+            for area, access in self.activations.kept_by(index, c).items():
+                call.writes_area(area, access)
+        self.compute.add(call)
+        if at.opens:
+            self.activations.offload_saved(index, c, call.areas)
+        if at.closes:
+            self.activations.offload_again(index, c)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class StageActivations(ActivationLowering):
     def offload(self, index: int, c: int, areas: dict[str, int]) -> None:
         """As on one rank, but for an input that lies in the node's memory already."""
         if self._lies_in_node(index):
-            self._offload_saved(index, c, areas)
+            self.offload_saved(index, c, areas)
         else:
             super().offload(index, c, areas)
 
