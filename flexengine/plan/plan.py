@@ -312,10 +312,11 @@ class Plan:
         return self.request.replays(self.chunk_tokens)
 
     def for_request(self, request: Request) -> Plan:
-        """The plan for a request that differs in budgets; whether it replays graphs, and where the GPU updates, stays
-        decided."""
+        """The plan for a request that differs in budgets; whether it replays graphs, where the GPU updates, and which
+        inputs are kept stays decided."""
         own = self.request
-        return replace(self, request=replace(request, graphs=own.graphs, gpu_updates=own.gpu_updates))
+        kept = {"graphs": own.graphs, "gpu_updates": own.gpu_updates, "segment_blocks": own.segment_blocks}
+        return replace(self, request=replace(request, **kept))
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives it back equal."""

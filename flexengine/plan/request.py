@@ -86,7 +86,9 @@ class Request:
     whole_steps: every step is one `train_step`, so that gradients of one round need not be stored. gpu_updates: without
     clipping the GPU, too, may update inside the last round ("in_round"), also from gradients that are not stored, so
     that every step is one round ("unstored"); auto is where the planner finds one of them faster, or finds nothing
-    else, and its plan's request then says which.
+    else, and its plan's request then says which. segment_blocks: of so many blocks, one after the other, only the first
+    one's input is kept, and backward makes the others' again (`schedule/segments.py`); 1 keeps every block's, None is
+    as the planner finds what fits, and its plan's request then says which.
     """
 
     max_seq_len: int
@@ -107,6 +109,7 @@ class Request:
     whole_sequences: bool = False
     whole_steps: bool = False
     gpu_updates: Literal["auto", "in_round", "unstored"] = "auto"
+    segment_blocks: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -117,7 +120,7 @@ class Request:
                 f"max_seq_len={self.max_seq_len} tokens is longer than max_global_batch_tokens="
                 f"{self.max_global_batch_tokens}; no such sequence would fit in a step"
             )
-        for name in ("chunk_tokens", "round_tokens", "round_multiple"):
+        for name in ("chunk_tokens", "round_tokens", "round_multiple", "segment_blocks"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -131,6 +134,8 @@ class Request:
             raise ValueError(f"graphs={self.graphs!r}; choose auto, never or always")
         if self.updates_in_round and not self.may_update_in_round:
             raise ValueError("the GPU updates inside a round on one rank, and where gradients are not clipped")
+        if (self.segment_blocks or 1) > 1 and not self.may_make_inputs_again:
+            raise ValueError("inputs are made again on one rank, and where recomputation is allowed")
         if self.gpu_updates == "unstored" and not self.whole_steps:
             raise ValueError("gradients are stored where a step may be several calls: whole_steps is false")
 
@@ -143,6 +148,11 @@ class Request:
     def may_update_in_round(self) -> bool:
         """Whether updates may begin inside the last round, before all gradients are known."""
         return not self.clipping and not self.shares_node
+
+    @property
+    def may_make_inputs_again(self) -> bool:
+        """Whether backward may make inputs of blocks again."""
+        return not self.shares_node and self.recompute != "none" and self.segment_blocks != 1
 
     def replays(self, chunk_tokens: int) -> bool:
         """Whether blocks' commands on chunks of so many tokens are replayed: slices of a sequence are not."""

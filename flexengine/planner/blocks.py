@@ -17,19 +17,37 @@ from flexengine.ops.base import Op
 
 
 class BlockKind(NamedTuple):
-    """Blocks with the same ops, which frozen and trained ones have not: one of them, and its parameter group."""
+    """Blocks with the same ops, which frozen and trained ones have not, at like places of segments: one of them, and
+    its parameter group.
+
+    again: their input is made again in backward. runs_again: they run again for the next one's input.
+    """
 
     layer: LayerSpec
     group: int
+    again: bool = False
+    runs_again: bool = False
 
 
-def block_kinds(model: ModelSpec) -> tuple[tuple[BlockKind, ...], np.ndarray]:
-    """The kinds of a model's blocks in order of their first, and the kind [L] of every block."""
-    kinds: dict[tuple[Op, ...], BlockKind] = {}
-    for layer in model.blocks:
-        kinds.setdefault(layer.ops, BlockKind(layer, layer.groups[0]))
-    number = {ops: i for i, ops in enumerate(kinds)}
-    return tuple(kinds.values()), np.array([number[layer.ops] for layer in model.blocks])
+def block_kinds(model: ModelSpec, segment_blocks: int = 1) -> tuple[tuple[BlockKind, ...], np.ndarray]:
+    """The kinds of a model's blocks in order of their first, and the kind [L] of every block. segment_blocks: of so
+    many only the first one's input is kept."""
+    blocks, kinds, found = model.blocks, dict[tuple[tuple[Op, ...], bool, bool], BlockKind](), []
+    first = next((i for i, layer in enumerate(blocks) if layer.keeps), len(blocks))
+    again = [i > first and (i - first) % segment_blocks > 0 for i in range(len(blocks))]
+    for layer, *places in zip(blocks, again, [*again[1:], False], strict=True):
+        found.append((layer.ops, *places))
+        kinds.setdefault(found[-1], BlockKind(layer, layer.groups[0], *places))
+    number = {key: i for i, key in enumerate(kinds)}
+    return tuple(kinds.values()), np.array([number[key] for key in found])
+
+
+def places_of_segments(runs_again: np.ndarray) -> np.ndarray:
+    """By block its place among those of a segment that run again, 0 for the first; -1 where it does not."""
+    places = np.full(len(runs_again), -1)
+    for i in np.flatnonzero(runs_again).tolist():
+        places[i] = places[i - 1] + 1 if i else 0
+    return places
 
 
 @dataclass(frozen=True, eq=False)

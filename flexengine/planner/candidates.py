@@ -7,6 +7,7 @@ embedding and head do (an edge choice), and how many slots there are of each kin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -139,7 +140,7 @@ class CandidateMemory:
         slots = np.where(self.share[candidates.edges], np.maximum(block, edges), block + edges)
         staging = candidates.slots[:, 2] * aligned(tables.option_staged.at(options).max(axis=1))
         scratch = np.maximum(tables.activations.scratch_floor, tables.option_scratch.at(options).max(axis=1))
-        kept = tables.chunks_per_round * tables.option_gpu.at(options).sum(axis=1)
+        kept = tables.chunks_per_round * tables.option_gpu.at(options).sum(axis=1) + tables.shared_bytes(options, 0)
         return slots + tables.activations.round_gpu_bytes + staging + aligned(scratch) + kept
 
     def gpu_bytes(self, candidates: Candidates) -> np.ndarray:
@@ -158,6 +159,7 @@ class CandidateMemory:
         """Host bytes [P] of the process."""
         tables = self.tables
         planes = self.edge_host[candidates.edges] + tables.choice_host.at(candidates.choices).sum(axis=1)
+        planes = planes + tables.shared_bytes(candidates.choices // NUM_RESIDENCIES, 1)
         by_cpu = tables.by_cpu.at(candidates.choices % NUM_RESIDENCIES).any(axis=1)
         return tables.activations.host_bytes + planes + np.where(by_cpu, self.buffers.cpu_update_host_bytes, 0)
 
@@ -180,7 +182,8 @@ class CandidateMemory:
         blocks = zip(buffers.block_layers, buffers.block_groups, buffers.kind_of, choices, strict=True)
         for layer, group, kind, choice in blocks:
             option, residency = divmod(int(choice), NUM_RESIDENCIES)
-            layers[layer] = tables.kinds[kind].options.plans[option]
+            kept = tables.kinds[kind].options.plans[option]
+            layers[layer] = replace(kept, input_home=tables.home_of_inputs_again) if kept.input_again else kept
             groups[group] = buffers.kind_residencies[kind][residency]
         edge = self.edge_choices[int(one.edges[0])]
         edges = zip(buffers.edge_groups, buffers.edge_residencies, edge.residencies, strict=True)

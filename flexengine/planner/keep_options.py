@@ -17,6 +17,7 @@ import numpy as np
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op
 from flexengine.plan import Home, LayerPlan
+from flexengine.planner.blocks import BlockKind
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.save_sets import SaveSets, output_bytes, recompute_s, scratch_bytes
 from flexengine.planner.cost.stream_loads import issue_s
@@ -30,8 +31,8 @@ from flexengine.schedule.save_sets import savable_ops
 class KeepOptions:
     """Keep options [O] of blocks of one kind. All bytes are int64 and of one chunk.
 
-    gpu_bytes and host_bytes stay from forward to backward; staged_bytes is what one offload slot must hold; set_of says
-    which of `programs` an option runs.
+    gpu_bytes and host_bytes stay until backward; staged_bytes is what one offload slot must hold; input_bytes are the
+    input's, on the GPU or the host; set_of says which of `programs` an option runs.
     """
 
     plans: tuple[LayerPlan, ...]
@@ -41,6 +42,13 @@ class KeepOptions:
     host_bytes: np.ndarray
     staged_bytes: np.ndarray
     scratch_bytes: np.ndarray
+    input_on_gpu: np.ndarray
+    input_bytes: int
+
+    @property
+    def output_gpu_bytes(self) -> np.ndarray:
+        """GPU bytes [O] of outputs alone."""
+        return self.gpu_bytes - np.where(self.input_on_gpu, self.input_bytes, 0)
 
     def recompute_s(self, shape: RoundShape, cost: CostModel) -> np.ndarray:
         """Seconds [O] per round that backward spends on recomputation."""
@@ -55,7 +63,7 @@ class KeepOptions:
 
 
 def keep_options(
-    layers: Sequence[LayerSpec],
+    kinds: Sequence[BlockKind],
     sets: SaveSets,
     cost: CostModel,
     recompute: Literal["auto", "none", "full"],
@@ -63,12 +71,13 @@ def keep_options(
     sliced: bool,
     num_splits: int,
 ) -> tuple[KeepOptions, ...]:
-    """Placements of input and save sets at the chunk size of `cost`, by kind of block; layers: one block of each.
+    """Placements of input and save sets at the chunk size of `cost`, by kind of block.
 
     num_splits: even shares of a save set, of which any may stay on the GPU, as near as its parts allow.
     recompute `none` keeps all that backward needs, `full` only the layer's input. sliced: the chunk is part of a
     sequence, whose key/value window backward must fill again.
     """
+    layers = [kind.layer for kind in kinds]
     if recompute == "full":
         sets = (((),),) * len(layers)
     elif recompute == "none":
@@ -78,14 +87,14 @@ def keep_options(
     found = [(number, *pair) for number, on_gpu in enumerate(parts) for pair in product(on_gpu, homes)]
     return tuple(
         _options(
-            layer,
-            sets[kind],
-            [(number, on_gpu[kind], home) for number, on_gpu, home in found],
+            kind,
+            sets[i],
+            [(number, on_gpu[i], "gpu" if kind.again else home) for number, on_gpu, home in found],
             cost,
             hidden_bytes,
             sliced,
         )
-        for kind, layer in enumerate(layers)
+        for i, kind in enumerate(kinds)
     )
 
 
@@ -99,7 +108,7 @@ def _splits_side_by_side(
 
 
 def _options(
-    layer: LayerSpec,
+    kind: BlockKind,
     sets: tuple[tuple[str, ...], ...],
     found: list[tuple[int, tuple[str, ...], Home]],
     cost: CostModel,
@@ -107,24 +116,30 @@ def _options(
     sliced: bool,
 ) -> KeepOptions:
     """The options of one kind: (set, its part on the GPU, home of the input) of each. Without a backward they are all
-    one: nothing is kept."""
+    one: nothing is kept. An input that is made again takes no bytes of the block's."""
+    layer = kind.layer
     programs = tuple(compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes) for ops in sets)
     sizes = {op.name: output_bytes(op, cost.chunk_tokens, cost.compute_bytes) for op in layer.ops}
     kept = np.array([sum(sizes[name] for name in on_gpu) for _, on_gpu, _ in found], dtype=np.int64)
     set_of = np.array([number for number, _, _ in found])
     staged = np.array([sum(sizes[name] for name in ops) for ops in sets], dtype=np.int64)[set_of] - kept
-    hidden_bytes = hidden_bytes if layer.has_backward else 0
+    hidden_bytes = hidden_bytes if layer.has_backward and not kind.again else 0
     if not layer.has_backward:
         found = [(number, (), "gpu") for number, _, _ in found]
     input_on_gpu = np.array([home == "gpu" for _, _, home in found])
     return KeepOptions(
-        plans=tuple(LayerPlan(on_gpu, tuple(x for x in sets[s] if x not in on_gpu), home) for s, on_gpu, home in found),
+        plans=tuple(
+            LayerPlan(on_gpu, tuple(x for x in sets[s] if x not in on_gpu), home, kind.again)
+            for s, on_gpu, home in found
+        ),
         programs=programs,
         set_of=set_of,
         gpu_bytes=kept + np.where(input_on_gpu, hidden_bytes, 0),
         host_bytes=staged + np.where(input_on_gpu, 0, hidden_bytes),
         staged_bytes=staged,
         scratch_bytes=np.array([scratch_bytes(p, sliced) for p in programs], dtype=np.int64)[set_of],
+        input_on_gpu=input_on_gpu,
+        input_bytes=hidden_bytes,
     )
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.models.spec import BLOCK_CLASSES, ModelSpec
-from flexengine.plan import GroupPlan, LayerPlan, Plan
-from flexengine.planner.blocks import block_kinds
+from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
+from flexengine.planner.blocks import block_kinds, places_of_segments
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.cost.save_sets import SaveSets
@@ -49,6 +49,8 @@ TILES_PER_MODEL = 64
 """An optimizer tile is at most this share of the parameters: larger ones only fill and drain the pipeline longer."""
 TILES_IN_ROUND, SLOTS_IN_ROUND = 16, 8
 """Tiles that lie beside a round's slots take at most this share of the GPU's budget, and are so many."""
+AGAIN_ON_GPU = 16
+"""Inputs that are made again wait on the GPU where they take at most this share of its budget, else on the host."""
 SMALL_BLOCKS = 4
 """Blocks of the small model: at least as many as there are weight slots."""
 
@@ -102,7 +104,10 @@ class SharedBuffers:
         self.adapter_groups = [g for g, group in enumerate(model.groups) if group.adapter]
         others = {*self.block_groups, *self.adapter_groups}
         self.edge_groups = [g for g in range(len(model.groups)) if g not in others]
-        self.kinds, self.kind_of = block_kinds(model)
+        self.segment_blocks = request.segment_blocks or 1
+        self.kinds, self.kind_of = block_kinds(model, self.segment_blocks)
+        runs_again = np.array([kind.runs_again for kind in self.kinds])[self.kind_of]
+        self.places = places_of_segments(runs_again)
         self.small = self._small_model()
         self.num_parameters = model.num_trained_parameters
         self.uses = group_uses(model)
@@ -204,6 +209,7 @@ class SharedBuffers:
             scalars = align(self._acc_bytes * len(self.model.groups)) - align(self._acc_bytes * len(self.small.groups))
             groups = [*(self.kind_layouts[kind] for kind in self.kind_of), *self.edge_layouts, *self.adapter_layouts]
             scalars += align(norm_square_bytes(groups)) - align(norm_square_bytes(layout.groups))
+            again = {self.home_of_inputs_again(*size): self._bytes_of_inputs_again(*size)}
             self._activations[size] = ActivationBytes(
                 _bytes_of(layout, "batch", "scalars")
                 + scalars
@@ -211,21 +217,32 @@ class SharedBuffers:
                 + gpu_overhead_bytes(layout, self.profile)
                 + replay_bytes(self.model, layout.plan)
                 - replay_bytes(self.small, layout.plan),
-                _bytes_of(layout, "hidden states", "key/value window"),
+                _bytes_of(layout, "hidden states", "key/value window") + again.get("gpu", 0),
                 layout.place("scratch").num_bytes,
-                host_required_bytes(layout, self.profile) + self.spilled_bytes[1],
+                host_required_bytes(layout, self.profile) + self.spilled_bytes[1] + again.get("host", 0),
             )
         return self._activations[size]
+
+    def home_of_inputs_again(self, chunk_tokens: int, chunks_per_round: int) -> Home:
+        """Where inputs that are made again wait: on the GPU where they take a small part of it."""
+        few = self._bytes_of_inputs_again(chunk_tokens, chunks_per_round) <= self.request.max_gpu_bytes // AGAIN_ON_GPU
+        return "gpu" if few else "host"
+
+    def _bytes_of_inputs_again(self, chunk_tokens: int, chunks_per_round: int) -> int:
+        places = min(self.segment_blocks, len(self.block_layers)) - 1
+        return places * chunks_per_round * self._hidden_bytes(chunk_tokens)
+
+    def _hidden_bytes(self, chunk_tokens: int) -> int:
+        return align(chunk_tokens * self.model.hidden_size * DTYPE_BYTES[self.request.numerics.compute])
 
     def keep_options(self, cost: CostModel, sets: SaveSets) -> tuple[KeepOptions, ...]:
         """The keep options of every kind at the chunk size of `cost`, over save sets."""
         key = (cost.chunk_tokens, sets)
         if key not in self._options:
-            hidden = align(cost.chunk_tokens * self.model.hidden_size * cost.compute_bytes)
+            hidden = self._hidden_bytes(cost.chunk_tokens)
             sliced = self.request.max_seq_len > cost.chunk_tokens
-            layers = [kind.layer for kind in self.kinds]
             self._options[key] = keep_options(
-                layers, sets, cost, self.request.recompute, hidden, sliced, self.limits.splits
+                self.kinds, sets, cost, self.request.recompute, hidden, sliced, self.limits.splits
             )
         return self._options[key]
 

@@ -7,11 +7,13 @@ from functools import cached_property
 
 import numpy as np
 
+from flexengine.plan import Home
 from flexengine.planner.blocks import PerKind
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.save_sets import SaveSets
 from flexengine.planner.cost.stream_loads import (
     BC,
+    BD,
     BH,
     BI,
     FC,
@@ -63,6 +65,11 @@ class SizeTables:
         """What this size takes whatever is kept."""
         return self.buffers.activation_bytes(self.chunk_tokens, self.chunks_per_round)
 
+    @property
+    def home_of_inputs_again(self) -> Home:
+        """Where inputs that are made again wait."""
+        return self.buffers.home_of_inputs_again(self.chunk_tokens, self.chunks_per_round)
+
     @cached_property
     def kinds(self) -> tuple[BlockTables, ...]:
         """What one block of every kind takes and costs."""
@@ -90,8 +97,24 @@ class SizeTables:
 
     @cached_property
     def option_gpu(self) -> PerKind:
-        """GPU bytes [O] of a chunk that stay from forward to backward."""
-        return self.of_blocks(lambda kind: kind.options.gpu_bytes)
+        """GPU bytes [O] of a chunk that stay until backward; of slots that segments share, about a block's share."""
+        return self.of_blocks(lambda kind: kind.kept_bytes[0])
+
+    @cached_property
+    def again_bytes(self) -> tuple[PerKind, PerKind]:
+        """GPU and host bytes [O] of a chunk that a block which runs again keeps then; 0 for others."""
+        return tuple(self.of_blocks(lambda kind, side=side: kind.again_bytes[side]) for side in (0, 1))
+
+    def shared_bytes(self, options: np.ndarray, side: int) -> np.ndarray | int:
+        """Bytes [P] of a round's kept outputs in slots that segments share, less what `choice_gpu` or `choice_host`
+        counts of them for the options [P, L]; side: 0 for the GPU, 1 for the host."""
+        places, table = self.buffers.places, self.again_bytes[side]
+        if places.max(initial=-1) < 0:
+            return 0
+        counted = self.of_blocks(lambda kind: kind.again_share[side]).at(options).sum(axis=1)
+        kept = table.at(options)
+        largest = sum(kept[:, places == place].max(axis=1) for place in range(places.max() + 1))
+        return self.chunks_per_round * (largest - counted)
 
     @cached_property
     def option_staged(self) -> PerKind:
@@ -158,7 +181,7 @@ class SizeTables:
         """GPU bytes [K] that a block holds: planes, and a round's kept activations."""
         return self.of_blocks(
             lambda kind: (
-                self.chunks_per_round * kind.options.gpu_bytes[self.choice_option]
+                self.chunks_per_round * kind.kept_bytes[0][self.choice_option]
                 + kind.residency_gpu[self.choice_residency]
             )
         )
@@ -168,7 +191,7 @@ class SizeTables:
         """Host bytes [K] that a block holds."""
         return self.of_blocks(
             lambda kind: (
-                self.chunks_per_round * kind.options.host_bytes[self.choice_option]
+                self.chunks_per_round * kind.kept_bytes[1][self.choice_option]
                 + kind.residency_host[self.choice_residency]
             )
         )
@@ -192,17 +215,44 @@ class BlockTables:
 
     def __init__(self, tables: SizeTables, number: int, options: KeepOptions) -> None:
         buffers, kind = tables.buffers, tables.buffers.kinds[number]
-        self.layer, self.group, self.use = kind.layer, buffers.kind_layouts[number], buffers.uses[kind.group]
+        self.kind, self.layer, self.group = kind, kind.layer, buffers.kind_layouts[number]
+        use = buffers.uses[kind.group]
+        self.use = use._replace(backward=use.backward + kind.runs_again)
+        self.again_on_host = tables.home_of_inputs_again == "host"
+        mine = buffers.places[buffers.kind_of == number]
+        self.sharing = max(1, len(mine) // max(1, len(set(mine.tolist()))))  # blocks that take turns in slots
         self.residencies, self.options = buffers.kind_residencies[number], options
         self.cost, self.shape, self.sliced = tables.cost, tables.shape, tables.sliced
         self.rounds, self.full_rounds, self.second_planes = tables.rounds, tables.full_rounds, buffers.second_planes
+        self.hidden_bytes = tables.chunk_tokens * tables.model.hidden_size * tables.cost.compute_bytes
 
     @cached_property
     def seconds(self) -> tuple[LayerSeconds, ...]:
-        """Compute per chunk, nothing recomputed; with the chunk that is first, the decoding of the weights."""
-        return with_decoding(chunk_seconds(self.layer, self.shape, self.cost), self.group, self.use, self.cost)
+        """Compute per chunk, nothing recomputed; with the chunk that is first, the decoding of the weights. Backward
+        has the forward of a block that runs again."""
+        found = with_decoding(chunk_seconds(self.layer, self.shape, self.cost), self.group, self.use, self.cost)
+        return tuple(map(_run_again, found)) if self.kind.runs_again else found
 
     # -- keep options ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def again_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """GPU and host bytes [O] of a chunk that are kept when the block runs again, in slots that segments share."""
+        gpu, host = self.options.output_gpu_bytes, self.options.staged_bytes
+        return (gpu, host) if self.kind.runs_again else (0 * gpu, 0 * host)
+
+    @cached_property
+    def again_share(self) -> tuple[np.ndarray, np.ndarray]:
+        """About the part of these that one of the blocks sharing them takes."""
+        gpu, host = self.again_bytes
+        return gpu // self.sharing, host // self.sharing
+
+    @cached_property
+    def kept_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """GPU and host bytes [O] of a chunk that stay until backward, with that part of what is shared."""
+        kept = self.options.gpu_bytes, self.options.host_bytes
+        gpu, host = (num - all_ + own for num, all_, own in zip(kept, self.again_bytes, self.again_share, strict=True))
+        return gpu, host
 
     @cached_property
     def recompute_s(self) -> np.ndarray:
@@ -221,8 +271,14 @@ class BlockTables:
         p, options = self.cost.profile, self.options
         chunks, fetches = self.full_rounds * len(self.shape.chunks), 2 if self.sliced else 1
         table = np.zeros((len(options.plans), NUM_LOADS))
-        table[:, FD] = chunks * options.host_bytes / p.link.d2h_duplex_bytes_per_s
-        table[:, BH] = fetches * chunks * options.host_bytes / p.link.h2d_duplex_bytes_per_s
+        forward, again = options.host_bytes - self.again_bytes[1], self.again_bytes[1]
+        fetched = fetches * options.host_bytes + self.kind.runs_again * forward
+        if self.again_on_host:
+            again = again + self.kind.runs_again * self.hidden_bytes
+            fetched = fetched + self.kind.again * (fetches + self.kind.runs_again) * self.hidden_bytes
+        table[:, FD] = chunks * forward / p.link.d2h_duplex_bytes_per_s
+        table[:, BD] = chunks * again / p.link.d2h_duplex_bytes_per_s
+        table[:, BH] = chunks * fetched / p.link.h2d_duplex_bytes_per_s
         table[:, BC] = self.full_rounds * self.recompute_s
         copies_s = chunks * issue_s(self.cost, "copy") * self.copies
         table[:, FI] = copies_s
@@ -254,3 +310,9 @@ class BlockTables:
         if self.second_planes:
             num_bytes += [second_plane_bytes(self.group, home) for home in self.residencies]
         return num_bytes // self.cost.ranks
+
+
+def _run_again(seconds: LayerSeconds) -> LayerSeconds:
+    """A chunk's seconds with its forward in backward once more."""
+    again = {"backward_s": seconds.backward_s + seconds.forward_s}
+    return seconds._replace(**again, backward_issue_s=seconds.backward_issue_s + seconds.forward_issue_s)

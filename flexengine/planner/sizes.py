@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from flexengine.models.spec import ModelSpec
 from flexengine.plan import MOST_ROUNDED, PlanError, PlanReason, Request, rounds_of_step
 from flexengine.schedule.packing import most_chunks
 
@@ -10,6 +13,8 @@ CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 ALIGNED_TOKENS = 64
 """Chunks are multiples of it where sequences do not decide: matrix products run at full rate then."""
+SEGMENT_BLOCKS = (2, 3, 4, 6, 8, 12)
+"""Lengths of segments whose first block's input alone is kept."""
 MOST_PARTS = 6
 """A batch that is no power of two is also tried in up to so many equal chunks."""
 
@@ -35,6 +40,22 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
             counts = sorted({slices * (-(-units // -(-units // n)) if even else n) for n in fitting})
         sizes += [(chunk, n) for n in counts if n >= slices]
     return [size for size in sizes if _sums_well(request, *size)] or sizes
+
+
+def segment_lengths(model: ModelSpec) -> list[int]:
+    """Blocks of a segment worth a look, up to the length that keeps the fewest inputs at one time."""
+    count = len(model.blocks)
+    shortest = min(range(1, count + 1), key=lambda blocks: -(-count // blocks) + blocks, default=1)
+    usual = [blocks for blocks in SEGMENT_BLOCKS if blocks < shortest]
+    return [*usual, shortest] if shortest > 1 else []
+
+
+def ways_of(request: Request) -> list[Request]:
+    """The request, and the same from gradients that are not stored, where it allows that."""
+    if not (request.whole_steps and request.may_update_in_round and not request.updates_in_round):
+        return [request]
+    unstored = replace(request, gpu_updates="unstored")
+    return [request, unstored] if chunk_sizes(unstored) else [request]
 
 
 def _of_any_batch(request: Request, chunk_tokens: int) -> list[int]:

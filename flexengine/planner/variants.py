@@ -6,7 +6,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -14,13 +14,14 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan, Prediction
+from flexengine.plan import Plan, Prediction, Request
 from flexengine.planner.bound.speed_of_light import size_bounds
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.stream_loads import issue_s
+from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.problem import Problem
 from flexengine.planner.search import MOST_TOUCHED, Search
-from flexengine.planner.sizes import chunk_sizes
+from flexengine.planner.sizes import chunk_sizes, segment_lengths, ways_of
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.packing import full_round
@@ -34,6 +35,8 @@ LEAST_ISSUE_SHARE, LEAST_GRAPHS_GAIN = 0.3, 0.03
 chunks may have been chosen for its sake alone. They must gain this share, as they take memory."""
 LEAST_IN_ROUND_GAIN = 0.02
 """Updates by the GPU inside the last round are tried where their bound is this share below the best plan's seconds."""
+LEAST_AGAIN_GAP = 0.1
+"""Inputs are made again, which takes more searches, where the best plan is this share above the bound."""
 LEAST_LEFT_GAIN = 0.02
 """Second planes are counted in a search where they have no room and would gain more than this share."""
 
@@ -194,4 +197,52 @@ UNSTORED = Variant[Problem, Found](
 )
 
 OF_WHOLE_EXPERTS = (WHOLE, NO_CLIPPING, SECOND_PLANES)
-OF_ONE_RANK = (WHOLE, IN_PARTS, GRAPHS, NO_CLIPPING, SECOND_PLANES, UNSTORED, IN_ROUND)
+OF_KEPT_INPUTS = (WHOLE, IN_PARTS, GRAPHS, NO_CLIPPING, SECOND_PLANES, UNSTORED, IN_ROUND)
+
+# -- inputs that are made again ----------------------------------------------------------------------------------------
+
+
+def _in_segments_applies(problem: Problem, best: Found | None) -> bool:
+    """Where nothing fits, or the best is far from a bound that makes inputs again: it may be their memory that lacks."""
+    if problem.request.segment_blocks is not None or not problem.request.may_make_inputs_again:
+        return False
+    if best is None:
+        return True
+    request = replace(problem.request, gpu_updates=best.plan.request.gpu_updates)
+    if best.predicted.speed_of_light_s > (1.0 - LEAST_AGAIN_GAP) * best.predicted.step_s:
+        return False
+    bound = next((b for _, b in size_bounds(problem.model, request, problem.profile).ascending()), None)
+    return bound is not None and bound.again > 0
+
+
+def _in_segments(problem: Problem, best: Found | None) -> Found | None:
+    """The fastest plan in segments, tried from short ones on until longer ones are slower; None where none fits."""
+    found: Found | None = None
+    for asked in _that_fit(problem):
+        longer = fastest(OF_SEGMENTS, asked)
+        if found is not None and (longer is None or longer.predicted.step_s >= found.predicted.step_s):
+            break
+        found = longer
+    return found
+
+
+def _that_fit(problem: Problem) -> Iterator[Problem]:
+    """The problem in segments of ever more blocks, from the shortest that fit."""
+    model = in_parts(problem.model) if may_be_in_parts(problem.model) else problem.model
+    requests = [
+        replace(problem.request, segment_blocks=blocks, graphs="never") for blocks in segment_lengths(problem.model)
+    ]
+    fits = False
+    for request in requests if requests and _fits(model, requests[-1], problem) else ():
+        fits = fits or _fits(model, request, problem)
+        if fits:
+            yield replace(problem, request=request)
+
+
+def _fits(model: ModelSpec, request: Request, problem: Problem) -> bool:
+    return any(Feasibility(replace(problem, model=model, request=way)).fits() for way in ways_of(request))
+
+
+OF_SEGMENTS = (WHOLE, IN_PARTS, NO_CLIPPING, SECOND_PLANES, UNSTORED, IN_ROUND)
+IN_SEGMENTS = Variant[Problem, Found](_in_segments_applies, _in_segments)
+OF_ONE_RANK = (*OF_KEPT_INPUTS, IN_SEGMENTS)

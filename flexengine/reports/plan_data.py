@@ -128,7 +128,7 @@ def layer_rows(picture: Picture) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"name": layer.name, "kind": layer.kind}
         if layer.kind == "block":
             places = {op.name: output_place(op.name, kept) for op in layer.ops if layer.keeps}
-            home = kept.input_home if layer.keeps else None
+            home = input_place(kept) if layer.keeps else None
             row |= {"input": home, "gpu": list(kept.keep_gpu), "host": list(kept.keep_host)}
             row["recomputed"] = [name for name, place in places.items() if place == "recomputed"]
         rows.append(row)

@@ -215,11 +215,18 @@ def kept_words(kept: LayerPlan | None) -> str:
     """Tell what a block keeps from forward to backward; None stands for a block without a backward pass."""
     if kept is None:
         return "forward only, as nothing is trained there or below"
-    on_gpu = [*(["input"] if kept.input_home == "gpu" else []), *kept.keep_gpu]
-    on_host = [*(["input"] if kept.input_home == "host" else []), *kept.keep_host]
+    place = input_place(kept)
+    on_gpu = [*(["input"] if place == "gpu" else []), *kept.keep_gpu]
+    on_host = [*(["input"] if place == "host" else []), *kept.keep_host]
     texts = [f"GPU keeps {', '.join(on_gpu)}"] if on_gpu else []
     texts += [f"host keeps {', '.join(on_host)}"] if on_host else []
+    texts += ["the block before makes the input again"] if place == "recomputed" else []
     return "; ".join([*texts, "the rest is recomputed"])
+
+
+def input_place(kept: LayerPlan) -> str:
+    """Say where a layer's input is between forward and backward: "gpu", "host" or "recomputed"."""
+    return "recomputed" if kept.input_again else kept.input_home
 
 
 def output_place(op_name: str, kept: LayerPlan) -> str:

@@ -18,7 +18,7 @@ from flexengine.reports.charts.page import figure, page, table, tiles
 from flexengine.reports.charts.streams import close_up, stream_chart
 from flexengine.reports.charts.style import SCRIPT, colour
 from flexengine.reports.picture import Picture
-from flexengine.reports.plan_decisions import GROUP_DATA, kept_words, output_place
+from flexengine.reports.plan_decisions import GROUP_DATA, input_place, kept_words, output_place
 from flexengine.reports.plan_text import bound_line
 from flexengine.reports.text_format import join_words, largest_first, number_ranges, percent, positions_by_value
 from flexengine.schedule.save_sets import savable_ops
@@ -146,7 +146,7 @@ def _layer_places(picture: Picture) -> list[tuple[str, list[str | None]]]:
         (data.name, [data.home(plan.groups[layer.groups[-1]]) for layer in layers])
         for data in GROUP_DATA
     ]
-    inputs = [kept.input_home if layer.keeps else None for layer, kept in zip(layers, plan.layers, strict=True)]
+    inputs = [input_place(kept) if layer.keeps else None for layer, kept in zip(layers, plan.layers, strict=True)]
     rows.append(("input", inputs))
     # Blocks of several kinds have different ops: a row per op that any block may keep, in the order of first use.
     names = dict.fromkeys(name for layer in layers if layer.kind == "block" for name in savable_ops(layer.ops))

@@ -23,7 +23,7 @@ from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.region import Region
 from flexengine.schedule.second_planes import SECOND, second_kinds
-from flexengine.schedule.slots import Memory, Slot
+from flexengine.schedule.slots import Memory, Slot, SlotKey
 
 ADAPTER_SLOTS = 2
 """Slots for weights of adapters that stream, and for their gradients: one at work, one on its way."""
@@ -117,11 +117,11 @@ class _HostSlots:
                 continue
             for c in range(sizes.plan.num_chunks):
                 if kept.input_home == "host" and not sizes.is_handed(layer):
-                    owner = sizes.segments.owner_of_input(layer)
-                    region.add_once("input", sizes.hidden_bytes, "offloaded activations", owner, c)
-                if program.save_host_bytes:
-                    owner = sizes.segments.owner_of_saved(layer, program.save_host_bytes)
-                    region.add_once("save", program.save_host_bytes, "offloaded activations", owner, c)
+                    key = SlotKey("input", sizes.segments.owner_of_input(layer), c, "host")
+                    region.add_once(key, sizes.hidden_bytes, "offloaded activations", sizes.hidden_bytes)
+                if num_bytes := program.save_host_bytes:
+                    key = sizes.segments.key_of_saved("save", layer, c, "host", num_bytes)
+                    region.add_once(key, num_bytes, "offloaded activations", sizes.most_saved(layer)[1])
 
 
 class _GpuSlots:
@@ -291,11 +291,11 @@ class _GpuSlots:
                 continue
             for c in range(self._plan.num_chunks):
                 if kept.input_home == "gpu":
-                    owner = self._sizes.segments.owner_of_input(layer)
-                    region.add_once("input", self._sizes.hidden_bytes, "kept activations", owner, c)
-                if program.save_gpu_bytes:
-                    owner = self._sizes.segments.owner_of_saved(layer, program.save_gpu_bytes)
-                    region.add_once("save_gpu", program.save_gpu_bytes, "kept activations", owner, c)
+                    key = SlotKey("input", self._sizes.segments.owner_of_input(layer), c)
+                    region.add_once(key, self._sizes.hidden_bytes, "kept activations", self._sizes.hidden_bytes)
+                if num_bytes := program.save_gpu_bytes:
+                    key = self._sizes.segments.key_of_saved("save_gpu", layer, c, "gpu", num_bytes)
+                    region.add_once(key, num_bytes, "kept activations", self._sizes.most_saved(layer)[0])
 
     def _window_slots(self, region: Region) -> None:
         """Append slots for what the layer in work carries along a sliced sequence, as large as the largest layer's."""

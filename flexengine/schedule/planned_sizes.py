@@ -97,6 +97,19 @@ class PlannedSizes:
         """Bytes of one chunk of the tensor between layers."""
         return self.plan.chunk_tokens * self.model.hidden_size * self.compute_bytes
 
+    def most_saved(self, layer: int) -> tuple[int, int]:
+        """GPU and host bytes of a chunk that a layer keeps at most, or another that shares its slots."""
+        return self._most_saved[self.segments.owner_of_saved(layer)]
+
+    @cached_property
+    def _most_saved(self) -> dict[int | str, tuple[int, int]]:
+        found = dict[int | str, tuple[int, int]]()
+        for layer, program in enumerate(self.programs):
+            owner = self.segments.owner_of_saved(layer)
+            gpu, host = found.get(owner, (0, 0))
+            found[owner] = max(gpu, program.save_gpu_bytes), max(host, program.save_host_bytes)
+        return found
+
     @property
     def num_hidden_slots(self) -> int:
         """Slots of the ring that carries hidden states: a round's chunks and two in transit."""

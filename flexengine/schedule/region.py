@@ -18,18 +18,23 @@ class Region:
     def __init__(self, slots: list[Slot], memory: Memory, start: int = 0) -> None:
         self.slots, self.end = slots, align(start)
         self.memory: Memory = memory
-        self._shared = set[SlotKey]()
+        self._shared = dict[SlotKey, Slot]()
 
     def add(self, role: Role, num_bytes: int, category: str, owner: str | int = "", index: int = -1) -> None:
         """Append a slot."""
         self.slots.append(Slot(SlotKey(role, owner, index, self.memory), self.end, num_bytes, category))
         self.end += align(num_bytes)
 
-    def add_once(self, role: Role, num_bytes: int, category: str, owner: str | int, index: int) -> None:
-        """Append a slot unless it is there."""
-        if SlotKey(role, owner, index, self.memory) not in self._shared:
-            self._shared.add(SlotKey(role, owner, index, self.memory))
-            self.add(role, num_bytes, category, owner, index)
+    def add_once(self, key: SlotKey, num_bytes: int, category: str, most_bytes: int) -> None:
+        """Append a slot unless it is there: of the largest of those that share it, within which lies that of a key with
+        `within`."""
+        whole = key._replace(within=())
+        if whole not in self._shared:
+            self.add(key.role, most_bytes, category, key.owner, key.index)
+            self._shared[whole] = self.slots[-1]
+        if key not in self._shared:
+            self._shared[key] = self._shared[whole].subslot(key.within, 0, num_bytes, RUN)
+            self.slots.append(self._shared[key])
 
     def add_pieces(self, pieces: Iterable[tuple[int, int, int]], within: str = "piece") -> None:
         """Append slots within the last one: (number, first byte there, bytes) of each."""

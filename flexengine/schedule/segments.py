@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
+from flexengine.schedule.slots import Memory, Role, SlotKey
 
 
 class Segments:
@@ -43,6 +44,11 @@ class Segments:
         """Whose slots a layer's input waits in: its own, or those of all at its place of a segment."""
         return f"again {self._places[layer]}" if self._again[layer] else layer
 
-    def owner_of_saved(self, layer: int, num_bytes: int) -> int | str:
-        """Whose slots of `num_bytes` bytes a layer's kept outputs wait in."""
-        return f"again {self._places[layer]} of {num_bytes}" if self.runs_again(layer) else layer
+    def owner_of_saved(self, layer: int) -> int | str:
+        """Whose slots a layer's kept outputs wait in: its own, or those of all that run again at its place."""
+        return f"again {self._places[layer]}" if self.runs_again(layer) else layer
+
+    def key_of_saved(self, role: Role, layer: int, chunk: int, memory: Memory, num_bytes: int) -> SlotKey:
+        """The slot of so many bytes of a layer's kept outputs: whole, or within one that the largest layer fills."""
+        within = (num_bytes,) if self.runs_again(layer) else ()
+        return SlotKey(role, self.owner_of_saved(layer), chunk, memory, within)

@@ -58,7 +58,9 @@ def test_slots_at_one_address_are_rejected(seed):
     layout = random_layout(seed)
     program = programs(layout)[0]
     scratch = layout.place("scratch")
-    kept = [i for i, s in enumerate(layout.slots) if s.category in ("kept activations", "resident weights")]
+    used = {access.slot for command in program.commands for access in (*command.reads, *command.writes)}
+    waiting = ("kept activations", "resident weights", "run")
+    kept = [i for i in used if layout.slots[i].memory == "gpu" and layout.slots[i].category in waiting]
     for i in kept or [layout.slot("hidden", index=0)]:
         moved = tuple(s._replace(offset=scratch.offset) if j == i else s for j, s in enumerate(program.slots))
         with pytest.raises(ProgramError):

@@ -34,7 +34,8 @@ class Bound:
     """The least seconds of a step, and the relaxed plan that takes them.
 
     compute_s, h2d_s, d2h_s: busy seconds of its streams; recompute_s: the part of compute_s that recomputes. limits:
-    what holds it back, the costliest first: more of it would lower the bound.
+    what holds it back, the costliest first: more of it would lower the bound. again: the share of one kind of blocks at
+    most whose input is made again.
     """
 
     seconds: float
@@ -45,6 +46,7 @@ class Bound:
     h2d_s: float
     d2h_s: float
     limits: tuple[str, ...]
+    again: float = 0.0
 
 
 class Relaxation:
@@ -87,6 +89,7 @@ class Relaxation:
             h2d_s=(values["link h2d"] + both) * self.unit_s,
             d2h_s=(values["link d2h"] + both) * self.unit_s,
             limits=tuple(limits),
+            again=max((share for name, share in values.items() if name.startswith("again ")), default=0.0),
         )
 
     # -- variables ---------------------------------------------------------------------------------------------------
@@ -106,6 +109,9 @@ class Relaxation:
             for name, keep in zip(shares, kind.keeps, strict=True):
                 self.kept[name] = kind.count * (kind.input_bytes + keep.num_bytes) / self.unit_bytes
                 self.recompute[name] = kind.count * keep.recompute_s / self.unit_s
+            if kind.again_s is not None:
+                shares.append(add(f"again {i}"))
+                self.recompute[shares[-1]] = kind.count * kind.again_s / self.unit_s
             self.lp.equals(dict.fromkeys(shares, 1.0), 1.0)
         for name in ("on host", "T", "V", "F", "B", "link h2d", "link d2h", "link both"):
             add(name)

@@ -51,11 +51,15 @@ class ParameterBytes:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks with the same ops: how many, and for one of them, over a step, the bytes of its inputs and its choices."""
+    """Blocks with the same ops: how many, and for one of them, over a step, the bytes of its inputs and its choices.
+
+    again_s: seconds for which its input need not be kept, as another such block runs forward again; None where it must.
+    """
 
     count: int
     input_bytes: float
     keeps: tuple[Keeping, ...]
+    again_s: float | None = None
 
 
 class Unavoidable:
@@ -211,7 +215,13 @@ class SizeWork:
         tokens, width = self.step.request.max_global_batch_tokens, self.step.model.hidden_size
         blocks = [(layer, count) for layer, count in self.step.layer_counts if layer.keeps]
         inputs = float(tokens * width * self.step.compute_bytes)
-        return tuple(BlockKind(count, inputs, self._keeps(block)) for block, count in blocks)
+        return tuple(BlockKind(count, inputs, self._keeps(block), self._again_s(blocks)) for block, count in blocks)
+
+    def _again_s(self, blocks: list[tuple[LayerSpec, int]]) -> float | None:
+        """Seconds of a step to run the shortest block forward again, which may then keep all until its own backward."""
+        if not self.step.request.may_make_inputs_again:
+            return None
+        return self.full_rounds * min(self._forward_s(block) for block, _ in blocks)
 
     def _keeps(self, block: LayerSpec) -> tuple[Keeping, ...]:
         """The lower convex hull of (bytes, recompute seconds) over all save sets that the request allows."""

@@ -20,7 +20,7 @@ from flexengine.planner.problem import Problem
 from flexengine.planner.seeds import LEAST_SLOTS, Seeder
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_tables import SizeTables
-from flexengine.planner.sizes import chunk_sizes
+from flexengine.planner.sizes import chunk_sizes, segment_lengths, ways_of
 from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.layer_program import align
 
@@ -140,15 +140,21 @@ def shortage(problem: Problem) -> ShortageError:
     """The error that explains why there is no plan."""
     request, profile = problem.request, problem.profile
     known: dict[Request, Feasibility] = {}
+    longest = segment_lengths(problem.model)[-1:]
 
     def feasibility(changed: Request) -> Feasibility:
         if changed not in known:
             known[changed] = Feasibility(replace(problem, request=changed))
         return known[changed]
 
+    def ways(changed: Request) -> Iterator[Request]:
+        yield from ways_of(changed)
+        for blocks in longest if changed.may_make_inputs_again and changed.segment_blocks is None else ():
+            yield from ways_of(replace(changed, segment_blocks=blocks))
+
     def smallest(changed: Request) -> tuple[Needs, Needs | None]:
         """The plan that takes the least GPU memory, and of those within its budget that of the least host memory."""
-        found = [feasibility(way) for way in _ways(changed)]
+        found = [feasibility(way) for way in ways(changed)]
         on_host = [needs for each in found if (needs := each.least_host()) is not None]
         least_gpu = min((each.least_gpu() for each in found), key=lambda needs: needs.gpu_bytes)
         return least_gpu, min(on_host, key=lambda needs: needs.host_bytes, default=None)
@@ -159,20 +165,12 @@ def shortage(problem: Problem) -> ShortageError:
 
     least_gpu, least_host = smallest(request)
     least = Least(least_gpu.gpu_bytes, None if least_host is None else least_host.host_bytes)
-    judge = Try(lambda r: any(feasibility(way).fits() for way in _ways(r)), least_bytes)
+    judge = Try(lambda r: any(feasibility(way).fits() for way in ways(r)), least_bytes)
     fitting = remedies(request, least, judge)
     found = tuple(remedy._replace(note=remedy_note(remedy.request, request, profile)) for remedy in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY
     needs = least_host or least_gpu
     return ShortageError(reason, shortage_message(request, needs, found), request, needs, found)
-
-
-def _ways(request: Request) -> list[Request]:
-    """The request, and the same from gradients that are not stored, where it allows that."""
-    if not (request.whole_steps and request.may_update_in_round and not request.updates_in_round):
-        return [request]
-    unstored = replace(request, gpu_updates="unstored")
-    return [request, unstored] if chunk_sizes(unstored) else [request]
 
 
 def shortage_message(request: Request, needs: Needs, found: tuple[Remedy, ...]) -> str:

@@ -124,11 +124,11 @@ class ActivationLowering:
 
     def _place_on_gpu(self, index: int, c: int) -> int:
         num_bytes = self._layout.programs[index].save_gpu_bytes
-        return self._layout.slot("save_gpu", self._layout.segments.owner_of_saved(index, num_bytes), c)
+        return self._layout.slot_of(self._layout.segments.key_of_saved("save_gpu", index, c, "gpu", num_bytes))
 
     def _place_on_host(self, index: int, c: int) -> int:
         num_bytes = self._layout.programs[index].save_host_bytes
-        return self._layout.slot("save", self._layout.segments.owner_of_saved(index, num_bytes), c, "host")
+        return self._layout.slot_of(self._layout.segments.key_of_saved("save", index, c, "host", num_bytes))
 
     def _hidden_bytes(self, c: int) -> int:
         return self._context.shape.chunks[c].tokens * self._context.model.hidden_size * self._layout.compute_bytes
