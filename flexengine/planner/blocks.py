@@ -42,14 +42,6 @@ def block_kinds(model: ModelSpec, segment_blocks: int = 1) -> tuple[tuple[BlockK
     return tuple(kinds.values()), np.array([number[key] for key in found])
 
 
-def places_of_segments(runs_again: np.ndarray) -> np.ndarray:
-    """By block its place among those of a segment that run again, 0 for the first; -1 where it does not."""
-    places = np.full(len(runs_again), -1)
-    for i in np.flatnonzero(runs_again).tolist():
-        places[i] = places[i - 1] + 1 if i else 0
-    return places
-
-
 @dataclass(frozen=True, eq=False)
 class PerKind:
     """Numbers [C, N, ...] of N members (options, levels or rows) by kind, and the kind [L] of every block."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.models.spec import BLOCK_CLASSES, ModelSpec
-from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
-from flexengine.planner.blocks import block_kinds, places_of_segments
+from flexengine.plan import GroupPlan, LayerPlan, Plan
+from flexengine.planner.blocks import block_kinds
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.cost.save_sets import SaveSets
@@ -31,6 +31,7 @@ from flexengine.planner.cost.stream_loads import (
     plane_bytes_in,
     residencies_of,
 )
+from flexengine.planner.inputs_again import InputsAgain
 from flexengine.planner.keep_options import KeepOptions, keep_options
 from flexengine.planner.problem import Problem
 from flexengine.schedule.fixed_slots import host_scalar_bytes, norm_square_bytes
@@ -49,8 +50,6 @@ TILES_PER_MODEL = 64
 """An optimizer tile is at most this share of the parameters: larger ones only fill and drain the pipeline longer."""
 TILES_IN_ROUND, SLOTS_IN_ROUND = 16, 8
 """Tiles that lie beside a round's slots take at most this share of the GPU's budget, and are so many."""
-AGAIN_ON_GPU = 16
-"""Inputs that are made again wait on the GPU where they take at most this share of its budget, else on the host."""
 SMALL_BLOCKS = 4
 """Blocks of the small model: at least as many as there are weight slots."""
 
@@ -104,10 +103,8 @@ class SharedBuffers:
         self.adapter_groups = [g for g, group in enumerate(model.groups) if group.adapter]
         others = {*self.block_groups, *self.adapter_groups}
         self.edge_groups = [g for g in range(len(model.groups)) if g not in others]
-        self.segment_blocks = request.segment_blocks or 1
-        self.kinds, self.kind_of = block_kinds(model, self.segment_blocks)
-        runs_again = np.array([kind.runs_again for kind in self.kinds])[self.kind_of]
-        self.places = places_of_segments(runs_again)
+        self.kinds, self.kind_of = block_kinds(model, request.segment_blocks or 1)
+        self.again = InputsAgain(model, request, self.kinds, self.kind_of)
         self.small = self._small_model()
         self.num_parameters = model.num_trained_parameters
         self.uses = group_uses(model)
@@ -209,7 +206,7 @@ class SharedBuffers:
             scalars = align(self._acc_bytes * len(self.model.groups)) - align(self._acc_bytes * len(self.small.groups))
             groups = [*(self.kind_layouts[kind] for kind in self.kind_of), *self.edge_layouts, *self.adapter_layouts]
             scalars += align(norm_square_bytes(groups)) - align(norm_square_bytes(layout.groups))
-            again = {self.home_of_inputs_again(*size): self._bytes_of_inputs_again(*size)}
+            again = {self.again.home(*size): self.again.num_bytes(*size)}
             self._activations[size] = ActivationBytes(
                 _bytes_of(layout, "batch", "scalars")
                 + scalars
@@ -223,23 +220,11 @@ class SharedBuffers:
             )
         return self._activations[size]
 
-    def home_of_inputs_again(self, chunk_tokens: int, chunks_per_round: int) -> Home:
-        """Where inputs that are made again wait: on the GPU where they take a small part of it."""
-        few = self._bytes_of_inputs_again(chunk_tokens, chunks_per_round) <= self.request.max_gpu_bytes // AGAIN_ON_GPU
-        return "gpu" if few else "host"
-
-    def _bytes_of_inputs_again(self, chunk_tokens: int, chunks_per_round: int) -> int:
-        places = min(self.segment_blocks, len(self.block_layers)) - 1
-        return places * chunks_per_round * self._hidden_bytes(chunk_tokens)
-
-    def _hidden_bytes(self, chunk_tokens: int) -> int:
-        return align(chunk_tokens * self.model.hidden_size * DTYPE_BYTES[self.request.numerics.compute])
-
     def keep_options(self, cost: CostModel, sets: SaveSets) -> tuple[KeepOptions, ...]:
         """The keep options of every kind at the chunk size of `cost`, over save sets."""
         key = (cost.chunk_tokens, sets)
         if key not in self._options:
-            hidden = self._hidden_bytes(cost.chunk_tokens)
+            hidden = self.again.hidden_bytes(cost.chunk_tokens)
             sliced = self.request.max_seq_len > cost.chunk_tokens
             self._options[key] = keep_options(
                 self.kinds, sets, cost, self.request.recompute, hidden, sliced, self.limits.splits

@@ -68,7 +68,7 @@ class SizeTables:
     @property
     def home_of_inputs_again(self) -> Home:
         """Where inputs that are made again wait."""
-        return self.buffers.home_of_inputs_again(self.chunk_tokens, self.chunks_per_round)
+        return self.buffers.again.home(self.chunk_tokens, self.chunks_per_round)
 
     @cached_property
     def kinds(self) -> tuple[BlockTables, ...]:
@@ -103,12 +103,13 @@ class SizeTables:
     @cached_property
     def again_bytes(self) -> tuple[PerKind, PerKind]:
         """GPU and host bytes [O] of a chunk that a block which runs again keeps then; 0 for others."""
-        return tuple(self.of_blocks(lambda kind, side=side: kind.again_bytes[side]) for side in (0, 1))
+        gpu, host = (self.of_blocks(lambda kind, side=side: kind.again_bytes[side]) for side in (0, 1))
+        return gpu, host
 
     def shared_bytes(self, options: np.ndarray, side: int) -> np.ndarray | int:
         """Bytes [P] of a round's kept outputs in slots that segments share, less what `choice_gpu` or `choice_host`
         counts of them for the options [P, L]; side: 0 for the GPU, 1 for the host."""
-        places, table = self.buffers.places, self.again_bytes[side]
+        places, table = self.buffers.again.places, self.again_bytes[side]
         if places.max(initial=-1) < 0:
             return 0
         counted = self.of_blocks(lambda kind: kind.again_share[side]).at(options).sum(axis=1)
@@ -219,12 +220,12 @@ class BlockTables:
         use = buffers.uses[kind.group]
         self.use = use._replace(backward=use.backward + kind.runs_again)
         self.again_on_host = tables.home_of_inputs_again == "host"
-        mine = buffers.places[buffers.kind_of == number]
+        mine = buffers.again.places[buffers.kind_of == number]
         self.sharing = max(1, len(mine) // max(1, len(set(mine.tolist()))))  # blocks that take turns in slots
         self.residencies, self.options = buffers.kind_residencies[number], options
         self.cost, self.shape, self.sliced = tables.cost, tables.shape, tables.sliced
         self.rounds, self.full_rounds, self.second_planes = tables.rounds, tables.full_rounds, buffers.second_planes
-        self.hidden_bytes = tables.chunk_tokens * tables.model.hidden_size * tables.cost.compute_bytes
+        self.hidden_bytes = buffers.again.hidden_bytes(tables.chunk_tokens)
 
     @cached_property
     def seconds(self) -> tuple[LayerSeconds, ...]:

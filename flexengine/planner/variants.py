@@ -203,7 +203,7 @@ OF_KEPT_INPUTS = (WHOLE, IN_PARTS, GRAPHS, NO_CLIPPING, SECOND_PLANES, UNSTORED,
 
 
 def _in_segments_applies(problem: Problem, best: Found | None) -> bool:
-    """Where nothing fits, or the best is far from a bound that makes inputs again: it may be their memory that lacks."""
+    """Where nothing fits, or the best is far from a bound that makes inputs again: their memory may be what lacks."""
     if problem.request.segment_blocks is not None or not problem.request.may_make_inputs_again:
         return False
     if best is None:

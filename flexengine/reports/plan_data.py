@@ -15,7 +15,7 @@ from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.bits import bits_digest
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
-from flexengine.reports.plan_decisions import GROUP_DATA, host_bytes_of_gpu, output_place
+from flexengine.reports.plan_decisions import GROUP_DATA, host_bytes_of_gpu, input_place, output_place
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.timeline import (
     MEASURED,

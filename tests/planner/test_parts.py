@@ -107,6 +107,7 @@ def check_surrogate(memory: CandidateMemory, candidate: Candidates) -> None:
     assert estimated_s[0] == pytest.approx(simulated_s, rel=0.25)
 
 
+SEGMENTS = (1, 2, None, 3, 4)
 FROZEN = ((), ("embed", "block.0"), ("embed", "blocks"), ("block.1", "head"), ("blocks", "head"))
 
 
@@ -119,7 +120,8 @@ def test_bytes_by_formula_are_those_of_the_layout(seed, name, frozen):
     count = random.randint(2, 6)
     model = mixed_model(count) if seed % 4 == 3 else small_model(count, tied=seed % 2 == 0, hidden=256)
     model = with_frozen(model, frozen)
-    memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
+    segments = {"segment_blocks": SEGMENTS[seed % 5]}
+    memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics, **segments)
     check_bytes(memory, random_candidate(memory, random))
 
 
@@ -129,7 +131,8 @@ def test_the_surrogate_is_near_the_simulator(seed, frozen):
     random = Random(seed)
     profile = slow_link(random.choice([1e9, 4e9, 1e10]))
     model = with_frozen(mixed_model(8) if seed % 4 == 3 else small_model(8, hidden=256), frozen)
-    memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, chunk=256 if seed % 3 else 64)
+    size = {"seq_len": 32 if seed % 3 else 128, "chunk": 256 if seed % 3 else 64}
+    memory = memory_of(model, profile, **size, segment_blocks=SEGMENTS[seed % 5])
     check_surrogate(memory, random_candidate(memory, random))
 
 

@@ -1,0 +1,74 @@
+"""Inputs that are made again: what runs, what it takes, when it is planned."""
+
+from dataclasses import replace
+
+import pytest
+
+from flexengine.plan import LayerPlan, PlanError, Request
+from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.planner import make_plan
+from flexengine.planner.problem import Problem
+from flexengine.schedule.checker import check_program
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.packing import full_round
+from flexengine.schedule.programs import lower_round
+from tests.planner.oracle import slow_link
+from tests.schedule.small_plans import FLOAT32, resident_plan, small_model
+
+BLOCKS = 7
+
+
+def in_segments(again, **kept):
+    """A resident plan of seven blocks, those of some numbers with inputs made again."""
+    model = small_model(BLOCKS)
+    blocks = [LayerPlan(**kept, input_again=number in again) for number in range(BLOCKS)]
+    plan = resident_plan(model, Request(32, 512, 1 << 30, 1 << 40, numerics=FLOAT32))
+    return model, replace(plan, layers=(LayerPlan(), *blocks, LayerPlan()))
+
+
+@pytest.mark.parametrize("home", ["gpu", "host"], ids=["device", "host"])
+def test_blocks_below_run_again_just_before_a_segments_last(home):
+    model, plan = in_segments({1, 2, 4}, input_home=home)
+    layout = Layout(model, plan)
+    shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    program = lower_round(layout, shape, True)
+    check_program(program, layout.gpu_bytes, layout.host_bytes)
+    calls = [c.args for c in program.commands if c.kind in ("forward_again", "backward")]
+    ran = [call.layer - 1 for call in calls if model.layers[call.layer].kind == "block"][:: len(shape.chunks)]
+    assert ran == [6, 5, 3, 4, 3, 0, 1, 2, 1, 0]
+    inputs = [s for s in layout.slots if s.key.role == "input" and s.memory == home]
+    assert len(inputs) == (4 + 2) * plan.chunks_per_round  # four are kept, and two wait in a segment at the most
+
+
+def test_segments_take_turns_in_slots_of_what_they_keep_only_then():
+    model, plan = in_segments({1, 3, 5}, keep_gpu=("rope",), input_home="host")
+    kept = [s for s in Layout(model, plan).slots if s.category == "kept activations"]
+    assert len(kept) == (4 + 1) * plan.chunks_per_round
+
+
+def test_what_no_block_can_make_is_refused():
+    for again in ({0}, {0, 1}):
+        with pytest.raises(ValueError, match="makes the input of block.0 of small again"):
+            Layout(*in_segments(again))
+
+
+@pytest.mark.usefixtures("quick_search")
+@pytest.mark.parametrize("seq_len", [64, 256], ids=["packed", "sliced"])
+def test_where_inputs_do_not_fit_they_are_made_again(seq_len):
+    model, profile = small_model(9), slow_link(1e9)
+    request = Request(seq_len, 1024, 1 << 40, 1 << 40, 64, 1024, numerics=FLOAT32)
+    request = replace(request, max_gpu_bytes=Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes)
+
+    def least_host(blocks):
+        asked = replace(request, segment_blocks=blocks)
+        return Feasibility(Problem(model, asked, profile)).least_host().host_bytes
+
+    assert least_host(3) < least_host(2) < least_host(1)
+    tight = replace(request, max_host_bytes=least_host(2))
+    plan = make_plan(model, tight, profile)
+    assert plan.makes_inputs_again
+    assert Problem(model, tight, profile).fits(Layout(model, plan))
+    assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    for changed in ({"segment_blocks": 1}, {"recompute": "none"}):
+        with pytest.raises(PlanError):
+            make_plan(model, replace(tight, **changed), profile)
