@@ -128,7 +128,8 @@ def _correctable(error: Exception) -> str | None:
 
 
 def commands_help() -> str:
-    rows = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    width = max(map(len, COMMANDS)) + 2
+    rows = "\n".join(f"  {name:<{width}}{command.help}" for name, command in COMMANDS.items())
     return f"usage: flexengine COMMAND ...\n\n{rows}\n\nflexengine COMMAND --help lists the options of a command."
 
 
@@ -218,6 +219,9 @@ COMMANDS = {
     ),
     "evaluate": Command(
         _main_of("flexengine.commands.evaluate"), "benchmarks of lm-eval on a model, within the budgets"
+    ),
+    "benchmark": Command(
+        _main_of("flexengine.commands.benchmark"), "measured speed of some cases: models, budgets, lengths, modes"
     ),
     "models": Command(_main_of("flexengine.commands.models"), "the architectures that can be trained, and the presets"),
     "check": Command(

@@ -20,11 +20,13 @@ def add_flag(
     flag: str | None = None,
     read: Callable[[str], Any] | None = None,
     help_text: str | None = None,
+    several: bool = False,
 ) -> None:
     """Add one flag; a value that is not given takes the parser's `argument_default`, unless that is None.
 
     default: what the help says of it, and the value where the parser has no other; flag: another spelling; read: turns
-    the text into the value, instead of the option's type; help_text: replaces the option's.
+    the text into the value, instead of the option's type; help_text: replaces the option's; several: the flag takes any
+    number of values, where it takes one of its own.
     """
     names = [flag or option.flag]
     keywords: dict[str, Any] = {"dest": option.name, "help": _help(help_text or option_help(option), default)}
@@ -40,6 +42,7 @@ def add_flag(
     else:
         metavar = None if option.choices else METAVARS[option.value_type]
         reader = partial(_read_choice, option) if option.choices else option.value_type
+        keywords |= {"nargs": "+"} if several else {}
         parser.add_argument(*names, type=read or reader, choices=option.choices, metavar=metavar, **keywords)
 
 
