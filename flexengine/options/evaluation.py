@@ -8,7 +8,9 @@ from typing import Annotated
 
 from flexengine.options.option import Need, Option
 
-TRACKERS = ("wandb", "tensorboard", "trackio")
+OF_ACCELERATE = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab")
+"""Trackers that accelerate.tracking speaks to."""
+TRACKERS = ("wandb", "tensorboard", "trackio", *OF_ACCELERATE)
 """What --report-to knows; each is a package of its own."""
 FOR_RECORDS = Need("data_source", ("json_sft",), why="is about records")
 FOR_EVALUATION = Need(("val_dataset", "val_fraction"), why="needs data to evaluate on")

@@ -1,4 +1,4 @@
-"""Callbacks that send metrics to wandb, TensorBoard or trackio, which are imported only when asked for."""
+"""Callbacks that send metrics to trackers, whose packages are imported only when asked for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from flexengine.metrics import EvalMetrics, StepMetrics
+from flexengine.options.evaluation import OF_ACCELERATE
 from flexengine.run.callbacks import Callback
 
 logger = logging.getLogger(__name__)
@@ -25,11 +28,12 @@ PROJECT = "flexengine"
 def open_trackers(names: Sequence[str]) -> list[Callback]:
     """Make the callbacks that --report-to names. Raises ValueError, saying what to install, where one is missing."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"--report-to {name} needs the package {name}; pip install {name}, or leave it out:"
-                " train_log.jsonl has every figure"
-            )
+        for package in (name, "accelerate") if name in OF_ACCELERATE else (name,):
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(
+                    f"--report-to {name} needs the package {package}; pip install {package}, or leave it out:"
+                    " train_log.jsonl has every figure"
+                )
     return [TRACKERS[name]() for name in names]
 
 
@@ -149,6 +153,39 @@ class TrackioTracker(Tracker):
         self._trackio.finish()
 
 
+class AccelerateTracker(Tracker):
+    """Sends figures through a tracker of accelerate, whose own settings are those of the tracker's environment."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def start(self, options: dict[str, Any], folder: Path) -> None:
+        """Open a run named like the run folder."""
+        kind = importlib.import_module("accelerate.tracking").LOGGER_TYPE_TO_CLASS[self.name]
+        # Its log asks for accelerate's state, which would wait for other ranks where the environment names some.
+        with mock.patch.dict(os.environ):
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                os.environ.pop(name, None)
+            importlib.import_module("accelerate.state").PartialState(cpu=True)
+        place = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
+        self._tracker = type(kind.__name__, (kind,), {"main_process_only": False})(folder.name, **place)
+        self._tracker.start()
+        plain = {
+            name: value if isinstance(value, bool | int | float) else str(value) for name, value in options.items()
+        }
+        self._tracker.store_init_configuration(plain)
+
+    def send(self, values: dict[str, float], step: int) -> None:
+        """Log figures at a step."""
+        self._tracker.log(values, step=step)
+
+    def finish(self) -> None:
+        """Send what is left."""
+        self._tracker.finish()
+
+
 TRACKERS: dict[str, Callable[[], Callback]] = {
-    tracker.name: tracker for tracker in (WandbTracker, TensorboardTracker, TrackioTracker)
+    **{tracker.name: tracker for tracker in (WandbTracker, TensorboardTracker, TrackioTracker)},
+    **{name: partial(AccelerateTracker, name) for name in OF_ACCELERATE},
 }

@@ -266,7 +266,7 @@ def test_a_single_text_is_held_out_at_its_end():
         ({"eval_steps": 5}, "--eval-steps 5 needs data to evaluate on; give --val-dataset or --val-fraction"),
         ({"early_stopping_patience": 5}, "--early-stopping-patience 5 needs data to evaluate on"),
         ({"val_fraction": 1.0}, "--val-fraction is at most 0.9, got 1.0"),
-        ({"report_to": "mlflow"}, "--report-to mlflow is not known; choose wandb, tensorboard, trackio"),
+        ({"report_to": "mlfow"}, "--report-to mlfow is not known; choose wandb, tensorboard, trackio"),
         (
             {"val_fraction": 0.1, "data_source": "synthetic", "dataset": ()},
             "--val-fraction 0.1 is about records",
@@ -329,6 +329,49 @@ def test_trackers_get_every_figure(name, module, log, monkeypatch, tmp_path):
     assert calls[-1][0] in ("finish", "close")
 
 
+def test_trackers_of_accelerate_get_every_figure(monkeypatch, tmp_path):
+    """Also where the environment names ranks, for which accelerate would wait."""
+    tracking = importlib.import_module("accelerate.tracking")
+    sent = {}
+
+    class Kept(tracking.GeneralTracker):
+        name, requires_logging_directory = "mlflow", True
+
+        @tracking.on_main_process
+        def __init__(self, run_name, logging_dir):
+            sent["begun"] = (run_name, logging_dir)
+
+        @property
+        def tracker(self):
+            return None
+
+        @tracking.on_main_process
+        def store_init_configuration(self, values):
+            tracking.logger.debug("which asks for accelerate's state")
+            sent["options"] = values
+
+        @tracking.on_main_process
+        def log(self, values, step=None):
+            sent[step] = sent.get(step, {}) | values
+
+        def finish(self):
+            sent["finished"] = True
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: wanted)
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "mlflow", Kept)
+    monkeypatch.setattr("accelerate.state.PartialState._shared_state", {})
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    (tracker,) = trackers.open_trackers(["mlflow"])
+    tracker.on_start({"lr": 1e-4, "dataset": ("a", "b")}, 10, tmp_path)
+    tracker.on_step(STEP)
+    tracker.on_eval(EVAL)
+    tracker.on_end(0)
+    assert sent["begun"] == (tmp_path.name, str(tmp_path))
+    assert sent["options"] == {"lr": 1e-4, "dataset": "('a', 'b')"}
+    assert (sent[3]["train/loss"], sent[3]["eval/loss"], sent["finished"]) == (1.5, 1.25, True)
+
+
 def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(monkeypatch, caplog, tmp_path):
     class Broken(trackers.WandbTracker):
         def start(self, options, folder):
@@ -348,3 +391,6 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--report-to trackio needs the package trackio; pip install trackio, or"):
         trackers.open_trackers(["trackio"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else name)
+    with pytest.raises(ValueError, match="--report-to mlflow needs the package accelerate; pip install accelerate"):
+        trackers.open_trackers(["mlflow"])
