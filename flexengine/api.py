@@ -276,7 +276,7 @@ def _check_same_job(team: Team, opened: _Opened) -> None:
     """Raise ValueError on all ranks where one has another model or another option. Paths may differ between nodes."""
     spec = opened.source.spec
     model = repr([(group.name, [(p.name, p.shape) for p in group.params]) for group in spec.groups])
-    values = {name: getattr(opened.job, name) for name in options_of(Job) if name != "adapter"}
+    values = {name: getattr(opened.job, name) for name in options_of(Job) if name not in ("adapter", "tokenizer")}
     digest = hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
     team.control.agree_on({**values, "model": f"{spec.num_parameters} parameters, {digest}"}, "model and options")
 

@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.checkpoint.adapter_config import embedding_rows, read_lora, tokenizer_of
+from flexengine.checkpoint.adapter_config import embedding_rows, named_tokenizer, read_lora, tokenizer_of
 from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.tokenizer_files import add_tokens, files_with_tokens, read_tokenizer, tokens_beyond
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
@@ -137,11 +137,13 @@ def with_new_tokens(source: ModelSource, job: Job) -> ModelSource:
     """Describe a model with the tokens that a job adds, and with rows for them in its embedding and its head.
 
     An adapter that the job starts from may have added tokens, too, and may bring a tokenizer with its chat template.
-    Raises: ValueError where there is no tokenizer.
+    Raises: ValueError where there is no tokenizer, also in the folder that the job names for it.
     """
     adapter = None if job.adapter is None else _adapter_folder(job.adapter)
     if adapter is not None:
-        source = source._replace(adapter_tokenizer=tokenizer_of(adapter))
+        source = source._replace(other_tokenizer=tokenizer_of(adapter))
+    if job.tokenizer is not None:
+        source = source._replace(other_tokenizer=named_tokenizer(Path(job.tokenizer)))
     rows = source.spec.vocab_size
     of_adapter = 0 if adapter is None else embedding_rows(adapter, source.spec.embedding_source)
     if not (job.add_tokens or job.resize_embeddings or of_adapter > rows):

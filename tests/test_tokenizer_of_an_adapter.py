@@ -1,4 +1,4 @@
-"""A tokenizer and a chat template beside an adapter: the run, its exports, previews and answers use these."""
+"""A tokenizer and a template beside an adapter, or in another folder: the run, its exports and previews use these."""
 
 import json
 import shutil
@@ -84,3 +84,18 @@ def test_an_adapter_without_a_tokenizer_leaves_the_model_its_own(folders):
     (folders / "tokenizer_config.json").write_text(json.dumps({"chat_template": OWN}))
     with pytest.raises(ValueError, match="holds a chat template, but no tokenizer"):
         tokenizer_of(folders)
+
+
+def test_a_folder_names_another_tokenizer(folders, capsys, tmp_path):
+    Path("other").mkdir()
+    add_tokenizer(Path("other"), OWN)
+    final = run(output_dir="second", tokenizer="other")
+    assert "; tokenizer and chat template are those of other" in capsys.readouterr().out
+    assert template_of(final) == OWN
+    flags = ["--model", "model", "--dataset", "chat.jsonl", "--max-seq-len", "64"]
+    assert cli.main(["data", "preview", *flags, "--tokenizer", "other"]) == 0
+    assert "u= What is 2 plus 2?" in capsys.readouterr().out
+    assert cli.main(["data", "preview", *flags, "--tokenizer", "nowhere"]) == 2
+    assert "tokenizer nowhere: no such folder; give a folder with a tokenizer's files" in capsys.readouterr().err
+    assert cli.main(["data", "preview", *flags, "--tokenizer", str(tmp_path / "cache")]) == 2
+    assert "no tokenizer.json or tokenizer.model in it" in capsys.readouterr().err

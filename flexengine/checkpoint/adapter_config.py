@@ -110,6 +110,14 @@ def tokenizer_of(folder: Path | str) -> Path | None:
     return None
 
 
+def named_tokenizer(folder: Path) -> Path:
+    """The folder that a person names for a tokenizer. Raises: ValueError where it holds none."""
+    if folder.is_dir() and tokenizer_of(folder) is not None:
+        return folder
+    problem = f"no {' or '.join(TOKENIZERS)} in it" if folder.is_dir() else "no such folder"
+    raise ValueError(f"tokenizer {folder}: {problem}; give a folder with a tokenizer's files")
+
+
 def _stacks_two(config: dict[str, Any]) -> bool:
     """Whether both patterns say no more than that adapters of experts' gate and up are stacked, as files of ours do."""
     patterns = {"rank_pattern": config.get("r"), "alpha_pattern": config.get("lora_alpha")}

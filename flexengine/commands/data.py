@@ -17,7 +17,8 @@ PREVIEWED = [
     options_of(TrainConfig)[name]
     for name in (
         *("max_seq_len", "truncate_long", "train_on", "template_date", "data_cache"),
-        *("columns", "max_records", "bad_records", "objective", "adapter", "add_tokens", "resize_embeddings"),
+        *("columns", "max_records", "bad_records", "objective", "adapter", "tokenizer"),
+        *("add_tokens", "resize_embeddings"),
     )
 ]
 """Options that mean what they mean to `train`, beside --model and --dataset."""
@@ -44,7 +45,7 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
     from flexengine.request import with_new_tokens  # noqa: PLC0415
 
     options = from_flags(PREVIEWED, vars(arguments))
-    job = Job(**{name: options[name] for name in ("adapter", "add_tokens", "resize_embeddings")})
+    job = Job(**{name: options[name] for name in ("adapter", "tokenizer", "add_tokens", "resize_embeddings")})
     source = with_new_tokens(open_model(arguments.model, needs_weights=False), job)
     folder = source.tokenizer_folder or ASSETS / "demo"
     about = TokenizerOptions(

@@ -33,7 +33,7 @@ from flexengine.models.any_family import dropout_notice, refuse_other_tasks, ref
 from flexengine.models.checkpoints import open_checkpoint, reads_as_it_is
 from flexengine.models.opaque.loading import runs_opaque
 from flexengine.models.outside import load_families
-from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names
+from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names, preset_of
 from flexengine.models.quantised_weights import as_quantised, quantised_by, without_quantisation
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
@@ -168,7 +168,8 @@ class ModelSource(NamedTuple):
 
     weights_folder: None for random initial weights. support_folder: the folder with files such as the tokenizer, None
     if there are none. new_tokens: tokens that are added to the tokenizer. texts: files, by name, that an export has in
-    place of those in support_folder. adapter_tokenizer: the folder of an adapter which brings a tokenizer of its own.
+    place of those in support_folder. other_tokenizer: a folder whose tokenizer and chat template take the place of the
+    model's, such as that of an adapter.
     """
 
     spec: ModelSpec
@@ -176,12 +177,12 @@ class ModelSource(NamedTuple):
     support_folder: Path | None
     new_tokens: tuple[str, ...] = ()
     texts: Mapping[str, str] | None = None
-    adapter_tokenizer: Path | None = None
+    other_tokenizer: Path | None = None
 
     @property
     def tokenizer_folder(self) -> Path | None:
         """The folder with the tokenizer and the chat template that the model is trained with."""
-        return self.adapter_tokenizer or self.support_folder
+        return self.other_tokenizer or self.support_folder
 
 
 def build_model(name: str, config: Any) -> ModelSpec:
@@ -288,8 +289,8 @@ def _folder_of(text: str, needs_weights: bool) -> tuple[Path, str]:
     try:
         return cached_model(text, needs_weights), on_hub["name"]
     except DownloadError as error:
-        preset = on_hub["name"].lower()
-        shape = f"\n  {PRESET_PREFIX}{preset} is its shape with random weights" if preset in preset_names() else ""
+        preset = preset_of(on_hub["name"])
+        shape = f"\n  {PRESET_PREFIX}{preset} is its shape with random weights" if preset else ""
         raise ValueError(f"model {text}: no such folder, and not to be had from the hub: {error}{shape}") from None
 
 
@@ -335,12 +336,12 @@ def open_initial(
 def _open_preset(name: str) -> ModelSource:
     if name == "demo":
         return ModelSource(build_model("demo", _read_config(ASSETS / "demo")), None, ASSETS / "demo")
-    path = ASSETS / "presets" / f"{name}.json"
-    if name not in preset_names():
-        known = preset_names()
+    found, known = preset_of(name), preset_names()
+    if found is None:
         raise ValueError(
             f"unknown preset {shown(name)}{did_you_mean(name, known) or ';'} known presets: {', '.join(known)}"
         )
+    path = ASSETS / "presets" / f"{found}.json"
     return ModelSource(build_model(name, json.loads(path.read_text())), None, None)
 
 

@@ -167,12 +167,12 @@ class Job(TaskOptions):
             decides_plan=False,
         ),
     ] = "checkpoint"
+    tokenizer: Annotated[
+        str | None, Option("folder of the tokenizer and chat template (default: the model's)", decides_plan=False)
+    ] = None
     add_tokens: Annotated[
         Sequence[str],
-        Option(
-            "special tokens that are added to the tokenizer; rows of the embedding and the head for them are added"
-            " where there are none yet"
-        ),
+        Option("special tokens that the tokenizer gets, and rows of embedding and head where there are none yet"),
     ] = ()
     resize_embeddings: Annotated[
         bool,

@@ -19,6 +19,9 @@ SAME = {
     "model_name": "model",
     "model_path": "model",
     "adapter_name_or_path": "adapter",
+    "tokenizer_name": "tokenizer",
+    "tokenizer_name_or_path": "tokenizer",
+    "tokenizer_path": "tokenizer",
     "dataset_name": "dataset",
     "train_file": "dataset",
     "data": "dataset",
@@ -219,8 +222,8 @@ OTHERWISE = {
         ("group_by_length", "pad_to_sequence_len"), "sequences are packed into chunks of --max-global-batch-tokens"
     ),
     **dict.fromkeys(
-        ("tokenizer", "tokenizer_name", "tokenizer_name_or_path", "template", "chat_template"),
-        "tokenizer and chat template are those of the model's folder; name a folder with others by --model",
+        ("template", "chat_template"),
+        "the chat template is that of the model's folder; --tokenizer names a folder with another",
     ),
     "plot_loss": "flexengine report RUN_FOLDER draws losses; of every step --report-to tells trackers",
     "min_lr": "give --lr-final-pct, a share of --lr",
@@ -245,7 +248,6 @@ SPELLINGS: dict[str, Mapping[str, str]] = {
 COMMANDS = {
     "estimate-memory": "plan --model M --gpu CARD tells memory and speed before anything is fetched",
     "estimate": "plan --model M --gpu CARD tells memory and speed before anything is fetched",
-    "benchmark": "plan --model M --compare CASE CASE predicts cases, train --data-source synthetic measures one",
     "validate": "doctor tells what this machine lacks, train --dry-run checks options and plans",
     "finetune": "train --model M --dataset D, with --mode lora for adapters",
     "sft": "train --model M --dataset D, with --mode lora for adapters",

@@ -93,10 +93,12 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     text = _describe(prepared)
     records = [part.as_json() for part in (*prepared, *evaluated)]
     prepared, validation = _with_validation(config, prepared, evaluated)
-    if source.adapter_tokenizer is not None:
-        text += f"; tokenizer and chat template are those of the adapter {source.adapter_tokenizer}"
+    if source.other_tokenizer is not None:
+        kind = "the adapter " if config.tokenizer is None else ""
+        text += f"; tokenizer and chat template are those of {kind}{source.other_tokenizer}"
     elif source.support_folder is None:
-        text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
+        text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used;"
+        text += " --tokenizer names another"
     batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed, room_of(config))
     first = shortened(marked_text(tokenizer, batches.sequences[0]))
     what = "pair" if config.compares else "prompt" if config.rewards else "sequence"

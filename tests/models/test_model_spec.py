@@ -101,6 +101,18 @@ def test_every_preset_opens(name):
     assert source.spec.num_parameters > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Meta-Llama-3-8B-Instruct", "llama-3-8b"), ("llama-3.1-8b-instruct", "llama-3.1-8b"),
+        ("gemma-3-4b-it", "gemma-3-4b"), ("Qwen3-8B-Base", "qwen3-8b"), ("Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Mistral-7B-Instruct-v0.3", "mistral-7b"),
+    ],
+)  # fmt: skip
+def test_names_of_tuned_models_are_those_of_their_shape(name, preset):
+    assert open_model(f"preset:{name}").spec.num_parameters == open_model(f"preset:{preset}").spec.num_parameters
+
+
 def test_unknown_presets_are_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown preset 'llama-9'.*llama-2-7b"):
         open_model("preset:llama-9")

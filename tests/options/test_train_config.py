@@ -108,7 +108,7 @@ REFUSED_NAMES = {
     "--strategy prefix": "its values are full, lora, qlora",
     "--gradient-compression x": "--grad-dtype",
     "--activation-checkpointing": "--recompute",
-    "--tokenizer dir": "name a folder with others by --model",
+    "--chat-template x": "--tokenizer names a folder with another",
 }
 
 
