@@ -102,4 +102,6 @@ def test_decoded_to_the_floats_of_transformers(folder):
     here = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     own = here.state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in there.state_dict().items())
-    assert write._computed(build_model("m", there.config.to_dict())) == write._computed(open_model(folder).spec)
+    config = {name: value for name, value in there.config.to_dict().items() if name != "quantization_config"}
+    config["rms_norm_eps"] = round(config["rms_norm_eps"], 12)  # the file holds it in float32
+    assert write._computed(build_model("m", config)) == write._computed(open_model(folder).spec)
