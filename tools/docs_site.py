@@ -48,6 +48,14 @@ CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ", re.MULTILINE)
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Tell the version at the foot of every page; where mike builds one of several, pages offer the others."""
+    config.copyright = f"flexengine {flexengine.__version__}"
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file of docs/ holds."""
     pages = {page: (ROOT / file).read_text(encoding="utf-8") for file, page in PAGES_OF_FILES.items()}

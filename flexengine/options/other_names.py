@@ -210,7 +210,10 @@ OTHERWISE = {
     "eval_strategy": "give --eval-steps with --val-dataset or --val-fraction",
     "evaluation_strategy": "give --eval-steps with --val-dataset or --val-fraction",
     "load_best_model_at_end": "with validation data --save keeps the best model in best/ beside the last in final/",
-    **dict.fromkeys(("push_to_hub", "hub_model_id"), "export the model, then upload its folder with `hf upload`"),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id"),
+        "flexengine export uploads a run with a model card",
+    ),
     "trust_remote_code": "no code of a model's folder is run",
     "completion_only_loss": "of prompt and completion the completion alone is trained; --train-on says it of others",
     "hw_cost": "in Python a profile is given as hardware=, and a budget as --max-gpu-mem-gib",

@@ -3,6 +3,8 @@
 Runs where Chromium is installed and `pip install .[docs,browser]` was; the docs are read as a server gives them.
 """
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -27,6 +29,8 @@ OFFLINE = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--no-first-run"),
 )
+A4 = 718
+"""Pixels between the margins of a sheet."""
 RULES = {"runOnly": ["wcag2a", "wcag2aa"]}
 pytestmark = [
     pytest.mark.browser,
@@ -41,21 +45,32 @@ class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
+def build_site(folder, **variables):
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(build, cwd=ROOT, env={**environment, **variables}, check=True)
+
+
+@contextlib.contextmanager
+def served(folder):
+    """Serve a folder; gives its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory, picture, run):  # noqa: F811
     """The address of a folder with the site, the page of a plan and that of a run."""
     pytest.importorskip("material", reason="mkdocs-material is not installed")
     folder = tmp_path_factory.mktemp("site")
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    subprocess.run(build, cwd=ROOT, env=environment, check=True)
+    build_site(folder)
     (folder / "of_a_plan.html").write_text(html_page(picture, "flexengine plan"))
     (folder / "of_a_run.html").write_text(run_page(run))
     (folder / "favicon.ico").write_bytes(b"")  # which browsers ask a server for
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield folder, f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
+    with served(folder) as url:
+        yield folder, url
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +102,46 @@ def test_pages_fit_screens_and_keep_the_rules_of_axe(address, chromium, width, s
     assert not wrong, "\n".join(wrong)
 
 
+CUT_IN_PRINT = """() => [...document.querySelectorAll("body *")].filter(one => {
+  const style = getComputedStyle(one), box = one.getBoundingClientRect();
+  if (!box.width || !box.height || style.visibility === "hidden") return false;
+  const hides = /auto|scroll|hidden/.test(style.overflowX) && one.clientWidth > 1;
+  return box.right > innerWidth + 1 || (hides && one.scrollWidth > one.clientWidth + 1);
+}).map(one => one.tagName + "." + one.className + " " + one.textContent.trim().slice(0, 40)).slice(0, 3)"""
+"""What a sheet of paper would not show of a page: it has no scroll bars."""
+
+
+def test_paper_shows_all_of_a_page(address, chromium):
+    folder, url = address
+    page = chromium.new_page(viewport={"width": A4, "height": 1000})
+    page.emulate_media(media="print")
+    wrong: list[str] = []
+    for file in sorted(folder.glob("*.html")):
+        page.goto(f"{url}/{file.name}", wait_until="load")
+        wrong += [f"{file.name}: {cut}" for cut in page.evaluate(CUT_IN_PRINT)]
+    page.close()
+    assert not wrong, "\n".join(wrong)
+
+
 def violations(response) -> list[str]:
     return [f"{found['id']} {[node['target'] for node in found['nodes']][:3]}" for found in response["violations"]]
+
+
+def test_pages_lead_to_other_versions(chromium, tmp_path):
+    """As mike keeps them: a folder for each, and a list of them beside these."""
+    pytest.importorskip("material", reason="mkdocs-material is not installed")
+    versions = [
+        {"version": "0.2", "title": "0.2", "aliases": ["latest"]},
+        {"version": "0.1", "title": "0.1", "aliases": []},
+    ]
+    (tmp_path / "versions.json").write_text(json.dumps(versions))
+    build_site(tmp_path / "0.2", MIKE_DOCS_VERSION="0.2")
+    page = chromium.new_page()
+    with served(tmp_path) as url:
+        page.goto(f"{url}/0.2/index.html")
+        links = page.wait_for_selector(".md-version__list", state="attached").query_selector_all("a")
+        assert [link.get_attribute("href") for link in links] == [f"{url}/0.2/", f"{url}/0.1/"]
+    page.close()
 
 
 def test_search_finds_failures_first(address, chromium):

@@ -35,10 +35,12 @@ pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px
   padding: 10px 14px; overflow-x: auto; }
 .tip { position: absolute; pointer-events: none; visibility: hidden; background: var(--page); color: var(--ink);
   border: 1px solid var(--soft); border-radius: 6px; padding: 6px 10px; font-size: 12px; white-space: pre; z-index: 2; }
-@media (max-width: 800px) { .tiles { grid-template-columns: repeat(2, 1fr); } .columns { grid-template-columns: 1fr; }
+@media screen and (max-width: 800px) { .tiles { grid-template-columns: repeat(2, 1fr); }
+  .columns { grid-template-columns: 1fr; }
   body { padding: 16px; } .columns > * { min-width: 0; } table { display: block; overflow-x: auto; }
   figure { overflow-x: auto; } svg { min-width: 760px; } .legend { margin-left: 0; } }
-@media print { body { max-width: none; padding: 0; } figure, table, .tiles { break-inside: avoid; }
+@media print { body { max-width: none; padding: 0; } .columns { grid-template-columns: 1fr; }
+  figure, table, .tiles { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
