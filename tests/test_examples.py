@@ -1,6 +1,7 @@
 """Every example runs as a user would run it: scripts as programs, notebooks cell after cell."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -26,14 +27,17 @@ def test_script_runs(script, capsys):
 
 
 @pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("*.ipynb")), ids=name_of)
-def test_notebook_runs_and_holds_no_output(notebook, capsys):
+def test_notebook_runs_and_shows_what_it_gives(notebook, capsys):
+    """Its outputs are those of a longer run: texts and pictures, which name no folder of who ran it."""
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     names: dict = {"__name__": "__main__"}
     for i, cell in enumerate(cells):
-        assert cell["outputs"] == [], f"clear the outputs of {notebook.name}"
-        assert cell["execution_count"] is None
-        exec(compile("".join(cell["source"]), f"{notebook.name}, cell {i}", "exec"), names)
-    assert capsys.readouterr().out
+        source = re.sub(r"STEPS = (.*), \d+", r"STEPS = \1, 6", "".join(cell["source"]))
+        exec(compile(source, f"{notebook.name}, cell {i}", "exec"), names)
+        assert bool(cell["outputs"]) == bool(capsys.readouterr().out or "plt.show()" in source), f"cell {i}"
+    shown = json.dumps([cell["outputs"] for cell in cells])
+    assert "image/png" in shown
+    assert not re.search("/(home|root|tmp|usr)/|stderr", shown), "run it again, and leave folders and warnings out"
 
 
 def test_the_table_names_every_example():
