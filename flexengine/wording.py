@@ -200,6 +200,32 @@ class ParserAsked(BaseException):
         self.parser = parser
 
 
+EXAMPLES = {
+    "train": (
+        "--model Qwen/Qwen3-0.6B --mode auto",
+        "--model meta-llama/Llama-3.1-8B --mode lora --dataset data.jsonl --max-gpu-mem-gib 24 --epochs 1 --save",
+        "--config recipes/24-64/llama-3.1-8b-full.yaml --dataset data.jsonl --dry-run",
+    ),
+    "demo": ("", "--lora"),
+    "plan": (
+        "--model preset:llama-3.1-8b --gpu rtx4090 --host-mem-gib 64 --mode lora --html plan.html",
+        "--model preset:llama-3.1-8b --gpu rtx4090 --host-mem-gib 128 --compare 12 16 rtx5090",
+    ),
+    "data preview": ("--model Qwen/Qwen3-0.6B --dataset data.jsonl --columns prompt=input answer=target",),
+    "generate": ("--model runs/NAME-lora --prompt 'What is the capital of Peru?'",),
+    "chat": ("--model runs/NAME-lora",),
+    "serve": ("runs/NAME-lora",),
+    "evaluate": ("runs/NAME-lora --tasks arc_easy --limit 100",),
+    "benchmark": ("--model preset:llama-3.2-1b --max-gpu-mem-gib 8 16 --mode full lora --json before.json",),
+    "check": ("models/tiny --steps 3",),
+    "export": ("--run runs/NAME-lora --format merged --out models/tuned",),
+    "verify": ("models/tuned",),
+    "report": ("runs/NAME-lora",),
+    "download": ("model meta-llama/Llama-3.1-8B --target models/llama-3.1-8b",),
+}
+"""What help shows below the flags of a command: some of its command lines."""
+
+
 class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser whose errors fit in two lines and name the flag that was probably meant.
 
@@ -221,6 +247,11 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             self.error(self._unknown(unknown))
         return values
+
+    def format_help(self) -> str:
+        """Word the help, with examples where there are some."""
+        lines = [f"  {self.prog} {line}".rstrip() for line in EXAMPLES.get(self.prog.partition(" ")[2], ())]
+        return "\n".join([super().format_help(), *(["examples:", *lines, ""] if lines else [])])
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the flags are listed; exit with status 2."""

@@ -138,7 +138,6 @@ def _parser() -> FlagParser:
         prog="flexengine benchmark",
         description="Takes a few steps of random tokens in every case and tells how fast they were, beside what was"
         " predicted. Options take several values; every combination is a case, in a process of its own.",
-        epilog="flexengine benchmark --model preset:llama-3.2-1b --max-gpu-mem-gib 8 16 --mode full lora --json a.json",
         argument_default=argparse.SUPPRESS,
     )
     told = f"steps of a case; the first two do not count (default: {STEPS})"
