@@ -13,17 +13,15 @@ from flexengine.ops.adapters.dora import Magnitude
 from flexengine.ops.adapters.dropout import Dropout
 from flexengine.ops.adapters.experts import GroupedLoraUp, GroupedMagnitude
 from flexengine.ops.adapters.lora import LoraDown, LoraUp
-from flexengine.ops.adapters.lora_glu import LoRAGLU
 from flexengine.ops.adapters.low_rank import Adapters
-from flexengine.ops.adapters.rounded_lora_glu import RoundedLoRAGLU, RoundGateUpSum
 from flexengine.ops.adapters.router import RouterLoraUp
 from flexengine.ops.base import Op, TensorSpec
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
 from flexengine.ops.fp8 import Fp8Linear
-from flexengine.ops.glu import GLU, ClampedSwiGLU
+from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
-from flexengine.ops.rounded_glu import RoundedGLU, RoundGateUp
+from flexengine.ops.rounded_glu import RoundGateUp
 
 
 def with_adapters(ops: tuple[Op, ...], adapters: dict[str, Adapters], dropout: float) -> tuple[Op, ...]:
@@ -33,7 +31,7 @@ def with_adapters(ops: tuple[Op, ...], adapters: dict[str, Adapters], dropout: f
     found: list[Op] = []
     for op, number in zip(ops, numbers, strict=True):
         found += _adapted(op, adapters[op.name], dropout, number, ops) if op.name in adapters else [op]
-    for unit in [op for op in found if isinstance(op, GLU) and _takes_sums(op)]:
+    for unit in [op for op in found if isinstance(op, GLU) and op.takes_addends]:
         found = _with_sums_in(unit, found)
     return tuple(_keeping_low(found))
 
@@ -72,12 +70,7 @@ def _adds_to(y: str, adapters: Adapters, ops: Sequence[Op]) -> bool:
     """Whether a gated unit alone reads y, and can add to it what these adapters do."""
     readers = [op for op in _readers(ops, y) if not isinstance(op, RoundGateUp)]  # it adds the same
     unit = readers[0] if len(readers) == 1 else None
-    return isinstance(unit, GLU) and _takes_sums(unit) and bool(adapters.halves())
-
-
-def _takes_sums(unit: GLU) -> bool:
-    """Whether a unit can add what adapters make: not where gate and up lie in turns."""
-    return not isinstance(unit.activation, ClampedSwiGLU)
+    return isinstance(unit, GLU) and unit.takes_addends and adapters.added_to_halves() is not None
 
 
 def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
@@ -88,16 +81,13 @@ def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
     frozen = [op for op in _readers(ops, unit.y) if not isinstance(op, LoraDown)]
     if len(behind) != 1 or behind[0].dropout is not None or len(frozen) > 1:
         behind = []
-    before, adapters = next(iter(befores), None), behind[0].adapters if behind else None
-    if before is None and adapters is None:
-        return ops
-    rounded = isinstance(unit, RoundedGLU)
-    new = RoundedLoRAGLU(unit, before, adapters) if rounded else LoRAGLU(unit, before, adapters)
-    changed: dict[Op, Op] = {unit: new}
+    before = befores[0].added_to_halves() if befores else None
+    gradient = behind[0].adapters.added_to_gradient() if behind else None
+    changed: dict[Op, Op] = {unit: unit.adding(before, gradient)}
     changed |= {op: op.leaving_gradient() for op in behind}
     if before is not None:
         roundings = (op for op in ops if isinstance(op, RoundGateUp) and op.gate_up == unit.gate_up)
-        changed |= {op: RoundGateUpSum(op, before) for op in roundings}
+        changed |= {op: op.adding(before) for op in roundings}
     return [changed.get(op, op) for op in ops]
 
 

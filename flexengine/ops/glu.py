@@ -5,17 +5,22 @@ Source: Shazeer 2020, "GLU Variants Improve Transformer"; SwiGLU with act = silu
 u = sqrt(8 / pi) * (z + 0.044715 z^3) for GELU. So act' = s + z * s * (1 - s) * u', grad_gate = grad_a * up * act',
 grad_up = grad_a * act. A clamped unit has u = alpha * z, other halves (`ClampedSwiGLU`), and no gradient where one is
 clamped.
+
+Beside layers with adapters a unit takes over what would cost passes over memory there (`Addend`). Of a layer before it
+that leaves its frozen product alone it reads gate_up + low @ B.T, whose gradient is that of gate_up. Of adapters behind
+it, which read a, backward adds grad_low @ A to the gradient of a while it reads that.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
+from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 from flexengine.ops.row_range import rows_within
 
 
@@ -75,7 +80,7 @@ def glu_forward(
     bounds: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [T, F] = (row_weight [T] *) act(gate) * up; bounds: only of rows from the first of them to the last."""
-    if use_kernel(gate_up) and gate_up.dtype != torch.float64:
+    if has_kernel(gate_up):
         from flexengine.kernels import glu  # noqa: PLC0415 (Triton is imported when first used)
 
         return glu.glu_forward(gate_up, out, activation, row_weight, bounds)
@@ -91,7 +96,7 @@ def glu_backward(
 ) -> None:  # fmt: skip
     """grad_gate_up [T, 2F] from grad_out [T, F], and with weights of rows their gradient [T], added to what is there
     with `accumulate`; grad_gate_up may be gate_up itself. bounds: as in forward, where rows have weights."""
-    if use_kernel(gate_up) and gate_up.dtype != torch.float64:
+    if has_kernel(gate_up):
         from flexengine.kernels import glu  # noqa: PLC0415
 
         weights = (row_weight, grad_row_weight, accumulate, bounds)
@@ -109,8 +114,49 @@ def glu_backward(
     _put(grad_gate[rows], grad_up[rows], gate_up[rows], activation, grad_gate_up[rows])
 
 
+class AddedHalf(NamedTuple):
+    """Half of gate_up, by its first column, and where its columns of low and its rows of B begin."""
+
+    start: int
+    low_start: int
+    up_start: int
+
+
+Added = tuple[Tensor, Tensor, tuple[AddedHalf, ...]]
+"""low [T, L], B [N, R] and the halves of gate_up that low @ B.T is added to."""
+
+
+class Addend(NamedTuple):
+    """Names of the operands of a product of rank R that a unit adds: low and B, or behind it low and A."""
+
+    low: str
+    matrix: str
+    rank: int
+    halves: tuple[AddedHalf, ...] = ()
+
+    def of(self, env: OpEnv) -> Added:
+        """The operands of a call, before the unit."""
+        return env.t[self.low], env.p[self.matrix], self.halves
+
+
+def with_added(gate_up: Tensor, low: Tensor, up: Tensor, halves: tuple[AddedHalf, ...]) -> Tensor:
+    """gate_up + low @ B.T, wide: the plain path's sum, which the kernels never write."""
+    width = gate_up.shape[1] // 2
+    total = wide(gate_up).clone()
+    for half in halves:
+        mine = wide(low[:, half.low_start : half.low_start + up.shape[1]])
+        rows = wide(up[half.up_start : half.up_start + width])
+        total[:, half.start : half.start + width].addmm_(mine, rows.t())
+    return total
+
+
 class GLU(Op):
-    """a = act(gate) * up. The gradient overwrites gate_up, which nothing reads afterwards."""
+    """a = act(gate) * up, also of a sum. The gradient overwrites gate_up, which nothing reads afterwards."""
+
+    before: Addend | None = None
+    """What is added to gate_up."""
+    behind: Addend | None = None
+    """What backward adds to the gradient of a."""
 
     def __init__(self, name: str, gate_up: str, y: str, width: int, activation: Activation = "silu") -> None:
         self.name, self.gate_up, self.y, self.width = name, gate_up, y, width
@@ -121,21 +167,78 @@ class GLU(Op):
         self.grad_inputs = (gate_up,)
         self.grad_over = (gate_up,)
 
+    @property
+    def takes_addends(self) -> bool:
+        """Whether it can add products: not where gate and up lie in turns."""
+        return not isinstance(self.activation, ClampedSwiGLU)
+
+    def adding(self, before: Addend | None, behind: Addend | None) -> Self:
+        """The same unit of gate_up plus the product `before`, whose backward adds the one `behind`."""
+        assert self.takes_addends, "gate and up lie in turns"
+        op = copy.copy(self)
+        op.before, op.behind = before, behind
+        op.grad_reads = () if behind is None else (behind.low,)
+        if before is not None:
+            op.inputs = (*self.inputs, before.low)
+            op.needs_input = op.inputs if self.gate_up in self.needs_input else self.needs_input
+        return op
+
     def with_rounding(self, rounding: Op) -> Op | None:
         """One op for what rounds gate_up and then this unit; None where its backward reads gate_up itself."""
         return None
 
     def forward(self, env: OpEnv) -> None:
-        glu_forward(env.t[self.gate_up], env.t[self.y], self.activation)
+        gate_up, out = env.t[self.gate_up], env.t[self.y]
+        if self.before is None or not env.adapters:
+            return glu_forward(gate_up, out, self.activation)
+        if has_kernel(gate_up):
+            return self._unit_of_sums(gate_up, self.before.of(env), out)
+        glu_forward(with_added(gate_up, *self.before.of(env)), out, self.activation)
+
+    def _unit_of_sums(self, gate_up: Tensor, added: Added, out: Tensor) -> None:
+        """out = the unit of gate_up + low @ B.T, by a kernel."""
+        from flexengine.kernels import lora_glu  # noqa: PLC0415 (Triton is imported when first used)
+
+        lora_glu.glu_forward(gate_up, *added, out, str(self.activation))
+
+    def _product_behind(self, env: OpEnv) -> tuple[Tensor, Tensor] | None:
+        """grad_low and A of the adapters behind."""
+        return None if self.behind is None else (env.g[self.behind.low], env.p[self.behind.matrix])
 
     def backward_input(self, env: OpEnv) -> None:
-        glu_backward(env.g[self.y], env.t[self.gate_up], env.g[self.gate_up], self.activation)
+        gate_up, behind = env.t[self.gate_up], self._product_behind(env)
+        grad_out, grad_gate_up = env.g[self.y], env.g[self.gate_up]
+        if self.before is None and behind is None:
+            return glu_backward(grad_out, gate_up, grad_gate_up, self.activation)
+        added = (gate_up[:, :1], gate_up[:0, :1], ()) if self.before is None else self.before.of(env)
+        if has_kernel(gate_up):
+            from flexengine.kernels import lora_glu  # noqa: PLC0415
+
+            return lora_glu.glu_backward(grad_out, gate_up, *added, grad_gate_up, str(self.activation), behind)
+        total = with_added(gate_up, *added)
+        glu_backward(plus_product(grad_out, behind), total, total, self.activation)
+        grad_gate_up.copy_(total)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(8 * tokens * self.width, compute_bytes)
+        return plain_bytes((8 + (self.behind is not None)) * tokens * self.width, compute_bytes)
+
+    def _moved(self, tokens: int, passes: float, *addends: Addend | None) -> float:
+        """Elements of passes over a, and of the operands of products, which hide behind what the unit reads."""
+        ranks = sum(addend.rank * max(1, len(addend.halves)) for addend in addends if addend is not None)
+        return passes * tokens * self.width + (tokens + self.width) * ranks
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=3.0 * tokens * self.width * compute_bytes, kernels=1)
+        return Work(memory_bytes=self._moved(tokens, 3.0, self.before) * compute_bytes, kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=5.0 * tokens * self.width * compute_bytes, kernels=1)
+        return Work(memory_bytes=self._moved(tokens, 5.0, self.before, self.behind) * compute_bytes, kernels=1)
+
+
+def plus_product(grad_out: Tensor, behind: tuple[Tensor, Tensor] | None) -> Tensor:
+    """grad_out + grad_low @ A, wide: the plain path's sum. Without adapters behind, grad_out itself."""
+    return grad_out if behind is None else wide(grad_out).addmm(*map(wide, behind))
+
+
+def has_kernel(tensor: Tensor) -> bool:
+    """Whether kernels of units take a tensor: all types but float64."""
+    return use_kernel(tensor) and tensor.element_size() < FLOAT64_BYTES

@@ -2,7 +2,8 @@
 
 Forward computes with the exact gate_up [T, 2F]. Whatever backward needs of it comes from its codes: the gradient of
 gate_up, and the unit's output a [T, F] that the next layer's weight gradient reads. A plan may keep the codes or
-compute them again from gate_up, which gives the same codes, so no plan changes a bit.
+compute them again from gate_up, which gives the same codes, so no plan changes a bit. Where a unit reads the sum of
+gate_up and what adapters add (`ops/glu.py`), the codes are those of the sum, and backward needs neither low nor B.
 
 Codes are e4m3 with a scale for every row and 128 columns of a half: the largest magnitude there over 448. NaN stays
 NaN, and a block with an infinity becomes NaN.
@@ -12,15 +13,16 @@ the inputs of SwiGLU so and computes its output again in backward; scales of 1 x
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, use_kernel, wide
+from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, wide
 from flexengine.ops.fp8 import FORWARD_DTYPE, LEAST_ABSMAX
-from flexengine.ops.glu import GLU, ClampedSwiGLU, glu_backward, glu_forward
+from flexengine.ops.glu import GLU, Added, Addend, glu_backward, glu_forward, has_kernel, plus_product, with_added
 
 COLUMNS = 128
 """Columns that share a scale: fewer are more exact, and their scales take more bytes (here 1/32 of the codes)."""
@@ -91,13 +93,22 @@ def rounded_rows(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 class RoundGateUp(Op):
-    """codes, scales = gate_up [T, 2F] rounded. Forward runs it only where they are kept."""
+    """codes, scales = gate_up [T, 2F] rounded, or the sum that the unit reads. Forward runs it only where they are
+    kept."""
 
     for_backward = True
+    before: Addend | None = None
+    """What is added to gate_up."""
 
     def __init__(self, name: str, gate_up: str, kept: Codes) -> None:
         self.name, self.gate_up, self.kept = name, gate_up, kept
         self.inputs, self.outputs = (gate_up,), kept.specs
+
+    def adding(self, before: Addend) -> Self:
+        """The same op of gate_up plus a product."""
+        op = copy.copy(self)
+        op.before, op.inputs = before, (*self.inputs, before.low)
+        return op
 
     def with_next(self, following: Op) -> Op | None:
         if isinstance(following, GLU) and following.gate_up == self.gate_up:
@@ -106,26 +117,39 @@ class RoundGateUp(Op):
 
     def forward(self, env: OpEnv) -> None:
         gate_up, (codes, scales) = env.t[self.gate_up], self.kept.of(env)
-        if use_kernel(gate_up) and gate_up.element_size() < FLOAT64_BYTES:
-            from flexengine.kernels import rounded_glu  # noqa: PLC0415 (Triton is imported when first used)
-
-            return rounded_glu.round_gate_up(gate_up, codes, scales, LARGEST, LEAST_ABSMAX)
+        if has_kernel(gate_up):
+            return self.write(env)
         for rows in self.kept.row_blocks(len(gate_up)):
-            round_rows(gate_up[rows], codes[rows], scales[rows])
+            total = gate_up[rows]
+            if self.before is not None and env.adapters:
+                low, up, halves = self.before.of(env)
+                total = with_added(total, low[rows], up, halves)
+            round_rows(total, codes[rows], scales[rows])
+
+    def write(self, env: OpEnv, out: Tensor | None = None, activation: str = "silu") -> None:
+        """Write codes and scales by a kernel, and with `out` also the output of the unit with this activation."""
+        from flexengine.kernels import rounded_glu, rounded_lora_glu  # noqa: PLC0415 (Triton is imported when used)
+
+        gate_up, operands = env.t[self.gate_up], (*self.kept.of(env), LARGEST, LEAST_ABSMAX, out, activation)
+        if self.before is None or not env.adapters:
+            return rounded_glu.round_gate_up(gate_up, *operands)
+        rounded_lora_glu.round_sums(gate_up, *self.before.of(env), *operands)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return self.kept.plain_bytes(tokens, compute_bytes, 5) if compute_bytes == FLOAT64_BYTES else 0
+        copies = 5 if self.before is None else 7
+        return self.kept.plain_bytes(tokens, compute_bytes, copies) if compute_bytes == FLOAT64_BYTES else 0
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        read = 2.0 * tokens * self.kept.width * compute_bytes
-        return Work(memory_bytes=read + self.kept.num_bytes(tokens, compute_bytes), kernels=1)
+        ranks = 0 if self.before is None else self.before.rank * len(self.before.halves)
+        read = 2.0 * tokens * self.kept.width + (tokens + self.kept.width) * ranks
+        return Work(memory_bytes=read * compute_bytes + self.kept.num_bytes(tokens, compute_bytes), kernels=1)
 
 
 class RoundedGLU(GLU):
-    """a = act(gate) * up of the exact gate_up; its backward reads the codes."""
+    """a = act(gate) * up of the exact gate_up or sum; its backward reads the codes."""
 
     def __init__(self, glu: GLU, kept: Codes) -> None:
-        assert not isinstance(glu.activation, ClampedSwiGLU), "its gate and up lie in turns"
+        assert glu.takes_addends, "its gate and up lie in turns"
         super().__init__(glu.name, glu.gate_up, glu.y, glu.width, glu.activation)
         self.kept = kept
         self.needs_input, self.grad_over = (kept.codes, kept.scales), ()
@@ -134,47 +158,53 @@ class RoundedGLU(GLU):
         assert isinstance(rounding, RoundGateUp)
         return RoundingGLU(rounding, self)
 
+    def _unit_of_sums(self, gate_up: Tensor, added: Added, out: Tensor) -> None:
+        from flexengine.kernels import rounded_lora_glu  # noqa: PLC0415
+
+        # Not the kernel of units without codes: its sums are of another tile, and could differ from the codes'.
+        rounded_lora_glu.glu_forward(gate_up, *added, out, str(self.activation))
+
     def backward_input(self, env: OpEnv) -> None:
         grad_out, grad_gate_up, (codes, scales) = env.g[self.y], env.g[self.gate_up], self.kept.of(env)
-        if use_kernel(grad_out) and grad_out.element_size() < FLOAT64_BYTES:
-            from flexengine.kernels import rounded_glu  # noqa: PLC0415
+        behind = self._product_behind(env)
+        if has_kernel(grad_out):
+            from flexengine.kernels import rounded_glu, rounded_lora_glu  # noqa: PLC0415
 
-            return rounded_glu.glu_backward_from_codes(grad_out, codes, scales, grad_gate_up, str(self.activation))
+            operands = (grad_out, codes, scales, grad_gate_up, str(self.activation))
+            if behind is None:
+                return rounded_glu.glu_backward_from_codes(*operands)
+            return rounded_lora_glu.glu_backward_from_codes(*operands, behind)
         for rows in self.kept.row_blocks(len(grad_out)):
+            grad = plus_product(grad_out[rows], None if behind is None else (behind[0][rows], behind[1]))
             gate_up = rounded_rows(codes[rows], scales[rows])
-            glu_backward(grad_out[rows], gate_up, grad_gate_up[rows], self.activation)
+            glu_backward(grad, gate_up, grad_gate_up[rows], self.activation)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        decoded = self.kept.plain_bytes(tokens, compute_bytes, 8) if compute_bytes == FLOAT64_BYTES else 0
+        copies = 8 + (self.behind is not None)
+        decoded = self.kept.plain_bytes(tokens, compute_bytes, copies) if compute_bytes == FLOAT64_BYTES else 0
         return max(super().workspace_bytes(tokens, compute_bytes), decoded)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        moved = 3.0 * tokens * self.width * compute_bytes
+        moved = self._moved(tokens, 3.0, self.behind) * compute_bytes
         return Work(memory_bytes=moved + self.kept.num_bytes(tokens, compute_bytes), kernels=1)
 
 
-class RoundingGLU(GLU):
+class RoundingGLU(Op):
     """Forward of `RoundGateUp` and then `RoundedGLU`, which reads gate_up once."""
 
-    def __init__(self, rounding: RoundGateUp, glu: RoundedGLU) -> None:
-        super().__init__(glu.name, glu.gate_up, glu.y, glu.width, glu.activation)
-        self.rounding, self.glu, self.kept = rounding, glu, glu.kept
-        self.outputs = (*glu.outputs, *rounding.outputs)
-        self.needs_input = self.grad_inputs = self.grad_over = ()
+    def __init__(self, rounding: RoundGateUp, unit: RoundedGLU) -> None:
+        self.name, self.rounding, self.unit = unit.name, rounding, unit
+        self.inputs, self.outputs = unit.inputs, (*unit.outputs, *rounding.outputs)
 
     def forward(self, env: OpEnv) -> None:
-        gate_up = env.t[self.gate_up]
-        if use_kernel(gate_up) and gate_up.element_size() < FLOAT64_BYTES:
-            from flexengine.kernels import rounded_glu  # noqa: PLC0415
-
-            operands = (*self.kept.of(env), LARGEST, LEAST_ABSMAX, env.t[self.y], str(self.activation))
-            return rounded_glu.round_gate_up(gate_up, *operands)
+        if has_kernel(env.t[self.unit.gate_up]):
+            return self.rounding.write(env, env.t[self.unit.y], str(self.unit.activation))
         self.rounding.forward(env)
-        glu_forward(gate_up, env.t[self.y], self.activation)
+        self.unit.forward(env)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        kept = self.kept.num_bytes(tokens, compute_bytes)
-        return super().forward_work(tokens, seq_len, compute_bytes).plus(Work(memory_bytes=kept))
+        kept = self.unit.kept.num_bytes(tokens, compute_bytes)
+        return self.unit.forward_work(tokens, seq_len, compute_bytes).plus(Work(memory_bytes=kept))
 
 
 class GLUFromCodes(Op):
@@ -189,7 +219,7 @@ class GLUFromCodes(Op):
 
     def forward(self, env: OpEnv) -> None:
         out, (codes, scales), activation = env.t[self.y], self.kept.of(env), self.glu.activation
-        if use_kernel(out) and out.element_size() < FLOAT64_BYTES:
+        if has_kernel(out):
             from flexengine.kernels import rounded_glu  # noqa: PLC0415
 
             return rounded_glu.glu_from_codes(codes, scales, out, str(activation))

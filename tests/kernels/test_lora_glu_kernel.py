@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from flexengine.kernels import lora_glu, lora_sum
-from flexengine.ops.adapters.lora_glu import LoRAGLU
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
 from tests.adapter_ops import adapted, run_ops
@@ -97,15 +96,15 @@ def test_a_layer_and_its_unit_are_those_of_the_written_sum(spans, behind, checks
     first, last = Linear("l", "x", "gate_up", 24, 2 * WIDTH, "w"), Linear("d", "a", "y", WIDTH, 20, "v", residual="r")
     rows = ({"l": spans} if spans else {}) | ({"d": ((0, 20),)} if behind else {})
     ops = adapted((first.untrained(), GLU("glu", "gate_up", "a", WIDTH), last.untrained()), rows)
-    unit = next(op for op in ops if isinstance(op, LoRAGLU))
+    unit = next(op for op in ops if isinstance(op, GLU))
     assert (unit.before is not None, unit.behind is not None) == (bool(spans), behind)
     height, width = sum(end - start for start, end in spans), len(spans) * 3
     params = {"w": torch.randn(2 * WIDTH, 24), "l.lora_A": torch.randn(width, 24), "l.lora_B": torch.randn(height, 3)}
     params |= {"v": torch.randn(20, WIDTH), "d.lora_A": torch.randn(3, WIDTH), "d.lora_B": torch.randn(20, 3)}
     inputs, grad, found = {"x": torch.randn(19, 24), "r": torch.randn(19, 20)}, torch.randn(19, 20), []
     for kernel in (False, True):
-        for module in ("lora", "lora_glu"):
-            monkeypatch.setattr(f"flexengine.ops.adapters.{module}.use_kernel", lambda tensor, kernel=kernel: kernel)
+        for module in ("adapters.lora", "glu"):
+            monkeypatch.setattr(f"flexengine.ops.{module}.use_kernel", lambda tensor, kernel=kernel: kernel)
         outputs, grads, sums = run_ops(ops, params, inputs, {"y": grad})
         found.append({name: outputs[name] for name in ("a", "y")} | {"grad_x": grads["x"]} | sums)
     expected = by_autograd(params, inputs, spans, behind, grad)

@@ -11,10 +11,11 @@ from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model
 from flexengine.ops import rounded_glu
 from flexengine.ops.adapters.lora import LoraDown
+from flexengine.ops.base import OpEnv
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
-from flexengine.ops.rounded_glu import LARGEST, LEAST_ABSMAX, RoundGateUp
-from tests.adapter_ops import run_ops
+from flexengine.ops.rounded_glu import LARGEST, LEAST_ABSMAX, RoundedGLU, RoundGateUp, RoundingGLU
+from tests.adapter_ops import chunk_of, run_ops, unwritten
 from tests.kernels.test_lora_glu_kernel import UNITS
 from tests.kernels.test_rounded_glu_kernel import buffers, rounded
 
@@ -109,9 +110,7 @@ def reference(ops, params, inputs, kept):
     ids=str,
 )
 def test_gradients_are_those_of_the_rounded_sums(dtype, kernel, targets, checks, monkeypatch):
-    for module in ("lora", "lora_glu", "lora_grads", "rounded_lora_glu"):
-        monkeypatch.setattr(f"flexengine.ops.adapters.{module}.use_kernel", lambda _: kernel)
-    for module in ("rounded_glu", "glu"):
+    for module in ("adapters.lora", "adapters.lora_grads", "glu"):
         monkeypatch.setattr(f"flexengine.ops.{module}.use_kernel", lambda _: kernel)
     monkeypatch.setattr(rounded_glu, "PLAIN_ELEMENTS", 5000)  # several blocks of rows
     ops, shapes = ffn(targets)
@@ -126,6 +125,22 @@ def test_gradients_are_those_of_the_rounded_sums(dtype, kernel, targets, checks,
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         checks.assert_close(found[name], tensor, {torch.bfloat16: 1e-2}.get(dtype, 1e-5), name)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+def test_without_adapters_nothing_is_added(kernel, monkeypatch):
+    monkeypatch.setattr("flexengine.ops.glu.use_kernel", lambda _: kernel)
+    rounding, unit = (next(op for op in ffn(BOTH)[0] if isinstance(op, kind)) for kind in (RoundGateUp, GLU))
+    bare = RoundingGLU(RoundGateUp("bare", "gate_up", rounding.kept), RoundedGLU(unit, rounding.kept))
+    env = OpEnv({"gate_up": torch.randn(5, 2 * WIDTH)}, {}, {}, {}, chunk_of(5), adapters=False)
+    low, up = unit.before.low, unit.before.matrix
+    env.t[low], env.p[up] = torch.full((5, 2 * RANK), torch.nan), torch.ones(2 * WIDTH, RANK)  # nobody wrote low
+    found = []
+    for op in (rounding.with_next(unit), bare):
+        env.t |= {spec.name: unwritten(spec, 5, torch.float32) for spec in op.outputs}
+        op.forward(env)
+        found.append([env.t[spec.name] for spec in op.outputs])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.gpu

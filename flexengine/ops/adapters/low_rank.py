@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flexengine.ops.base import TensorSpec, Work
+from flexengine.ops.glu import AddedHalf, Addend
 
 
 class AdaptedRows(NamedTuple):
@@ -22,14 +23,6 @@ class AdaptedRows(NamedTuple):
 
     start: int
     end: int
-
-
-class AddedHalf(NamedTuple):
-    """Half of the columns of an output that begins at `start`, and where its columns of low and its rows of B begin."""
-
-    start: int
-    low_start: int
-    up_start: int
 
 
 class OfExperts(NamedTuple):
@@ -100,18 +93,21 @@ class Adapters:
         lows = low.split(self.rank, dim=1)
         return list(zip(self.rows, lows, up.split(self.widths), strict=True))
 
-    def halves(self) -> tuple[AddedHalf, ...]:
-        """Where adapters add to the halves of the output; nothing where one adds to a part of a half."""
-        found, width = list[AddedHalf](), self.out_features // 2
-        first = 0
+    def added_to_halves(self) -> Addend | None:
+        """low @ B.T for a gated unit that reads the output; None where a module makes a part of gate or of up."""
+        found, width, first = list[AddedHalf](), self.out_features // 2, 0
         for number, rows in enumerate(self.rows):
             for start in (0, width):
                 if rows.start < start + width and rows.end > start:
                     if rows.start > start or rows.end < start + width:
-                        return ()
+                        return None
                     found.append(AddedHalf(start, number * self.rank, first + start - rows.start))
             first += rows.end - rows.start
-        return tuple(found)
+        return Addend(self.low.name, self.up, self.rank, tuple(found))
+
+    def added_to_gradient(self) -> Addend:
+        """grad_low @ A for a gated unit that makes x."""
+        return Addend(self.low.name, self.down, self.rank)
 
     def down_work(self, tokens: int, passes: int, compute_bytes: int) -> Work:
         """A product with A and so many passes over x or its gradient; of experts also one over low."""
