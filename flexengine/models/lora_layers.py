@@ -1,7 +1,7 @@
 """Puts the ops of adapters beside the frozen ops of a layer, and lets gated units and kept outputs spare their passes.
 
-A frozen product is preceded by `LoraDown`, which makes low of what it reads, and by `LoraUp`, whose sum it adds to. FP8
-products come before `LoraUp`. Experts, routers and layers with magnitudes add low @ B.T themselves.
+A frozen product or router is preceded by `LoraDown`, which makes low of what it reads, and by `LoraUp`, whose sum it
+adds to. FP8 products come before `LoraUp`. Experts and layers with magnitudes add low @ B.T themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from flexengine.ops.adapters.dropout import Dropout
 from flexengine.ops.adapters.experts import GroupedLoraUp, GroupedMagnitude
 from flexengine.ops.adapters.lora import LoraDown, LoraUp
 from flexengine.ops.adapters.low_rank import Adapters
-from flexengine.ops.adapters.router import RouterLoraUp
 from flexengine.ops.base import Op, TensorSpec
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
@@ -42,7 +41,8 @@ def _adapted(op: Op, adapters: Adapters, dropout: float, number: int, ops: tuple
         kind = GroupedMagnitude if adapters.has_magnitude else GroupedLoraUp
         return [LoraDown(adapters, op.x, divisions=op.divisions), kind(op, adapters)]
     if isinstance(op, Router):
-        return [LoraDown(adapters, op.x), RouterLoraUp(op, adapters)]
+        added = TensorSpec(f"{op.name}.added", (op.num_experts,))
+        return [LoraDown(adapters, op.x), LoraUp(adapters, adapters.low.name, "", added), op.onto(added.name)]
     assert isinstance(op, Linear)
     buffer = TensorSpec(f"{op.name}.dropped", (op.in_features,))
     drops = Dropout(dropout, number, buffer) if dropout else None
@@ -110,11 +110,11 @@ def _keeping_low(ops: list[Op]) -> Iterator[Op]:
 
 def _output_of(adapters: Adapters, ops: list[Op]) -> str:
     """The output that the adapters change."""
-    ups = (op for op in ops if isinstance(op, LoraUp | Magnitude | RouterLoraUp) and op.adapters is adapters)
-    up = next(ups)
-    if not isinstance(up, LoraUp):
-        return up.outputs[0].name
-    return next((op.y for op in ops if isinstance(op, Linear) and op.start == up.out), up.out)
+    up = next(op for op in ops if isinstance(op, LoraUp | Magnitude) and op.adapters is adapters)
+    if isinstance(up, Magnitude):
+        return up.y
+    adds = (op.outputs[0].name for op in ops if isinstance(op, Linear | Router) and op.start == up.out)
+    return next(adds, up.out)
 
 
 def _readers(ops: Sequence[Op], tensor: str) -> list[Op]:

@@ -178,7 +178,8 @@ class LoraUp(Op):
         self.for_backward, self.grad_reads = out is None, (y,) if out is None else ()
         self.grad_alias = tuple((name, self.out) for name in starts)
         self.in_place = (start, self.out) if in_place and start is not None else None
-        self.sums = partial_sums(adapters.name, adapters.widths, adapters.rank)
+        self.sums = None if adapters.is_router else partial_sums(adapters.name, adapters.widths, adapters.rank)
+        self.keepable = not adapters.is_router  # logits take little to compute again
         self.needs_weight, self.needs_input = (low_again,), () if self.sums is None else (low_again,)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:

@@ -13,7 +13,7 @@ Shapes: T tokens, E experts, K of them for each token. Nothing is read back to t
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ class Router(Op):
     """weight [T * K] of every row sorted by expert, place [T, K] of a token's rows, expert [T, K], bounds [E + 1] of
     the rows of each expert. Backward finds the probabilities again."""
 
+    start: str | None = None
+    """What is added to the logits [T, E], where another op has written it; its gradient is that of the logits."""
+
     def __init__(
         self, name: str, x: str, width: int, num_experts: int, per_token: int, weight: str, normalised: bool,
         bias: str | None = None, style: RouterStyle = SOFTMAX,
@@ -72,13 +75,25 @@ class Router(Op):
         self.grad_inputs = (x,)
         self.grad_logits = TensorSpec(f"{name}_grad_logits", (num_experts,))
 
+    def onto(self, start: str) -> Self:
+        """The same router with frozen parameters, whose logits are added to `start`."""
+        op = self.untrained()
+        op.start, op.inputs, op.needs_input = start, (*self.inputs, start), (*self.needs_input, start)
+        op.grad_inputs = (*self.grad_inputs, start)
+        return op
+
     def _probabilities(self, env: OpEnv) -> Tensor:
         """Probabilities [T, E], wide."""
         logits = self._logits_of(env)
         return torch.softmax(logits, dim=-1) if self.style.scores == "softmax" else logits.sigmoid_()
 
     def _logits_of(self, env: OpEnv) -> Tensor:
-        """Logits [T, E], wide, rounded to the compute dtype unless they are exact."""
+        """Logits [T, E], wide: the sum of what the product gives and what it is added to."""
+        product = self._product_of(env)
+        return product if self.start is None else product.add_(wide(env.t[self.start]))
+
+    def _product_of(self, env: OpEnv) -> Tensor:
+        """x @ weight.T (+ bias) [T, E], wide, rounded to the compute dtype unless logits are exact."""
         x, weight = env.t[self.x], env.p[self.param]
         if self.style.exact:
             assert self.bias is None, "no family has a bias of exact logits"
@@ -148,7 +163,7 @@ class Router(Op):
     def backward_input(self, env: OpEnv) -> None:
         probabilities, balance = self._probabilities(env), env.chunk.balance
         added = None if balance is None else balance.gradient()
-        grad_logits = env.t[self.grad_logits.name]
+        grad_logits = env.t[self.grad_logits.name] if self.start is None else env.g[self.start]
         if _has_kernel(probabilities):
             from flexengine.kernels import routing  # noqa: PLC0415
 
@@ -159,7 +174,11 @@ class Router(Op):
             )  # fmt: skip
         else:
             grad_logits.copy_(self._plain_logits_gradient(env, probabilities, added))
-        self._write_grad_x(env, grad_logits)
+        grad_x = env.g[self.x]
+        if self.x in env.accumulate:
+            torch.addmm(grad_x, grad_logits, env.p[self.param], out=grad_x)
+        else:
+            torch.mm(grad_logits, env.p[self.param], out=grad_x)
 
     def _plain_logits_gradient(self, env: OpEnv, probabilities: Tensor, added: Tensor | None) -> Tensor:
         """Compute the gradient [T, E] of the logits by torch; probabilities may be overwritten."""
@@ -181,13 +200,6 @@ class Router(Op):
             return grad_p.sub_((grad_p * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
         return grad_p.mul_(probabilities).mul_(probabilities.neg_().add_(1.0))
 
-    def _write_grad_x(self, env: OpEnv, grad_logits: Tensor) -> None:
-        grad_x = env.g[self.x]
-        if self.x in env.accumulate:
-            torch.addmm(grad_x, grad_logits, env.p[self.param], out=grad_x)
-        else:
-            torch.mm(grad_logits, env.p[self.param], out=grad_x)
-
     def backward_weight(self, env: OpEnv) -> None:
         grad_logits = env.t[self.grad_logits.name]
         accumulate_weight_grad(env.gp[self.param], grad_logits, env.t[self.x], env.first)
@@ -195,11 +207,11 @@ class Router(Op):
             accumulate_bias_grad(env.gp[self.bias], grad_logits, env.first)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        return () if half == "forward" else (self.grad_logits,)
+        return () if half == "forward" or self.start is not None else (self.grad_logits,)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         wide_bytes = max(4, compute_bytes)
-        copies = 4 + self.style.biased + (self.style.groups_taken < self.style.groups)
+        copies = 4 + self.style.biased + (self.style.groups_taken < self.style.groups) + (self.start is not None)
         # More than a bias's gradient takes, which has fewer partial sums than tokens.
         return tokens * (copies * self.num_experts * wide_bytes + 10 * self.per_token * 8) + 64 * self.num_experts
 
@@ -217,7 +229,8 @@ class Router(Op):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         grouped = self.style.groups_taken < self.style.groups
-        return self._work(tokens, products=1, passes=6 + 6 * grouped, kernels=14 + 8 * grouped)
+        kernels = 14 + 8 * grouped + (self.start is not None)
+        return self._work(tokens, products=1, passes=6 + 6 * grouped, kernels=kernels)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return self._work(tokens, products=2, passes=12, kernels=16)
