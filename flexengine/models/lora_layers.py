@@ -45,7 +45,7 @@ def _adapted(op: Op, adapters: Adapters, dropout: float, number: int, ops: tuple
         return [LoraDown(adapters, op.x), LoraUp(adapters, adapters.low.name, "", added), op.onto(added.name)]
     assert isinstance(op, Linear)
     buffer = TensorSpec(f"{op.name}.dropped", (op.in_features,))
-    drops = Dropout(dropout, number, buffer) if dropout else None
+    drops = Dropout(dropout, number, buffer)
     down, again = LoraDown(adapters, op.x, drops), list[Op]()
     low_again = down.low.name
     if op.x_again != op.x:
@@ -53,7 +53,7 @@ def _adapted(op: Op, adapters: Adapters, dropout: float, number: int, ops: tuple
         low_again, again = made_again.low.name, [made_again]
     if adapters.has_magnitude:
         assert not isinstance(op, Fp8Linear), "a job refuses magnitudes beside FP8 products"
-        down = down if drops is None else down.leaving_gradient()
+        down = down.leaving_gradient() if dropout else down
         return [down, *again, Magnitude(op, adapters, low_again, drops)]
     if op.residual is None and _adds_to(op.y, adapters, ops):
         return [down, *again, LoraUp(adapters, low_again, op.y, None), op]
@@ -79,7 +79,7 @@ def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
     befores = [op.adapters for op in ops if isinstance(op, LoraUp) and op.grad_reads == (unit.gate_up,)]
     behind = [op for op in ops if isinstance(op, LoraDown) and op.x == unit.y]
     frozen = [op for op in _readers(ops, unit.y) if not isinstance(op, LoraDown)]
-    if len(behind) != 1 or behind[0].dropout is not None or len(frozen) > 1:
+    if len(behind) != 1 or behind[0].dropout.probability or len(frozen) > 1:
         behind = []
     before = befores[0].added_to_halves() if befores else None
     gradient = behind[0].adapters.added_to_gradient() if behind else None

@@ -12,13 +12,14 @@ Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", https://
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexengine.ops.adapters.dropout import Dropout
+from flexengine.ops.adapters.dropout import NO_DROPOUT, Dropout
 from flexengine.ops.adapters.lora import accumulate_up_grad, write_grad_low
-from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters
+from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import FLOAT64_BYTES, OpEnv, TensorSpec, Work, in_plain_width, wide
 from flexengine.ops.linear import Linear, accumulate_bias_grad, bias_grad_bytes, wide_product, widened_bytes
 
@@ -26,6 +27,14 @@ BLOCK_COLUMNS = 1 << 12
 """Columns of the output that are computed wide at a time; fewer take less scratch and more calls."""
 LEAST_NORM = 1e-30
 """Below any norm of trained weights; rows of zeros stay zeros."""
+
+
+class _Block(NamedTuple):
+    """Columns of the output that are computed at a time, and their rows of B and columns of low; None without."""
+
+    columns: slice
+    rows: slice | None = None
+    low: slice | None = None
 
 
 class Magnitude(Linear):
@@ -38,15 +47,12 @@ class Magnitude(Linear):
     they depend on weights alone, so that no plan changes them.
     """
 
-    def __init__(self, base: Linear, adapters: Adapters, low_again: str, dropout: Dropout | None = None) -> None:
-        super().__init__(
-            base.name, base.x, base.y, base.in_features, base.out_features,
-            base.weight, base.bias, base.residual, base.transposed,
-        )  # fmt: skip
+    def __init__(self, base: Linear, adapters: Adapters, low_again: str, dropout: Dropout = NO_DROPOUT) -> None:
+        vars(self).update(vars(base))
         self.adapters, self.low, self.low_again, self.dropout = adapters, adapters.low.name, low_again, dropout
-        self.inputs = self.grad_inputs = (*self.inputs, self.low)
-        self.params, self.replays = (adapters.up, adapters.magnitude), dropout is None
-        self.x_again, self.needs_weight = base.x_again, (base.x_again, low_again)
+        self.inputs = self.grad_inputs = (*base.inputs, self.low)
+        self.params, self.needs_weight = (adapters.up, adapters.magnitude), (base.x_again, low_again)
+        self.replays, self.blocks = not dropout.probability, tuple(_blocks(adapters))
         columns = min(self.out_features, BLOCK_COLUMNS)
         self.product = TensorSpec(f"{self.name}.product", (columns,), "float32")
         self.added = TensorSpec(f"{self.name}.added", (columns,))
@@ -54,34 +60,23 @@ class Magnitude(Linear):
         self.norms = TensorSpec(f"{self.name}.norms", (adapters.adapted_features,), "float32", rows=1)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        own = {
-            "forward": (self.product, self.added),
-            "input": (self.grad_product, self.norms),
-            "weight": (self.grad_product, self.norms, self.product, self.added),
-        }
-        return own[half] if self.dropout is None else (*own[half], self.dropout.buffer)
-
-    # -- norms -------------------------------------------------------------------------------------------------------
+        kept, products = (self.grad_product, self.norms), (self.product, self.added)
+        return {"forward": products, "input": kept, "weight": (*kept, *products)}[half] + self.dropout.buffers
 
     def _norms(self, env: OpEnv) -> tuple[Tensor, Tensor]:
         """|W| and |W + scale * B @ A| of the adapted outputs [rows], wide."""
-        found = []
-        for rows, down, up in self.adapters.modules(env.p[self.adapters.down].t(), env.p[self.adapters.up]):
-            weight = self._matrix(env)[rows.start : rows.end]
-            found.append(adapted_norms(weight, down.t(), up, self.adapters.scale))
-        return torch.cat([own for own, _ in found]), torch.cat([norm for _, norm in found])
+        modules = self.adapters.modules(env.p[self.adapters.down].t(), env.p[self.adapters.up])
+        matrix, scale = self._matrix(env), self.adapters.scale
+        found = [adapted_norms(matrix[rows.start : rows.end], down.t(), up, scale) for rows, down, up in modules]
+        own, adapted = zip(*found, strict=True)
+        return torch.cat(own), torch.cat(adapted)
 
-    def _gains(self, env: OpEnv, norms: Tensor | None = None) -> list[tuple[AdaptedRows, Tensor]]:
-        """What the outputs of every adapted module are multiplied by; norms: also keeps the norms there."""
+    def _gains(self, env: OpEnv, norms: Tensor | None = None) -> Tensor:
+        """What the adapted outputs are multiplied by [rows]; norms: also keeps the norms there."""
         own, adapted = self._norms(env)
         if norms is not None:
             norms.copy_(adapted[None, :])
-        gains = (own + wide(env.p[self.adapters.magnitude])).div_(adapted)
-        return list(zip(self.adapters.rows, gains.split(self.adapters.widths), strict=True))
-
-    def _read(self, env: OpEnv, x: str) -> Tensor:
-        """What A reads: x, or while training with dropout what is left of it."""
-        return env.t[x] if self.dropout is None else self.dropout.left_of(env.t[x], env)
+        return (own + wide(env.p[self.adapters.magnitude])).div_(adapted)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -90,65 +85,48 @@ class Magnitude(Linear):
             return super().forward(env)
         y, bias = env.t[self.y], None if self.bias is None else env.p[self.bias]
         residual = None if self.residual is None else env.t[self.residual]
-        read, gains = self._read(env, self.x), dict(self._gains(env))
-        for columns, rows, low, up in self._blocks(env, self.low):
-            if rows is None or low is None or up is None:
-                product = self._large_product(env, env.t[self.x], columns)
-            else:
-                gain = gains[rows][columns.start - rows.start : columns.stop - rows.start]
-                product = self._adapted_product(env, read, columns, (low, up, gain))
+        read, gains = self.dropout.left_of(env.t[self.x], env), self._gains(env)
+        for block in self.blocks:
+            product = self._adapted_product(env, read, block, gains)
             if bias is not None:
-                product.add_(bias[columns])
+                product.add_(bias[block.columns])
             if residual is not None:
-                product.add_(residual[:, columns])
-            y[:, columns].copy_(product)
+                product.add_(residual[:, block.columns])
+            y[:, block.columns].copy_(product)
 
-    def _blocks(
-        self, env: OpEnv, low_name: str
-    ) -> Iterator[tuple[slice, AdaptedRows | None, Tensor | None, Tensor | None]]:
-        """Columns of the output, some at a time, with the module that adapts them, its low and its rows of B."""
-        reached = 0
-        for rows, low, up in self.adapters.modules(env.t[low_name], env.p[self.adapters.up]):
-            yield from ((columns, None, None, None) for columns in _cut(reached, rows.start))
-            for columns in _cut(rows.start, rows.end):
-                yield columns, rows, low, up[columns.start - rows.start : columns.stop - rows.start]
-            reached = rows.end
-        yield from ((columns, None, None, None) for columns in _cut(reached, self.out_features))
-
-    def _adapted_product(
-        self, env: OpEnv, read: Tensor, columns: slice, adapter: tuple[Tensor, Tensor, Tensor]
-    ) -> Tensor:
-        """Columns of the output without bias and residual, wide; read: what A reads; adapter: low, B's rows, gains."""
-        low, up, gain = adapter
-        if read is env.t[self.x]:
-            return self._product_of(env, read, columns, low, up).mul_(gain)
+    def _adapted_product(self, env: OpEnv, read: Tensor, block: _Block, gains: Tensor) -> Tensor:
+        """Columns of the output without bias and residual, wide; read: what A reads."""
+        x, columns = env.t[self.x], block.columns
+        if block.rows is None:
+            return self._large_product(env, x, columns)
+        gain = gains[block.rows]
+        if read is x:
+            return self._sum(env, read, block, self.low).mul_(gain)
         product = self._large_product(env, read, columns).mul_(gain - 1.0)
-        product.addcmul_(self._small_product(env, columns, low, up), gain)
-        return self._large_product(env, env.t[self.x], columns, added=True)
+        product.addcmul_(self._small_product(env, block, self.low), gain)
+        return self._large_product(env, x, columns, added=True)
 
-    def _product_of(self, env: OpEnv, x: Tensor, columns: slice, low: Tensor, up: Tensor) -> Tensor:
+    def _sum(self, env: OpEnv, x: Tensor, block: _Block, low: str) -> Tensor:
         """Columns of x @ W.T + low @ B.T, wide: their factors are so close to 1 that rounding first would undo them."""
-        product = self._large_product(env, x, columns)
-        return product.add_(self._small_product(env, columns, low, up))
+        product = self._large_product(env, x, block.columns)
+        return product.add_(self._small_product(env, block, low))
 
     def _large_product(self, env: OpEnv, x: Tensor, columns: slice, added: bool = False) -> Tensor:
         """Columns of x @ W.T, wide, in the buffer of products; added: on top of what that holds."""
-        weight = self._matrix(env)[columns].t()
-        product = self._block(env, self.product, columns)
+        weight, product = self._matrix(env)[columns].t(), self._buffer(env, self.product, columns)
         if x.dtype != product.dtype and not x.is_cuda:
             x, weight = wide(x), wide(weight)
-        kind = product.dtype
-        if x.dtype == kind:
-            return torch.addmm(product, x, weight, out=product) if added else torch.mm(x, weight, out=product)
+        kind: dict[str, Any] = {} if x.dtype == product.dtype else {"out_dtype": product.dtype}
         if added:
-            return torch.addmm(product, x, weight, out_dtype=kind, out=product)
-        return torch.mm(x, weight, out_dtype=kind, out=product)
+            return torch.addmm(product, x, weight, out=product, **kind)
+        return torch.mm(x, weight, out=product, **kind)
 
-    def _small_product(self, env: OpEnv, columns: slice, low: Tensor, up: Tensor) -> Tensor:
+    def _small_product(self, env: OpEnv, block: _Block, low: str) -> Tensor:
         """Columns of low @ B.T."""
-        return torch.mm(low, up.t(), out=self._block(env, self.added, columns))
+        up = env.p[self.adapters.up][block.rows]
+        return torch.mm(env.t[low][:, block.low], up.t(), out=self._buffer(env, self.added, block.columns))
 
-    def _block(self, env: OpEnv, spec: TensorSpec, columns: slice) -> Tensor:
+    def _buffer(self, env: OpEnv, spec: TensorSpec, columns: slice) -> Tensor:
         """A buffer for these columns of the chunk's rows."""
         shape = (env.chunk.tokens, columns.stop - columns.start)
         return env.t[spec.name].flatten()[: shape[0] * shape[1]].view(shape)
@@ -157,47 +135,43 @@ class Magnitude(Linear):
 
     def backward_input(self, env: OpEnv) -> None:
         gains, grad_x = self._gains(env, env.t[self.norms.name]), env.g[self.x]
-        if self.dropout is not None:
-            self._backward_dropped(env, gains, self.dropout)
-            return
+        gains = gains.split(self.adapters.widths)
+        if self.dropout.probability:
+            return self._backward_dropped(env, gains)
         grad = self._write_grads(env, gains)
         added, weight = self.x in env.accumulate, self._matrix(env)
         torch.addmm(grad_x, grad, weight, out=grad_x) if added else torch.mm(grad, weight, out=grad_x)
 
-    def _write_grads(self, env: OpEnv, gains: list[tuple[AdaptedRows, Tensor]]) -> Tensor:
+    def _write_grads(self, env: OpEnv, gains: tuple[Tensor, ...]) -> Tensor:
         """Write the gradient of the sum of both products, which is grad_y times gains, and that of low."""
         grad = env.t[self.grad_product.name]
         grad.copy_(env.g[self.y])
-        for rows, gain in gains:
+        for rows, gain in zip(self.adapters.rows, gains, strict=True):
             grad[:, rows.start : rows.end].mul_(gain)
         write_grad_low(self.adapters, grad, env.p[self.adapters.up], env.g[self.low])
         return grad
 
-    def _backward_dropped(self, env: OpEnv, gains: list[tuple[AdaptedRows, Tensor]], dropout: Dropout) -> None:
+    def _backward_dropped(self, env: OpEnv, gains: tuple[Tensor, ...]) -> None:
         """grad_x (+)= grad_y @ W + d'(((g - 1) * grad_y) @ W + grad_low @ A), d' dropping what forward dropped."""
         grad_y, grad, grad_x = env.g[self.y], env.t[self.grad_product.name], env.g[self.x]
         grad.zero_()
-        for rows, gain in gains:
+        for rows, gain in zip(self.adapters.rows, gains, strict=True):
             torch.mul(grad_y[:, rows.start : rows.end], gain - 1.0, out=grad[:, rows.start : rows.end])
-        through = torch.mm(grad, self._matrix(env), out=env.t[dropout.buffer.name])
+        through = torch.mm(grad, self._matrix(env), out=env.t[self.dropout.buffer.name])
         self._write_grads(env, gains)  # the weight half reads them
         torch.addmm(through, env.g[self.low], env.p[self.adapters.down], out=through)
-        through = dropout.left_of(through, env)
+        through = self.dropout.left_of(through, env)
         grad_x.add_(through) if self.x in env.accumulate else grad_x.copy_(through)
         torch.addmm(grad_x, grad_y, self._matrix(env), out=grad_x)
 
     def backward_weight(self, env: OpEnv) -> None:
-        read, grad = self._read(env, self.x_again), env.t[self.grad_product.name]
+        read, grad = self.dropout.left_of(env.t[self.x_again], env), env.t[self.grad_product.name]
         accumulate_up_grad(self.adapters, grad, env.t[self.low_again], env.gp[self.adapters.up], env.first)
         grad_y, norms, sums = env.g[self.y], env.t[self.norms.name][0], env.gp[self.adapters.magnitude]
-        first = 0
-        for columns, rows, low, up in self._blocks(env, self.low_again):
-            if rows is None or low is None or up is None:
-                continue
-            end = first + columns.stop - columns.start
-            product = self._product_of(env, read, columns, low, up).mul_(grad_y[:, columns]).div_(norms[first:end])
-            accumulate_bias_grad(sums[first:end], product, env.first)
-            first = end
+        for block in self.blocks:
+            if block.rows is not None:
+                product = self._sum(env, read, block, self.low_again).mul_(grad_y[:, block.columns])
+                accumulate_bias_grad(sums[block.rows], product.div_(norms[block.rows]), env.first)
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
@@ -215,43 +189,50 @@ class Magnitude(Linear):
         own = max(in_plain_width(self.workspace_bytes(tokens, FLOAT64_BYTES), compute_bytes), widened)
         return own + (norms + block if compute_bytes == 2 else 0)
 
+    def _products(self, tokens: int, passes: int, compute_bytes: int) -> Work:
+        """The large product, one with B, and so many passes over outputs, of which a wide one counts twice."""
+        moved = Work(memory_bytes=float(passes * tokens * self.out_features * compute_bytes), kernels=passes)
+        return self._product(tokens).plus(self.adapters.up_work(tokens, 1, compute_bytes)).plus(moved)
+
     def _norm_work(self, compute_bytes: int) -> Work:
         """Reading the adapted rows twice."""
         elements = self.adapters.adapted_features * self.in_features
         kernels = 10 * len(self.adapters.rows) + 3
         return Work(2.0 * elements * self.adapters.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
 
-    def _passes(self, tokens: int, passes: int, compute_bytes: int) -> Work:
-        """Reading or writing outputs of the compute dtype so many times; a wide one counts twice."""
-        num_bytes = float(passes * tokens * self.out_features * compute_bytes)
-        return Work(memory_bytes=num_bytes, kernels=passes)
-
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._product(tokens).plus(self.adapters.up_work(tokens, 1, compute_bytes))
-        passes = self._passes(tokens, 15 if self.residual is None else 20, compute_bytes)
-        return work.plus(self._norm_work(compute_bytes)).plus(passes).plus(self._twice(tokens, 2, compute_bytes))
-
     def _twice(self, tokens: int, passes: int, compute_bytes: int) -> Work:
         """The large product once more, of what dropout leaves; passes: over tensors like x, to drop."""
-        if self.dropout is None:
+        if not self.dropout.probability:
             return Work()
-        work = self._product(tokens).plus(self._passes(tokens, 3, compute_bytes))
-        return work.plus(self.dropout.work(tokens, passes, passes // 2, compute_bytes))
+        moved = Work(memory_bytes=3.0 * tokens * self.out_features * compute_bytes, kernels=3)
+        return self._product(tokens).plus(moved).plus(self.dropout.work(tokens, passes, compute_bytes))
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = self._products(tokens, 15 if self.residual is None else 20, compute_bytes)
+        return work.plus(self._norm_work(compute_bytes)).plus(self._twice(tokens, 2, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._product(tokens).plus(self.adapters.up_work(tokens, 1, compute_bytes))
-        work = work.plus(self._norm_work(compute_bytes))
-        work = work.plus(self._passes(tokens, 4, compute_bytes)).plus(self._twice(tokens, 4, compute_bytes))
-        return work if self.dropout is None else work.plus(self.adapters.down_work(tokens, 2, compute_bytes))
+        work = self._products(tokens, 4, compute_bytes).plus(self._norm_work(compute_bytes))
+        work = work.plus(self._twice(tokens, 4, compute_bytes))
+        return work.plus(self.adapters.down_work(tokens, 2, compute_bytes)) if self.dropout.probability else work
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._product(tokens).plus(self.adapters.up_work(tokens, 1, compute_bytes))
-        work = work.plus(self._passes(tokens, 19, compute_bytes))
-        return work if self.dropout is None else work.plus(self.dropout.work(tokens, 2, 1, compute_bytes))
+        return self._products(tokens, 19, compute_bytes).plus(self.dropout.work(tokens, 2, compute_bytes))
 
     def model_flops(self, seq_len: int) -> float:
         """The frozen product forward and for the gradient of x, that of B once more for its own gradient."""
         return 2 * self._product(seq_len).flops + 3 * self.adapters.up_work(seq_len, 1, 2).flops
+
+
+def _blocks(adapters: Adapters) -> Iterator[_Block]:
+    """Cut the columns of the output, those between adapted modules too."""
+    reached, first, rank = 0, 0, adapters.rank
+    for number, (start, end) in enumerate((*adapters.rows, (adapters.out_features, adapters.out_features))):
+        yield from (_Block(columns) for columns in _cut(reached, start))
+        for columns in _cut(start, end):
+            own = slice(first + columns.start - start, first + columns.stop - start)
+            yield _Block(columns, own, slice(number * rank, (number + 1) * rank))
+        reached, first = end, first + end - start
 
 
 def _cut(start: int, end: int) -> list[slice]:

@@ -19,24 +19,37 @@ _FIRST_STREAM = 1 << 32  # above those of the optimizer, which rounds at random 
 class Dropout(NamedTuple):
     """Dropout of what an adapter reads: drawn once for all modules of a fused projection.
 
-    number: of the layer among the ops, for the draws. buffer: for what is left of a tensor.
+    number: of the layer among the ops, for the draws. buffer: for what is left of a tensor. A probability of 0 leaves
+    everything, without a buffer and without any work.
     """
 
     probability: float
     number: int
     buffer: TensorSpec
 
+    @property
+    def buffers(self) -> tuple[TensorSpec, ...]:
+        """The buffer, where there is dropout."""
+        return (self.buffer,) if self.probability else ()
+
     def left_of(self, x: Tensor, env: OpEnv) -> Tensor:
         """What dropout leaves of x, which may be the buffer itself; x where nothing is trained."""
-        if env.chunk.dropout is None:
+        if env.chunk.dropout is None or not self.probability:
             return x
         left = env.t[self.buffer.name]
         drop(x, left, self.probability, env.chunk.dropout, env.layer, self.number)
         return left
 
-    def work(self, tokens: int, passes: int, kernels: int, compute_bytes: int) -> Work:
-        """Reading and writing tensors like x."""
-        return Work(memory_bytes=float(passes * tokens * self.buffer.shape[0] * compute_bytes), kernels=kernels)
+    def work(self, tokens: int, passes: int, compute_bytes: int) -> Work:
+        """Passes over tensors like x, to read and to write."""
+        if not self.probability:
+            return Work()
+        num_bytes = float(passes * tokens * self.buffer.shape[0] * compute_bytes)
+        return Work(memory_bytes=num_bytes, kernels=passes // 2)
+
+
+NO_DROPOUT = Dropout(0.0, 0, TensorSpec("", ()))
+"""What leaves everything."""
 
 
 def drop(x: Tensor, out: Tensor, probability: float, draws: DropoutDraws, layer: int, number: int) -> None:

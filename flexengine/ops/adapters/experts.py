@@ -34,12 +34,9 @@ class GroupedLoraUp(GroupedLinear):
     """
 
     def __init__(self, base: GroupedLinear, adapters: Adapters) -> None:
-        super().__init__(
-            base.name, base.x, base.bounds, base.y, base.in_features, base.out_features, base.num_experts,
-            base.per_token, base.weight, base.bias, base.row_weight, base.transposed, base.divisions,
-        )  # fmt: skip
+        vars(self).update(vars(base))
         assert adapters.experts is not None
-        self.fp8, self.adapters, self.one_tensor = base.fp8, adapters, adapters.experts.one_tensor
+        self.adapters, self.one_tensor = adapters, adapters.experts.one_tensor
         assert not self.one_tensor or len(adapters.rows) == 1, "one tensor of a fused product has one adapter"
         self.low, self.width, rows = adapters.low.name, adapters.width, self.num_experts * self.out_features
         self.inputs, self.grad_inputs = (*self.inputs, self.low), (*self.grad_inputs, self.low)

@@ -26,7 +26,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from flexengine.ops.adapters.dropout import Dropout
+from flexengine.ops.adapters.dropout import NO_DROPOUT, Dropout
 from flexengine.ops.adapters.lora_grads import (
     add_parts,
     in_one_pass,
@@ -51,10 +51,10 @@ class LoraDown(Op):
     keepable = False  # kept beside another output, or else made again: low takes little
     few_operands = True
 
-    def __init__(self, adapters: Adapters, x: str, dropout: Dropout | None = None, divisions: int = 1) -> None:
+    def __init__(self, adapters: Adapters, x: str, dropout: Dropout = NO_DROPOUT, divisions: int = 1) -> None:
         self.name, self.adapters, self.x, self.x_again = f"{adapters.name}.lora_down", adapters, x, x
         self.dropout, self.divisions = dropout, divisions
-        self.replays = dropout is None  # what it draws is an operand, and changes with every step
+        self.replays = not dropout.probability  # what it draws is an operand, and changes with every step
         self.low, self.params = adapters.low, (adapters.down,)
         self.inputs = self.needs_weight = (x,) if adapters.experts is None else (x, adapters.experts.bounds)
         self.outputs = (self.low,)
@@ -76,11 +76,7 @@ class LoraDown(Op):
         return op, again
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        return () if self.dropout is None else (self.dropout.buffer,)
-
-    def _read(self, env: OpEnv, x: str) -> Tensor:
-        """x, or while training with dropout what is left of it."""
-        return env.t[x] if self.dropout is None else self.dropout.left_of(env.t[x], env)
+        return self.dropout.buffers
 
     def _rows(self, env: OpEnv, x: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor, slice]:
         """Rows of x and low sorted by expert, their bounds, and the experts of this call's part."""
@@ -95,7 +91,9 @@ class LoraDown(Op):
             return
         down, low = env.p[self.adapters.down], env.t[self.low.name]
         if self.adapters.experts is None:
-            torch.addmm(low, self._read(env, self.x), down.t(), beta=0, alpha=self.adapters.scale, out=low)
+            torch.addmm(
+                low, self.dropout.left_of(env.t[self.x], env), down.t(), beta=0, alpha=self.adapters.scale, out=low
+            )
             return
         x, low, bounds, experts = self._rows(env, env.t[self.x], low)
         grouped_product(x, down[experts], bounds, low, False)
@@ -103,7 +101,7 @@ class LoraDown(Op):
     def backward_input(self, env: OpEnv) -> None:
         # The frozen op comes after this one, and has written the gradient of x.
         grad_x, grad_low, down = env.g[self.x], env.g[self.low.name], env.p[self.adapters.down]
-        if self.dropout is None:
+        if not self.dropout.probability:
             torch.addmm(grad_x, grad_low, down, out=grad_x)
             return
         through = torch.mm(grad_low, down, out=env.t[self.dropout.buffer.name])
@@ -112,7 +110,7 @@ class LoraDown(Op):
     def backward_weight(self, env: OpEnv) -> None:
         grad_low, grad = env.g[self.low.name], env.gp[self.adapters.down]
         if self.adapters.experts is None:
-            return accumulate_weight_grad(grad, grad_low, self._read(env, self.x_again), env.first)
+            return accumulate_weight_grad(grad, grad_low, self.dropout.left_of(env.t[self.x_again], env), env.first)
         x, grad_low, bounds, experts = self._rows(env, env.t[self.x_again], grad_low)
         grouped_weight_gradient(grad_low, x, bounds, grad[experts], not env.first)
 
@@ -122,15 +120,11 @@ class LoraDown(Op):
         # any expert may get all tokens, whose rows are widened
         return 4 * tokens * (self.adapters.in_features + self.adapters.width) if compute_bytes == 2 else 0
 
-    def _dropping(self, tokens: int, passes: int, kernels: int, compute_bytes: int) -> Work:
-        """Reading and writing tensors like x where there is dropout."""
-        return Work() if self.dropout is None else self.dropout.work(tokens, passes, kernels, compute_bytes)
-
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self.adapters.down_work(tokens, 1, compute_bytes).plus(self._dropping(tokens, 2, 1, compute_bytes))
+        return self.adapters.down_work(tokens, 1, compute_bytes).plus(self.dropout.work(tokens, 2, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self.adapters.down_work(tokens, 2, compute_bytes).plus(self._dropping(tokens, 4, 2, compute_bytes))
+        return self.adapters.down_work(tokens, 2, compute_bytes).plus(self.dropout.work(tokens, 4, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work, of = self.forward_work(tokens, seq_len, compute_bytes), self.adapters.experts
