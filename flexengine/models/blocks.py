@@ -131,7 +131,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
     bias = "router.bias" if e.stacked else None
     style = e.router._replace(scale=e.router.scale * s.residual_scale)  # its weights scale what experts add
     router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, style)
-    gate_up, down = product_options(e.stacked, e.transposed, router.weight)
+    gate_up, down = product_options(e.stacked, e.transposed, router.row_weight)
     # The shared expert adds its result to the residual first; the combining op then adds the others to that sum.
     residual, shared = ("x1", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
     # Every op on rows reads the router's bounds on the device, so that the host never waits for the routing.
@@ -148,7 +148,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
         ),
         # The router's weight multiplies before the last product: its gradient then needs no result of that product,
         # which therefore is never kept nor recomputed.
-        WeightedGLU("experts_glu", "gate_up", router.weight, "a", f, e.per_token, s.activation, **own),
+        WeightedGLU("experts_glu", "gate_up", router.row_weight, "a", f, e.per_token, s.activation, **own),
         GroupedLinear(
             "experts_down", "a", y="results", in_features=f, out_features=d, num_experts=e.count,
             per_token=e.per_token, weight=weights[1], **own, **down,

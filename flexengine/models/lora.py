@@ -69,52 +69,40 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
     """
     named = with_named_experts(model)
     meant = _named_by_targets(named, lora)
-    if any(modules[0].expert for layer in named.layers for _, modules in _targeted(named, layer, lora, meant)):
+    targeted = [_targeted(named, layer, lora, meant) for layer in named.layers]
+    if any(modules[0].expert for found in targeted for modules in found.values()):
         model = named  # a checkpoint may hold experts without adapters one by one
-    known: dict[tuple[tuple[Op, ...], tuple], tuple[Op, ...]] = {}
+    known: dict[tuple[tuple[Op, ...], tuple[Adapters, ...]], tuple[Op, ...]] = {}
     layers, groups = list(model.layers), list(model.groups)
-    for index, layer in enumerate(model.layers):
-        found = {op.name: modules for op, modules in _targeted(named, layer, lora, meant)}
+    for index, (layer, found) in enumerate(zip(model.layers, targeted, strict=True)):
         if not found:
             continue
+        own = {_adapters(op, modules, lora): modules for op, modules in found.items()}
         # Equal blocks must go on sharing one tuple of ops: everything derived from ops is cached by it.
-        rows = tuple((name, tuple(dict.fromkeys((m.rows, m.one_tensor) for m in ms))) for name, ms in found.items())
-        if (layer.ops, rows) not in known:
-            of_modules = dict(rows)
-            own = {op.name: _adapters(op, of_modules[op.name], lora) for op in layer.ops if op.name in found}
-            known[layer.ops, rows] = with_adapters(layer.ops, own, lora.dropout)
-        ops = known[layer.ops, rows]
+        key = (layer.ops, tuple(own))
+        if key not in known:
+            known[key] = with_adapters(layer.ops, {each.name: each for each in own}, lora.dropout)
         nested = sum(modules[0].one_tensor for modules in found.values()) == 2
-        params = [param for own in _of_ops(ops) for param in _params(own, found[own.name], nested)]
-        own = tuple((param.name, len(groups), param.name) for param in params)
-        layers[index] = replace(layer, ops=ops, params=(*layer.params, *own))
-        name = f"adapter.{layer.name.rpartition('.')[2]}"
-        groups.append(GroupSpec(name, ADAPTER_CLASS, tuple(params), adapter=True))
+        params = tuple(param for each, modules in own.items() for param in _params(each, modules, nested))
+        there = tuple((param.name, len(groups), param.name) for param in params)
+        layers[index] = replace(layer, ops=known[key], params=(*layer.params, *there))
+        groups.append(GroupSpec(f"adapter.{layer.name.rpartition('.')[2]}", ADAPTER_CLASS, params, adapter=True))
     adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers))
-    names = [part.name for adapter in adapters(adapted) for part in adapter.parts]
-    assert len(names) == len(set(names)), "two tensors of adapters have one name in files"
-    _check_ranks(adapted, lora)
-    _check_trained_once(adapted, lora)
+    _check(adapted, lora)
     beneath = set(range(len(model.groups)))
     adapted, whole = with_saved_modules(adapted, lora.modules_to_save)
     beneath |= {i for i, group in enumerate(adapted.groups) if group.name.startswith("frozen.")}
     return freeze_groups(adapted, beneath - whole)
 
 
-def _adapters(op: Op, of_modules: tuple[tuple[AdaptedRows, bool], ...], lora: LoRA) -> Adapters:
-    """Describe the adapters of an op's modules with these rows, which may be of one tensor for all experts."""
-    assert isinstance(op, (Linear, GroupedLinear, Router))
-    experts, router = None, isinstance(op, Router)
+def _adapters(op: _Target, modules: Sequence[_Module], lora: LoRA) -> Adapters:
+    """Describe the adapters of an op's modules."""
+    experts = None
     if isinstance(op, GroupedLinear):
-        experts = OfExperts(op.num_experts, op.per_token, op.bounds, one_tensor=of_modules[0][1])
-    (weight, outputs, transposed), inputs = _weight_of(op), op.width if isinstance(op, Router) else op.in_features
-    sizes = (inputs, outputs, lora.rank, lora.scale, tuple(rows for rows, _ in of_modules))
-    return Adapters(op.name, weight, *sizes, transposed, lora.use_dora, experts, router)
-
-
-def _of_ops(ops: Sequence[Op]) -> Iterator[Adapters]:
-    """List the adapters of a layer in forward order."""
-    yield from (op.adapters for op in ops if isinstance(op, LoraDown) and not op.for_backward)
+        experts = OfExperts(op.num_experts, op.per_token, op.bounds, modules[0].one_tensor)
+    rows = tuple(dict.fromkeys(module.rows for module in modules))
+    sizes = (op.in_features, op.out_features, lora.rank, lora.scale, rows)
+    return Adapters(op.name, op.weight, *sizes, op.transposed, lora.use_dora, experts, isinstance(op, Router))
 
 
 def _params(adapters: Adapters, modules: Sequence[_Module], nested: bool) -> list[ParamSpec]:
@@ -150,24 +138,20 @@ _Meant = dict[str, frozenset[str]]
 """Names that targets mean, by target, but for those of all of a kind."""
 
 
-def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA, meant: _Meant) -> list[tuple[Op, tuple[_Module, ...]]]:
-    """List the linear layers, experts and routers of a block that have targets, with these."""
-    found: list[tuple[Op, tuple[_Module, ...]]] = []
-    of_op = {op: tuple(_modules(model, layer, op)) for op in _adaptable(layer)} if layer.kind == "block" else {}
+def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA, meant: _Meant) -> dict[_Target, tuple[_Module, ...]]:
+    """Find the linear layers, experts and routers of a block that have targets, with these."""
+    ops = layer.ops if layer.kind == "block" else ()
+    of_op = {op: tuple(_modules(model, layer, op)) for op in ops if isinstance(op, _Target)}
     # Where modules have the name of a tensor of all experts, it means them alone, as in PEFT.
     linear = {module.short for modules in of_op.values() for module in modules if not module.one_tensor}
+    found: dict[_Target, tuple[_Module, ...]] = {}
     for op, everything in of_op.items():
         targets = [t for t in lora.targets if not (everything[0].one_tensor and t in linear)]
         modules = tuple(m for m in everything if any(_hits(t, m, meant) for t in targets))
         if modules:
             _check_experts(everything, modules, lora)
-            found.append((op, modules))
+            found[op] = modules
     return found
-
-
-def _adaptable(layer: LayerSpec) -> Iterator[_Target]:
-    """List the ops of a layer that may have adapters."""
-    yield from (op for op in layer.ops if isinstance(op, (Linear, GroupedLinear, Router)))
 
 
 def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lora: LoRA) -> None:
@@ -191,19 +175,10 @@ def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lo
 
 def _modules(model: ModelSpec, layer: LayerSpec, op: _Target) -> Iterator[_Module]:
     """List the modules of a linear layer, experts or a router, whose weights the checkpoint has one by one."""
-    weight, outputs, transposed = _weight_of(op)
-    group, name = next((group, name) for local, group, name in layer.params if local == weight)
-    for source, rows in _spans(_sources(model, group, name), outputs, transposed):
-        expert = isinstance(op, GroupedLinear)
-        one_tensor = len(source.shape) == 3
-        yield _Module(source.name.removesuffix(".weight"), rows, expert, one_tensor, isinstance(op, Router))
-
-
-def _weight_of(op: _Target) -> tuple[str, int, bool]:
-    """The parameter that adapters of an op change, as the op names it, its outputs, and whether it is [in, out]."""
-    if isinstance(op, Router):
-        return op.param, op.num_experts, False
-    return op.weight, op.out_features, op.transposed
+    group, name = next((group, name) for local, group, name in layer.params if local == op.weight)
+    for source, rows in _spans(_sources(model, group, name), op.out_features, op.transposed):
+        kinds = (isinstance(op, GroupedLinear), len(source.shape) == 3, isinstance(op, Router))
+        yield _Module(source.name.removesuffix(".weight"), rows, *kinds)
 
 
 def _spans(
@@ -243,7 +218,8 @@ def _named_by(target: str, names: Collection[str]) -> frozenset[str]:
 
 def _named_by_targets(model: ModelSpec, lora: LoRA) -> _Meant:
     """Find what targets mean. Raises ValueError for one that is no expression, or that no module has."""
-    modules = [module for layer in model.blocks for op in _adaptable(layer) for module in _modules(model, layer, op)]
+    targets = ((layer, op) for layer in model.blocks for op in layer.ops if isinstance(op, _Target))
+    modules = [module for layer, op in targets for module in _modules(model, layer, op)]
     short = Counter(module.short for module in modules)
     names = {name for module in modules for name in _names(module)}.union(edge_modules(model))
     meant: _Meant = {}
@@ -269,21 +245,19 @@ def _named_by_targets(model: ModelSpec, lora: LoRA) -> _Meant:
     return meant
 
 
-def _check_ranks(adapted: ModelSpec, lora: LoRA) -> None:
-    """Raise ValueError where adapters are to start with more of a weight than it has."""
-    for adapter in adapters(adapted) if lora.changes_base else ():
-        most = min(adapter.weight.shape)
-        if lora.rank > most:
-            rows, columns = adapter.weight.shape
+def _check(adapted: ModelSpec, lora: LoRA) -> None:
+    """Raise ValueError for adapters that start with more of a weight than it has, and of modules trained in full."""
+    found = list(adapters(adapted))
+    names = [part.name for adapter in found for part in adapter.parts]
+    assert len(names) == len(set(names)), "two tensors of adapters have one name in files"
+    for adapter in found:
+        rows, columns = adapter.weight.shape[-2:]
+        if lora.changes_base and lora.rank > min(rows, columns):
             raise ValueError(
                 f"lora_init={lora.init} with rank {lora.rank}: {adapter.module} has {rows} x {columns} weights, and"
-                f" principal parts of rank {most} at the most; give a rank of at most {most}"
+                f" principal parts of rank {min(rows, columns)} at the most; give a rank of at most"
+                f" {min(rows, columns)}"
             )
-
-
-def _check_trained_once(adapted: ModelSpec, lora: LoRA) -> None:
-    """Raise ValueError for a module with an adapter that is to be trained in full as well."""
-    for adapter in adapters(adapted) if lora.modules_to_save else ():
         if any(adapter.module.endswith(name) for name in lora.modules_to_save):
             raise ValueError(
                 f"modules_to_save names {adapter.module}, which has an adapter; leave it out there or in the targets"
@@ -321,7 +295,7 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
     """List the adapters of a model in forward order; none where it has no adapters."""
     for layer in model.layers:
         named = {local: (group, name) for local, group, name in layer.params}
-        for own in _of_ops(layer.ops):
+        for own in (op.adapters for op in layer.ops if isinstance(op, LoraDown) and not op.for_backward):
             weights, down, up = (_sources(model, *named[name]) for name in (own.weight, own.down, own.up))
             adapted = [source for source, rows in _spans(weights, own.out_features, own.transposed) if rows in own.rows]
             magnitudes = _sources(model, *named[own.magnitude]) if own.has_magnitude else [None] * len(adapted)

@@ -50,21 +50,23 @@ class Router(Op):
     """weight [T * K] of every row sorted by expert, place [T, K] of a token's rows, expert [T, K], bounds [E + 1] of
     the rows of each expert. Backward finds the probabilities again."""
 
+    transposed = False
+    """Its weight is [E, D]."""
     start: str | None = None
     """What is added to the logits [T, E], where another op has written it; its gradient is that of the logits."""
 
     def __init__(
-        self, name: str, x: str, width: int, num_experts: int, per_token: int, weight: str, normalised: bool,
+        self, name: str, x: str, in_features: int, num_experts: int, per_token: int, weight: str, normalised: bool,
         bias: str | None = None, style: RouterStyle = SOFTMAX,
     ) -> None:  # fmt: skip
-        self.name, self.x, self.width, self.param, self.bias = name, x, width, weight, bias
+        self.name, self.x, self.in_features, self.weight, self.bias = name, x, in_features, weight, bias
         self.num_experts, self.per_token, self.normalised = num_experts, per_token, normalised
         self.style, self.buffers = style, (f"{name}.choice_bias",) if style.biased else ()
-        self.weight, self.place = f"{name}_weight", f"{name}_place"
+        self.row_weight, self.place = f"{name}_weight", f"{name}_place"
         self.expert, self.bounds = f"{name}_expert", f"{name}_bounds"
         self.inputs = (x,)
         self.outputs = (
-            TensorSpec(self.weight, (per_token,), "float32"),
+            TensorSpec(self.row_weight, (per_token,), "float32"),
             TensorSpec(self.place, (per_token,), "int32"),
             TensorSpec(self.expert, (per_token,), "int32"),
             TensorSpec(self.bounds, (), "int32", rows=num_experts + 1),
@@ -74,6 +76,11 @@ class Router(Op):
         self.needs_weight = (x,)
         self.grad_inputs = (x,)
         self.grad_logits = TensorSpec(f"{name}_grad_logits", (num_experts,))
+
+    @property
+    def out_features(self) -> int:
+        """Logits of a token."""
+        return self.num_experts
 
     def onto(self, start: str) -> Self:
         """The same router with frozen parameters, whose logits are added to `start`."""
@@ -94,7 +101,7 @@ class Router(Op):
 
     def _product_of(self, env: OpEnv) -> Tensor:
         """x @ weight.T (+ bias) [T, E], wide, rounded to the compute dtype unless logits are exact."""
-        x, weight = env.t[self.x], env.p[self.param]
+        x, weight = env.t[self.x], env.p[self.weight]
         if self.style.exact:
             assert self.bias is None, "no family has a bias of exact logits"
             return wide_product(x, weight)
@@ -139,7 +146,7 @@ class Router(Op):
         chosen = torch.empty_like(expert, dtype=torch.float32)
         routing.choose(scores, probabilities, expert, chosen, self.style.scale, self.normalised, self._least_sum)
         counts = bounds.new_empty(1 + routing.num_blocks(expert.numel(), self.num_experts), self.num_experts)
-        routing.place_rows(expert, chosen, counts, env.t[self.place], bounds, env.t[self.weight].view(-1))
+        routing.place_rows(expert, chosen, counts, env.t[self.place], bounds, env.t[self.row_weight].view(-1))
 
     def _plain_route(self, env: OpEnv, probabilities: Tensor, scores: Tensor) -> None:
         """Choose experts and place rows by torch."""
@@ -158,7 +165,7 @@ class Router(Op):
         bounds = env.t[self.bounds]
         bounds[0].zero_()
         bounds[1:].copy_(torch.searchsorted(by_row, experts, right=True))
-        env.t[self.weight].view(-1).copy_(chosen.flatten()[order])
+        env.t[self.row_weight].view(-1).copy_(chosen.flatten()[order])
 
     def backward_input(self, env: OpEnv) -> None:
         probabilities, balance = self._probabilities(env), env.chunk.balance
@@ -168,7 +175,7 @@ class Router(Op):
             from flexengine.kernels import routing  # noqa: PLC0415
 
             routing.logits_gradient(
-                probabilities, env.t[self.expert], env.t[self.place], env.g[self.weight].view(-1),
+                probabilities, env.t[self.expert], env.t[self.place], env.g[self.row_weight].view(-1),
                 None if added is None else added.float(), grad_logits, self.style.scale,
                 self.style.scores == "softmax", self.normalised, self._least_sum,
             )  # fmt: skip
@@ -176,14 +183,14 @@ class Router(Op):
             grad_logits.copy_(self._plain_logits_gradient(env, probabilities, added))
         grad_x = env.g[self.x]
         if self.x in env.accumulate:
-            torch.addmm(grad_x, grad_logits, env.p[self.param], out=grad_x)
+            torch.addmm(grad_x, grad_logits, env.p[self.weight], out=grad_x)
         else:
-            torch.mm(grad_logits, env.p[self.param], out=grad_x)
+            torch.mm(grad_logits, env.p[self.weight], out=grad_x)
 
     def _plain_logits_gradient(self, env: OpEnv, probabilities: Tensor, added: Tensor | None) -> Tensor:
         """Compute the gradient [T, E] of the logits by torch; probabilities may be overwritten."""
         expert = env.t[self.expert].long()
-        grad = env.g[self.weight].view(-1)[env.t[self.place].flatten().long()].view(expert.shape)
+        grad = env.g[self.row_weight].view(-1)[env.t[self.place].flatten().long()].view(expert.shape)
         if self.style.scale != 1.0:
             grad = grad * self.style.scale
         if self.normalised:
@@ -202,7 +209,7 @@ class Router(Op):
 
     def backward_weight(self, env: OpEnv) -> None:
         grad_logits = env.t[self.grad_logits.name]
-        accumulate_weight_grad(env.gp[self.param], grad_logits, env.t[self.x], env.first)
+        accumulate_weight_grad(env.gp[self.weight], grad_logits, env.t[self.x], env.first)
         if self.bias is not None:
             accumulate_bias_grad(env.gp[self.bias], grad_logits, env.first)
 
@@ -216,12 +223,12 @@ class Router(Op):
         return tokens * (copies * self.num_experts * wide_bytes + 10 * self.per_token * 8) + 64 * self.num_experts
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        widened = widened_bytes(tokens, self.num_experts, self.width, compute_bytes)
-        operands = 4 * self.width * (tokens + self.num_experts) if self.style.exact and compute_bytes == 2 else 0
+        widened = widened_bytes(tokens, self.num_experts, self.in_features, compute_bytes)
+        operands = 4 * self.in_features * (tokens + self.num_experts) if self.style.exact and compute_bytes == 2 else 0
         return max(super().plain_workspace_bytes(tokens, compute_bytes) + operands, widened)
 
     def _logits(self, tokens: int) -> float:
-        return 2.0 * tokens * self.width * self.num_experts
+        return 2.0 * tokens * self.in_features * self.num_experts
 
     def _work(self, tokens: int, products: int, passes: int, kernels: int) -> Work:
         memory = float(passes * 4 * tokens * self.num_experts + 64 * tokens * self.per_token)
