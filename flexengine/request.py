@@ -43,6 +43,11 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     """Describe the model as a job trains it: its linear layers in the job's matmul dtype, what backward reads of its
     gated FFNs in the job's keep dtype, its frozen layers marked, and these in the job's base dtype.
 
+    This is the order of the passes, each of which finds what those before it made: products, as adapters come before
+    or behind them by their kind; rounding of gated units, of whose codes layers read in backward, which adapters then
+    read, too; adapters or freezing, which takes weight halves from ops that nobody replaces any more; forward alone,
+    where nothing is trained; the base dtype, which is for frozen groups.
+
     Warns when sequences may be longer than the model was made for, and of adapters that PEFT will not read. Raises
     ValueError where it cannot take them, or as `with_matmul_dtype`, `with_keep_dtype`, `with_frozen` and
     `with_base_dtype`.

@@ -20,8 +20,8 @@ def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
 
     Embedding, head, routers, norms and biases stay in the compute dtype: they are few, and rounding them costs most
     accuracy. So do layers that a checkpoint in this very format holds in 16 bits: whoever made it left them out. MXFP4
-    is for experts that are stored input by output alone, as gpt-oss has them. Call it after everything that freezes
-    groups. Raises: ValueError when no block is frozen, or none has what the format is for.
+    is for experts that are stored input by output alone, as gpt-oss has them. Raises: ValueError when no block is
+    frozen, or none has what the format is for.
     """
     if base == "compute":
         return model

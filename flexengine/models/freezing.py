@@ -23,8 +23,7 @@ def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
     """Freeze the named groups of `model`.
 
     names: a group's name (embed, block.3, head), blocks (all of them), a range such as block.0-15, or a pattern such
-    as block.1?. Call it after everything else that replaces ops. Layers that shared their ops share the new ones if
-    they are treated equally.
+    as block.1?. Layers that shared their ops share the new ones if they are treated equally.
     Raises: ValueError for a name that no group has, or when nothing is left to train.
     """
     names = [names] if isinstance(names, str) else names
@@ -40,7 +39,7 @@ def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
 
 
 def freeze_groups(model: ModelSpec, found: set[int]) -> ModelSpec:
-    """Freeze groups of `model` by their indices. Call it after everything else that replaces ops."""
+    """Freeze groups of `model` by their indices."""
     groups = tuple(replace(group, frozen=i in found) for i, group in enumerate(model.groups))
     # Backward ends here: nothing below this layer has anything to train.
     lowest = min(i for i, layer in enumerate(model.layers) if set(layer.groups) - found)

@@ -27,16 +27,16 @@ def check_keep_dtype(model: ModelSpec, keep: str) -> None:
 def with_keep_dtype(model: ModelSpec, keep: str) -> ModelSpec:
     """Let backward of the blocks' gated units read gate and up rounded to FP8, whatever a plan keeps.
 
-    Call it after `with_matmul_dtype`, and before adapters and everything that freezes groups. Blocks that shared their
-    ops share the new ones. Raises: ValueError for a model without gated units, or with experts.
+    Blocks that shared their ops share the new ones. Raises: ValueError for a model without gated units, or with
+    experts.
     """
     if keep == "compute":
         return model
     leave = "leave --keep-dtype out"
-    kinds = {type(op) for layer in model.blocks for op in layer.ops}
-    if WeightedGLU in kinds:
+    ops = [op for layer in model.blocks for op in layer.ops]
+    if any(isinstance(op, WeightedGLU) for op in ops):
         raise ValueError(f"keep_dtype={keep} is for dense gated FFNs, and {model.name} has experts; {leave}")
-    if GLU not in kinds:
+    if not any(isinstance(op, GLU) for op in ops):
         raise ValueError(f"keep_dtype={keep} is for gated FFNs, and {model.name} has none; {leave}")
     known: dict[tuple[Op, ...], tuple[Op, ...]] = {}
 
@@ -53,7 +53,7 @@ def _rounded(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     found: list[Op] = []
     again: dict[str, str] = {}
     for op in ops:
-        if type(op) is GLU:
+        if isinstance(op, GLU):
             kept = Codes(f"{op.gate_up}_codes", f"{op.gate_up}_scales", op.width)
             unit = RoundedGLU(op, kept)
             from_codes = GLUFromCodes(unit, kept)

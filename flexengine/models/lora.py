@@ -63,7 +63,7 @@ class _Module(NamedTuple):
 
 
 def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
-    """Give the blocks of `model` adapters, and freeze all else. Call it after everything else that replaces ops.
+    """Give the blocks of `model` adapters, and freeze all else.
 
     Raises: ValueError for a target that no linear layer of the blocks has, or adapters that cannot be.
     """

@@ -107,12 +107,9 @@ class GroupedLoraUp(GroupedLinear):
     def _up_work(self, tokens: int, compute_bytes: int, passes: int, kernels: int) -> Work:
         """A product with U, so many passes over y, one over low, and U itself."""
         rows = tokens * self.per_token
-        num_bytes = rows * (passes * self.out_features + self.width) + 2.0 * self.num_experts * self._spread_elements
-        return Work(0.0, 0.0, 0.0, num_bytes * compute_bytes, kernels, grouped_flops=2.0 * rows * self._spread_elements)
-
-    @property
-    def _spread_elements(self) -> int:
-        return self.out_features * self.width
+        num_bytes = (rows * (passes * self.out_features + self.width) + 2.0 * self.spread.elements(0)) * compute_bytes
+        flops = 2.0 * rows * self.out_features * self.width
+        return Work(memory_bytes=num_bytes, kernels=kernels, grouped_flops=flops)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return super().forward_work(tokens, seq_len, compute_bytes).plus(self._up_work(tokens, compute_bytes, 0, 3))
@@ -123,7 +120,7 @@ class GroupedLoraUp(GroupedLinear):
         return work.plus(self.adapters.down_work(tokens, 0, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        accumulators = Work(memory_bytes=16.0 * self.num_experts * self._spread_elements)
+        accumulators = Work(memory_bytes=16.0 * self.spread.elements(0))
         return self._up_work(tokens, compute_bytes, 1, 5).plus(accumulators)
 
     def model_flops(self, seq_len: int) -> float:
@@ -162,24 +159,17 @@ class GroupedMagnitude(GroupedLoraUp):
 
     def _write_gains(self, env: OpEnv) -> Tensor:
         """Leave norms of the adapted outputs and return what all outputs of the call's experts are multiplied by."""
-        experts, weight, adapters = self._experts(env), self._matrices(env), self.adapters
-        gains, norms = env.t[self.gains.name][experts], env.t[self.norms.name][experts]
+        experts, adapters, weight = self._experts(env), self.adapters, env.p[self.weight]
+        weight, gains = weight.mT if self.transposed else weight, env.t[self.gains.name][experts]
         gains.fill_(1.0)
-        downs = env.p[adapters.down][experts].split(adapters.rank, dim=1)
-        ups, magnitudes, norms = (
-            tensor.split(adapters.widths, dim=1)
-            for tensor in (env.p[adapters.up][experts], env.p[adapters.magnitude][experts], norms)
-        )
-        for number, rows in enumerate(adapters.rows):
-            matrices = weight[:, rows.start : rows.end]
-            own, adapted = adapted_norms(matrices, downs[number], ups[number], adapters.scale)
-            norms[number].copy_(adapted)
-            gains[:, rows.start : rows.end].copy_(own.add_(wide(magnitudes[number])).div_(adapted))
+        down, up, magnitude = (env.p[name][experts] for name in (adapters.down, adapters.up, adapters.magnitude))
+        by_rows = (t.split(adapters.widths, dim=1) for t in (up, magnitude, env.t[self.norms.name][experts]))
+        modules = zip(adapters.rows, down.split(adapters.rank, dim=1), *by_rows, strict=True)
+        for rows, own_down, own_up, own_magnitude, norms in modules:
+            own, adapted = adapted_norms(weight[:, rows.start : rows.end], own_down, own_up, adapters.scale)
+            norms.copy_(adapted)
+            gains[:, rows.start : rows.end].copy_(own.add_(wide(own_magnitude)).div_(adapted))
         return gains
-
-    def _matrices(self, env: OpEnv) -> Tensor:
-        """The weights of the call's experts as [experts, F, D]."""
-        return env.p[self.weight].mT if self.transposed else env.p[self.weight]
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
