@@ -63,17 +63,12 @@ class Magnitude(Linear):
         kept, products = (self.grad_product, self.norms), (self.product, self.added)
         return {"forward": products, "input": kept, "weight": (*kept, *products)}[half] + self.dropout.buffers
 
-    def _norms(self, env: OpEnv) -> tuple[Tensor, Tensor]:
-        """|W| and |W + scale * B @ A| of the adapted outputs [rows], wide."""
+    def _gains(self, env: OpEnv, norms: Tensor | None = None) -> Tensor:
+        """What the adapted outputs are multiplied by [rows], wide; norms: also keeps |W + scale * B @ A| there."""
         modules = self.adapters.modules(env.p[self.adapters.down].t(), env.p[self.adapters.up])
         matrix, scale = self._matrix(env), self.adapters.scale
         found = [adapted_norms(matrix[rows.start : rows.end], down.t(), up, scale) for rows, down, up in modules]
-        own, adapted = zip(*found, strict=True)
-        return torch.cat(own), torch.cat(adapted)
-
-    def _gains(self, env: OpEnv, norms: Tensor | None = None) -> Tensor:
-        """What the adapted outputs are multiplied by [rows]; norms: also keeps the norms there."""
-        own, adapted = self._norms(env)
+        own, adapted = (torch.cat(each) for each in zip(*found, strict=True))
         if norms is not None:
             norms.copy_(adapted[None, :])
         return (own + wide(env.p[self.adapters.magnitude])).div_(adapted)
@@ -134,8 +129,7 @@ class Magnitude(Linear):
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def backward_input(self, env: OpEnv) -> None:
-        gains, grad_x = self._gains(env, env.t[self.norms.name]), env.g[self.x]
-        gains = gains.split(self.adapters.widths)
+        gains, grad_x = self._gains(env, env.t[self.norms.name]).split(self.adapters.widths), env.g[self.x]
         if self.dropout.probability:
             return self._backward_dropped(env, gains)
         grad = self._write_grads(env, gains)

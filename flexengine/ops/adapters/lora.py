@@ -27,14 +27,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.adapters.dropout import NO_DROPOUT, Dropout
-from flexengine.ops.adapters.lora_grads import (
-    add_parts,
-    in_one_pass,
-    partial_sums,
-    parts_work,
-    sum_work,
-    write_gradients,
-)
+from flexengine.ops.adapters.lora_grads import add_parts, in_one_pass, partial_sums, write_gradients
 from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
 from flexengine.ops.experts.grouped_products import grouped_product, grouped_weight_gradient
@@ -91,9 +84,8 @@ class LoraDown(Op):
             return
         down, low = env.p[self.adapters.down], env.t[self.low.name]
         if self.adapters.experts is None:
-            torch.addmm(
-                low, self.dropout.left_of(env.t[self.x], env), down.t(), beta=0, alpha=self.adapters.scale, out=low
-            )
+            x = self.dropout.left_of(env.t[self.x], env)
+            torch.addmm(low, x, down.t(), beta=0, alpha=self.adapters.scale, out=low)
             return
         x, low, bounds, experts = self._rows(env, env.t[self.x], low)
         grouped_product(x, down[experts], bounds, low, False)
@@ -244,12 +236,10 @@ class LoraUp(Op):
         if self.sums is None:
             return work
         work = work.plus(self.adapters.up_work(tokens, 0, compute_bytes))
-        return work.plus(parts_work(tokens, self.adapters.widths, self.adapters.rank))._replace(kernels=2)
+        return work.plus(self.sums.write_work(tokens))._replace(kernels=2)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        if self.sums is None:
-            return self.adapters.up_work(tokens, 1, compute_bytes)
-        return sum_work(self.adapters.widths, self.adapters.rank)
+        return self.adapters.up_work(tokens, 1, compute_bytes) if self.sums is None else self.sums.add_work()
 
     def model_flops(self, seq_len: int) -> float:
         """The product and both gradients, also where another op makes the product."""

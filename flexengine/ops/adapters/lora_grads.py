@@ -30,6 +30,14 @@ class PartialSums(NamedTuple):
     low: TensorSpec
     up: TensorSpec
 
+    def write_work(self, tokens: int) -> Work:
+        """Writing and reading those for low, and writing those for B, beside the pass over grad_y."""
+        return Work(memory_bytes=2.0 * self.low.num_bytes(tokens, 4) + self.up.num_bytes(tokens, 4), kernels=1)
+
+    def add_work(self) -> Work:
+        """Adding up those for B to an accumulator, which is read and written."""
+        return Work(memory_bytes=self.up.num_bytes(0, 4) * (1.0 + 2.0 / SPANS), kernels=1)
+
 
 def partial_sums(name: str, widths: tuple[int, ...], rank: int) -> PartialSums | None:
     """The buffers for modules with so many columns; None where each gradient takes its own pass."""
@@ -88,14 +96,3 @@ def add_parts(up_parts: Tensor, grad_up: Tensor, first: bool) -> None:
     from flexengine.kernels import lora_grads  # noqa: PLC0415
 
     lora_grads.add_parts(up_parts, grad_up, first)
-
-
-def parts_work(tokens: int, widths: tuple[int, ...], rank: int) -> Work:
-    """Writing and reading the partial sums for low, and writing those for B, beside the pass over grad_y."""
-    tiles = sum(-(-width // COLUMNS) for width in widths)
-    return Work(memory_bytes=4.0 * rank * (2 * tokens * tiles + SPANS * sum(widths)), kernels=1)
-
-
-def sum_work(widths: tuple[int, ...], rank: int) -> Work:
-    """Adding up the partial sums for B."""
-    return Work(memory_bytes=4.0 * rank * (SPANS + 2) * sum(widths), kernels=1)
