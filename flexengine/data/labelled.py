@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from flexengine.data.bad_records import BadRecords
+from flexengine.data.encoding import encode_whole
 from flexengine.data.masks import LeftOutError
-from flexengine.data.preferences import encode_whole
 from flexengine.data.records import IGNORE, Record, parse_record
 from flexengine.data.sources import LabelNames
 from flexengine.data.token_columns import ValuedRecord

@@ -27,6 +27,27 @@ class SpecialTokens(NamedTuple):
     ends: tuple[int, ...] = ()
 
 
+class TextEnds(NamedTuple):
+    """The ids around a text: those before and behind it, and the one that ends it; None where none does."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    end: int | None
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """A text's ids with those before it; a text may have them already."""
+        before = list(self.before)
+        return ids if ids[: len(before)] == before else before + ids
+
+    def ended(self, ids: list[int]) -> list[int]:
+        """A text's ids with those behind it, and its end, each once."""
+        end = [] if self.end is None else [self.end]
+        for behind in (list(self.after), end):
+            if ids[len(ids) - len(behind) :] != behind:
+                ids = ids + behind
+        return ids
+
+
 # ---- special tokens ---------------------------------------------------------------------------------------------
 
 

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.data.bad_records import BadRecords
+from flexengine.data.encoding import encode_whole
 from flexengine.data.masks import LeftOutError
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord, parse_record
 from flexengine.data.sources import Reader
 from flexengine.data.token_columns import ValuedRecord
-from flexengine.data.tokenizer import SLOWEST_CHARACTERS_PER_S, ChatTokenizer
+from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.wording import shown
 
 SIDES = ("chosen", "rejected")
@@ -235,10 +235,3 @@ def encode_compared(
             labels = [first.input_ids[0] if two.wanted else IGNORE, *first.labels[1:]]
             yield ValuedRecord(first.input_ids, labels, two.margin) if two.margin else first._replace(labels=labels)
             yield second
-
-
-def encode_whole(record: Record, tokenizer: ChatTokenizer) -> TokenizedRecord:
-    """Ids and labels of one record, as `encode_record`, which may take the time that its text needs."""
-    num_characters = len(record.text or "") + sum(len(message.content or "") for message in record.messages)
-    report_alive(record.where, num_characters / SLOWEST_CHARACTERS_PER_S)
-    return tokenizer.encode_record(record)

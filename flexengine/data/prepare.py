@@ -16,6 +16,7 @@ from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.hub_errors import without_secrets
 from flexengine.checkpoint.web_file import fetched
 from flexengine.data.bad_records import BadRecords, Policy
+from flexengine.data.encoding import encode_records
 from flexengine.data.labelled import encode_labelled, parse_labelled
 from flexengine.data.preferences import compared_of, encode_compared
 from flexengine.data.prompts import encode_prompts, parse_prompt
@@ -50,6 +51,7 @@ TOKEN_CODE = (
         "masks.py",
         "templates.py",
         "tokenizer.py",
+        "encoding.py",
     ),
     *(
         "guessed_columns.py",
@@ -280,7 +282,7 @@ def _encoded(
     tokenizer.left_out, tokenizer.notes = Counter(), Counter()
     bad = BadRecords(bad_records)
     if reader.source.kind == "answers":
-        yield from tokenizer.encode_records(reader.records(bad), bad)
+        yield from encode_records(reader.records(bad), tokenizer, bad)
     elif reader.source.kind == "prompt":
         yield from encode_prompts(reader.parsed(parse_prompt, bad), tokenizer, bad)
     elif reader.source.kind == "labelled":

@@ -12,33 +12,23 @@ import json
 import logging
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
-from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.tokenizer_files import add_tokens, read_config, read_tokenizer
-from flexengine.data.bad_records import BadRecords
-from flexengine.data.masks import AddedTokens, LeftOutError, Marked, Rendered, TrainOn, mark
-from flexengine.data.model_folder import TEMPLATE_FILE, ends_of_text, find_templates, read_special_tokens
+from flexengine.data.masks import AddedTokens, LeftOutError, Marked, Span, TrainOn, mark
+from flexengine.data.model_folder import TEMPLATE_FILE, TextEnds, ends_of_text, find_templates, read_special_tokens
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord
 from flexengine.data.templates import ChatTemplate, fallback_template, variants_of
 from flexengine.wording import shown
 
 logger = logging.getLogger(__name__)
 
-BATCH_CHARACTERS, BATCH_RECORDS = 2**21, 2**14
-"""Text and records that are tokenized at once: enough for every core, and small beside a host budget."""
-LONGEST_TEXT = 2**23
-"""Characters of the longest record: a tokenizer takes about 100 bytes for each, so this is a GiB at most."""
-SLOWEST_CHARACTERS_PER_S = 2**17
-"""Of what is tokenized in a CPU second: the slowest tokenizers, without a split into words, take two to ten times."""
-
-Batch = list[tuple[Record, Marked | None]]
-"""Records with their texts and trained spans; None for those of tokens."""
-
+REWRITTEN = "answers are context only, since the chat template rewrites them in later turns"
+ENDLESS = "{}, so that the model may not learn to stop"
+"""What is counted and told of records beside their tokens."""
 
 Turns = Sequence[Mapping[str, str]]
 """Turns of a conversation, each with role and content."""
@@ -47,11 +37,6 @@ Turns = Sequence[Mapping[str, str]]
 def _messages_of(said: str | Turns) -> list[Message]:
     """A user's message, or turns, as templates read them."""
     return [Message("user", said)] if isinstance(said, str) else [Message(t["role"], t["content"]) for t in said]
-
-
-def _named(record: Record, error: ValueError) -> ValueError:
-    """The error, with the place of the record."""
-    return ValueError(f"{record.where}: {error}" if record.where else str(error))
 
 
 class ChatTokenizer:
@@ -83,12 +68,13 @@ class ChatTokenizer:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.bos_token, self.eos_token, self._ends = bos_token, eos_token, tuple(ends)
-        self._around = ends_of_text(tokenizer) if around is None else around
-        self._end = self._id_of_end()
+        before, after = ends_of_text(tokenizer) if around is None else around
+        self._around = TextEnds(tuple(before), tuple(after), self._id_of_end())
         self.has_own_template = template is not None
         if template is None:
-            unnamed = "" if eos_token or self._end is None else tokenizer.id_to_token(self._end)
-            begins = bool(bos_token) and tokenizer.token_to_id(bos_token) in self._around[0]
+            end = self._around.end
+            unnamed = "" if eos_token or end is None else tokenizer.id_to_token(end)
+            begins = bool(bos_token) and tokenizer.token_to_id(bos_token) in self._around.before
             template = fallback_template(begins, unnamed or "")
         variables = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._template = ChatTemplate(template, variables, tool_template)
@@ -172,7 +158,7 @@ class ChatTokenizer:
             return frozenset(self._ends)
         turn = self._template.render([Message("user", "a"), Message("assistant", "b")]).text
         closing = [t for t in self._added.special if turn.rstrip().endswith(t)]
-        ids = (self._end, *map(self.tokenizer.token_to_id, closing))
+        ids = (self._around.end, *map(self.tokenizer.token_to_id, closing))
         return frozenset(i for i in ids if i is not None)
 
     def _warn_of_ends(self, found: Marked) -> None:
@@ -195,15 +181,15 @@ class ChatTokenizer:
         """A digest of all that decides which tokens a record becomes and which of them are trained."""
         template = self._template
         parts = [self.tokenizer.to_str(), template.text, template.tool_text, self.train_on, str(self.date)]
-        parts += [[list(ids) for ids in self._around], self._end, self.num_ids]
+        parts += [self._around, self.num_ids]
         parts += sorted(template.variables.items())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def encode_prompt(self, text: str | Turns, raw: bool = False) -> list[int]:
         """Ids of a user's message or of turns, for the assistant to answer; raw: of a text to go on with, unended."""
         if raw and isinstance(text, str):
-            return self._begun(self._encode([text])[0].ids)
-        return self._encode([render_prompt(self, text)])[0].ids
+            return self._around.begun(self.encode_texts([text])[0].ids)
+        return self.encode_texts([render_prompt(self, text)])[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids."""
@@ -216,84 +202,20 @@ class ChatTokenizer:
     # ---- records to ids ---------------------------------------------------------------------------------------
 
     def encode_record(self, record: Record) -> TokenizedRecord:
-        """Ids and labels of one record. Raises ValueError where encode_records leaves it out."""
-        found = self._mark(record)
-        encoding = self._encode([found.text], record.text is None)[0] if found else None
-        tokens = self._tokenized(record, found, encoding)
-        self._check_ids(tokens)
+        """Ids and labels of one record. Raises ValueError where `encode_records` leaves it out."""
+        found = self.mark(record)
+        encoding = self.encode_texts([found.text], record.text is None)[0] if found else None
+        tokens = self.tokenized(record, found, encoding)
+        self.check_ids(tokens)
         return tokens
 
-    def encode_records(self, records: Iterable[Record], bad: BadRecords | None = None) -> Iterator[TokenizedRecord]:
-        """Ids and labels of all records but those left out, in order; many are tokenized at once, on all cores.
-
-        bad: takes the records that cannot be encoded; without it the first of them raises ValueError.
-        Loss is on what the assistant says and on the token that ends it, or on all of a plain text. A token that only
-        overlaps an answer, such as the space before its first word, counts as part of it.
-        """
-        bad = bad or BadRecords()
-        with ThreadPoolExecutor(1) as executor:  # while one batch is tokenized, the templates of the next are rendered
-            running: tuple[Batch, Future[list[TokenizedRecord]]] | None = None
-            for batch in self._marked_batches(records, bad):
-                following = batch, executor.submit(self._encode_batch, batch)
-                yield from self._checked(*running, bad) if running else ()
-                running = following
-            yield from self._checked(*running, bad) if running else ()
-
-    def _checked(
-        self, batch: Batch, encoded: Future[list[TokenizedRecord]], bad: BadRecords
-    ) -> Iterator[TokenizedRecord]:
-        """The tokens of a batch, without records that use a token for which the model has no row."""
-        if batch:
-            num_characters = sum(len(found.text) for _, found in batch if found)
-            report_alive(batch[0][0].where, num_characters / SLOWEST_CHARACTERS_PER_S)
-        for (record, _), tokens in zip(batch, encoded.result(), strict=True):
-            try:
-                self._check_ids(tokens)
-            except ValueError as error:
-                bad.leave_out(_named(record, error))
-            else:
-                yield tokens
-
-    def _marked_batches(self, records: Iterable[Record], bad: BadRecords) -> Iterator[Batch]:
-        """Records with their text and spans, about BATCH_CHARACTERS at a time, without those that are left out."""
-        batch: Batch = []
-        num_characters = 0
-        for record in records:
-            report_alive(record.where)
-            try:
-                found = self._mark(record)
-                if found and len(found.text) > LONGEST_TEXT:
-                    size = f"a text of {len(found.text)} characters"
-                    raise ValueError(f"{size}; the longest is {LONGEST_TEXT}: split it into several records")
-            except LeftOutError as error:
-                self.left_out[str(error)] += 1
-                continue
-            except ValueError as error:
-                bad.leave_out(_named(record, error))
-                continue
-            batch.append((record, found))
-            num_characters += len(found.text) if found else BATCH_CHARACTERS // BATCH_RECORDS
-            if num_characters >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
-                yield batch
-                batch, num_characters = [], 0
-        yield batch
-
-    def _encode_batch(self, batch: Batch) -> list[TokenizedRecord]:
-        texts = [found.text for record, found in batch if record.text is not None and found]
-        chats = [found.text for record, found in batch if record.messages and found]
-        encoded = {True: iter(self._encode(texts, offsets=False)), False: iter(self._encode(chats))}
-        return [
-            self._tokenized(record, found, next(encoded[record.text is not None]) if found else None)
-            for record, found in batch
-        ]
-
-    def _mark(self, record: Record) -> Marked | None:
+    def mark(self, record: Record) -> Marked | None:
         """The record as text with its trained spans; None for one of tokens."""
         if record.tokens is not None:
             return None
         if record.text is not None:
-            if self._end is None:
-                self.notes["texts have no token that ends them, so that the model may not learn to stop"] += 1
+            if self._around.end is None:
+                self.notes[ENDLESS.format("texts have no token that ends them")] += 1
                 self._warn_once(
                     "the tokenizer names no token that ends a text, so texts are trained without one; name it as"
                     " eos_token in tokenizer_config.json of the model's folder"
@@ -301,16 +223,12 @@ class ChatTokenizer:
             return Marked(record.text, [])
         found = self._mark_conversation(record)
         if found.num_rewritten:
-            self.notes["answers are context only, since the chat template rewrites them in later turns"] += (
-                found.num_rewritten
-            )
+            self.notes[REWRITTEN] += found.num_rewritten
             self._warn_once(
                 "the chat template rewrites earlier turns; of such a conversation only the last are trained"
             )
         if not found.is_ended:
-            self.notes[
-                "conversations end without a token that ends a turn, so that the model may not learn to stop"
-            ] += 1
+            self.notes[ENDLESS.format("conversations end without a token that ends a turn")] += 1
         self._warn_of_ends(found)
         if not self.has_own_template:
             self._warn_once(
@@ -320,9 +238,7 @@ class ChatTokenizer:
         return found
 
     def _mark_conversation(self, record: Record) -> Marked:
-        def render(messages: Sequence[Message], add_generation_prompt: bool) -> Rendered:
-            return self._template.render(messages, add_generation_prompt, record)
-
+        render = functools.partial(self._template.render, record=record)
         marks, refused = self._template.marks_generation(record), None
         for variant in variants_of(record):
             try:
@@ -339,7 +255,7 @@ class ChatTokenizer:
             logger.warning(text)
         self._warned.add(text)
 
-    def _encode(self, texts: list[str], offsets: bool = True) -> list[Encoding]:
+    def encode_texts(self, texts: list[str], offsets: bool = True) -> list[Encoding]:
         """Encodings of texts, without the tokens that the tokenizer puts around a text."""
         encode = self.tokenizer.encode_batch if offsets else self.tokenizer.encode_batch_fast
         try:
@@ -352,23 +268,17 @@ class ChatTokenizer:
                 "of the model again, or leave such records out"
             ) from None
 
-    def _tokenized(self, record: Record, found: Marked | None, encoding: Encoding | None) -> TokenizedRecord:
+    def tokenized(self, record: Record, found: Marked | None, encoding: Encoding | None) -> TokenizedRecord:
+        """Ids and labels of a record from its marked text and the encoding of that; it may have tokens already."""
         if record.tokens is not None or found is None or encoding is None:
             assert record.tokens is not None, "conversations and texts are encoded"
             return record.tokens
         if record.text is not None:
-            ids = self._ended(self._begun(encoding.ids))
+            ids = self._around.ended(self._around.begun(encoding.ids))
             return TokenizedRecord(ids, ids)
-        ids, offsets = encoding.ids, encoding.offsets
-        labels = [IGNORE] * len(ids)
-        for span in found.spans:
-            first = bisect_right(offsets, span.start, key=lambda offset: offset[1])
-            last = bisect_left(offsets, span.end, key=lambda offset: offset[0])
-            if span.start < span.end:
-                labels[first:last] = ids[first:last]
-        return TokenizedRecord(ids, labels)
+        return TokenizedRecord(encoding.ids, labels_of(encoding, found.spans))
 
-    def _check_ids(self, tokens: TokenizedRecord) -> None:
+    def check_ids(self, tokens: TokenizedRecord) -> None:
         """Raise ValueError for an id that the tokenizer, or the model, does not have."""
         largest = max(tokens.input_ids, default=0)
         if largest > self.max_id:
@@ -380,18 +290,20 @@ class ChatTokenizer:
                 " tokenizer.json and config.json of one model"
             )
 
-    def _begun(self, ids: list[int]) -> list[int]:
-        """A text's ids with those that the tokenizer puts before it; a text may have them already."""
-        before = list(self._around[0])
-        return ids if ids[: len(before)] == before else before + ids
 
-    def _ended(self, ids: list[int]) -> list[int]:
-        """A text's ids with those that the tokenizer puts behind it, and its end, each once."""
-        end = [] if self._end is None else [self._end]
-        for behind in (list(self._around[1]), end):
-            if ids[len(ids) - len(behind) :] != behind:
-                ids = ids + behind
-        return ids
+def labels_of(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
+    """The ids that have a loss, and IGNORE for others.
+
+    A token that only overlaps a span, such as the space before an answer's first word, counts as part of it.
+    """
+    ids, offsets = encoding.ids, encoding.offsets
+    labels = [IGNORE] * len(ids)
+    for span in spans:
+        first = bisect_right(offsets, span.start, key=lambda offset: offset[1])
+        last = bisect_left(offsets, span.end, key=lambda offset: offset[0])
+        if span.start < span.end:
+            labels[first:last] = ids[first:last]
+    return labels
 
 
 def render_prompt(tokenizer: ChatTokenizer, said: str | Turns) -> str:

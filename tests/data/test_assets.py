@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from flexengine.data import ChatTokenizer, prepare_sequences, read_json_sft
+from flexengine.data.encoding import encode_records
 from flexengine.models.registry import ASSETS
 
 DEMO = ASSETS / "demo"
@@ -64,7 +65,7 @@ def test_demo_folder():
     assert tokenizer.tokenizer.token_to_id("<|end|>") == config["eos_token_id"]
     data = DEMO / "demo_instructions.jsonl"
     assert data.stat().st_size < 800_000
-    prepared = prepare_sequences(tokenizer.encode_records(read_json_sft(data)), 128, truncate_long=False)
+    prepared = prepare_sequences(encode_records(read_json_sft(data), tokenizer), 128, truncate_long=False)
     assert len(prepared.sequences) == prepared.cut.num_records == 3000
 
 

@@ -212,7 +212,7 @@ def test_records_are_tokenized_once(tmp_path, chat, monkeypatch):
     source, cache = parse_source(str(tmp_path / "a.jsonl")), tmp_path / "cache"
     (first,) = prepare_sources([source], chat, 64, False, cache)
     with monkeypatch.context() as patched:
-        patched.setattr(ChatTokenizer, "encode_records", None)
+        patched.setattr(module, "encode_records", None)
         (again,) = prepare_sources([source], chat, 32, False, cache)  # another length cuts the same tokens otherwise
     assert list(again.sequences) == list(first.sequences)
     assert len(list(cache.iterdir())) == 1
@@ -255,7 +255,7 @@ def test_long_documents_beside_short_ones_are_kept(tmp_path, chat):
 
 
 def test_a_text_beyond_what_a_tokenizer_takes_is_refused_early(tmp_path, chat, monkeypatch):
-    monkeypatch.setattr("flexengine.data.tokenizer.LONGEST_TEXT", 1000)
+    monkeypatch.setattr("flexengine.data.encoding.LONGEST_TEXT", 1000)
     write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b " * 1000}])
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: a text of 2000 characters; the longest is 1000: split"):
         prepare_sources([parse_source(str(tmp_path / "a.jsonl"))], chat, 64, False, None)

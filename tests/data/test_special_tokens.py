@@ -7,6 +7,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, processors
 
+from flexengine.data.encoding import encode_records
 from flexengine.data.records import Message, Record
 from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.models.registry import ASSETS
@@ -102,7 +103,7 @@ def test_an_end_that_only_the_class_of_the_model_names(tmp_path):
 @pytest.mark.parametrize("config", [{}, {"eos_token": None}, {"eos_token": "<|no such token|>"}])
 def test_texts_without_an_end_are_told(tmp_path, config, caplog):
     chat = ChatTokenizer.from_folder(folder_with(tmp_path, config, ""))
-    assert [row.input_ids for row in chat.encode_records([Record(text=TEXT)] * 3)] == [PLAIN] * 3
+    assert [row.input_ids for row in encode_records([Record(text=TEXT)] * 3, chat)] == [PLAIN] * 3
     assert [record.message[:52] for record in caplog.records] == [
         "the tokenizer names no token that ends a text, so te"
     ]
@@ -173,6 +174,6 @@ def test_conversations_that_end_where_generation_goes_on_are_told_once(tmp_path,
         caplog.clear()
         files = {"generation_config": {"eos_token_id": ends}}
         chat = ChatTokenizer.from_folder(folder_with(tmp_path, {"chat_template": template}, **files))
-        list(chat.encode_records([conversation] * 2))
+        list(encode_records([conversation] * 2, chat))
         assert len(caplog.records) == warnings
         assert all("add its id 6 to eos_token_id" in record.message for record in caplog.records)

@@ -7,6 +7,7 @@ from conversations import BOS_EOS, EARLIER, ENDED, KINDS, chat_of, record_of, tr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexengine.data.encoding import encode_records
 from flexengine.data.masks import LeftOutError
 from flexengine.data.records import IGNORE, Message, Record
 
@@ -118,7 +119,7 @@ def test_a_thought_inside_the_content_is_trained_or_the_record_is_not(named):
 
 def test_rewritten_turns_are_counted_and_told_once(caplog):
     chat = chat_of("qwen3")
-    list(chat.encode_records([record_of("several"), record_of("one_letter")]))
+    list(encode_records([record_of("several"), record_of("one_letter")], chat))
     assert sum(chat.notes.values()) == 2
     assert [r.message for r in caplog.records] == [
         "the chat template rewrites earlier turns; of such a conversation only the last are trained"

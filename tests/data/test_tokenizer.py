@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-import flexengine.data.tokenizer as module
 from flexengine.data import templates
+from flexengine.data.encoding import encode_records
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord
 from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.models.registry import ASSETS
@@ -120,7 +120,7 @@ def test_an_answer_that_lacks_the_opening_it_is_asked_with_begins_after_what_the
 
 def test_conversations_without_an_end_are_counted():
     chat = with_template("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}")
-    list(chat.encode_records([Record(messages=TURNS[1:])] * 3))
+    list(encode_records([Record(messages=TURNS[1:])] * 3, chat))
     (note,) = chat.notes.items()
     assert note == ("conversations end without a token that ends a turn, so that the model may not learn to stop", 3)
 
@@ -166,15 +166,15 @@ def test_templates_have_a_limit_of_size(monkeypatch):
 
 
 def test_many_records_are_encoded_as_one_is(demo, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("flexengine.data.encoding.BATCH_CHARACTERS", 100)
     tokens = Record(tokens=TokenizedRecord([5, 6], [IGNORE, 6]))
     records = [Record(messages=TURNS), Record(text="The river."), tokens, *[Record(messages=TURNS[1:])] * 5]
-    assert list(demo.encode_records(records)) == [demo.encode_record(record) for record in records]
+    assert list(encode_records(records, demo)) == [demo.encode_record(record) for record in records]
 
 
 def test_a_record_that_a_template_would_lose_a_part_of_is_left_out_and_counted(demo):
     with_tools = Record(messages=TURNS, tools=({"type": "function", "function": {"name": "get_weather"}},))
-    assert list(demo.encode_records([with_tools, with_tools])) == []
+    assert list(encode_records([with_tools, with_tools], demo)) == []
     assert demo.left_out == {"the chat template does not write the record's tools": 2}
 
 
