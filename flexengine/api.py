@@ -23,7 +23,8 @@ from flexengine.models.registry import ModelSource, open_initial
 from flexengine.models.task_heads import new_head_notice
 from flexengine.native.host_memory import gpu_numa_node
 from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
-from flexengine.options.job import ADAPTER_LR, LORA_OPTIONS, Job, OptimizerName, meant_by
+from flexengine.options.adapters import LORA_OPTIONS, meant_by
+from flexengine.options.job import ADAPTER_LR, Job, OptimizerName
 from flexengine.options.keywords import takes
 from flexengine.options.lora import LoRA
 from flexengine.options.option import options_of

@@ -26,7 +26,8 @@ from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.models.task_heads import config_for, read_head, with_head_saved, with_task_head
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
-from flexengine.options.job import LORA_OPTIONS, Job
+from flexengine.options.adapters import LORA_OPTIONS
+from flexengine.options.job import Job
 from flexengine.options.lora import LoRA
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import hub_model, shown

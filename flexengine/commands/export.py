@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.checkpoint.layout import ADAPTER_CONFIG
 from flexengine.checkpoint.layout import CONFIG_FILE as MODEL_CONFIG
+from flexengine.options.adapters import LORA_OPTIONS
 from flexengine.options.flags import add_flag, from_flags
-from flexengine.options.job import LORA_OPTIONS, Job
+from flexengine.options.job import Job
 from flexengine.options.option import options_of
 from flexengine.options.train_config import CONFIG_FILE, FINAL_FOLDER, TrainConfig
 from flexengine.wording import FlagParser

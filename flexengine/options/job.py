@@ -7,16 +7,14 @@ everything else is checked against it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from flexengine.options.lora import LoRA
-from flexengine.options.option import KeywordWords, Need, Option, Words, check_needs, options_of
+from flexengine.options.adapters import AdapterOptions
+from flexengine.options.option import KeywordWords, Need, Option, Words, check_each_once, check_needs, options_of
 from flexengine.options.task import TaskOptions
 from flexengine.plan import MOST_ROUNDED, Numerics, rounds_of_step
-from flexengine.wording import shown
 
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
 StorageDtype = Literal["float32", "bfloat16"]
@@ -29,37 +27,17 @@ OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
 MOST_TOKENS = 2**28
 """Limits are far above what any machine could use: a slip of the keyboard is named, not tried."""
 MOST_GIB = 2**20
-MOST_LORA_RANK = 2**14
 LARGEST_SEED = 2**32 - 1
-FOR_ADAPTERS = (Need("mode", ("lora",), why="is for adapters"),)
 FOR_WIDE = (Need("dtype", ("float64",), of=("float64",)),)
 FOR_BF16 = (Need("dtype", ("bfloat16",), of=("bfloat16", "bf16", "fp8")),)
 FOR_STATES = (
     Need("optimizer", ("adamw", "muon"), of=("int8",), why="is for adamw and muon"),
     Need("dtype", ("bfloat16", "float32"), of=("bfloat16", "int8"), why="is for narrower types than float64 keeps"),
 )
-LORA_OPTIONS = {
-    "lora_rank": "rank",
-    "lora_alpha": "alpha",
-    "lora_targets": "targets",
-    "lora_dropout": "dropout",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-    "lora_init": "init",
-    "modules_to_save": "modules_to_save",
-}
-"""Options that mean something in mode lora alone, and the fields of `LoRA` that they are."""
-
-
-def meant_by(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a file or of a Python call, with mode lora where one of adapters is given and no mode is."""
-    options = options_of(Job)
-    adapters = any(options[name].is_given(value) for name, value in given.items() if name in LORA_OPTIONS)
-    return {**given, "mode": "lora"} if adapters and given.get("mode") is None else dict(given)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(TaskOptions):
+class Job(AdapterOptions, TaskOptions):
     """What decides the plan of a run, and what decides its bits. Raises ValueError for values that no run can have."""
 
     words: ClassVar[Words] = KeywordWords()
@@ -181,75 +159,6 @@ class Job(TaskOptions):
             " begin as the mean of the others"
         ),
     ] = False
-    mode: Annotated[
-        Literal["full", "lora"] | None,
-        Option(
-            "what is trained: full = all weights, lora = low-rank adapters of the blocks' linear layers alone (default:"
-            " full, or lora with --adapter)"
-        ),
-    ] = None
-    lora_rank: Annotated[
-        int | None, Option("rank of the adapters (default: 16)", above=0, most=MOST_LORA_RANK, needs=FOR_ADAPTERS)
-    ] = None
-    lora_alpha: Annotated[
-        float | None,
-        Option(
-            "the product of an adapter is multiplied by alpha / rank (default: 16)",
-            above=0,
-            most=MOST_LORA_RANK,
-            needs=FOR_ADAPTERS,
-        ),
-    ] = None
-    lora_targets: Annotated[
-        Sequence[str] | None,
-        Option(
-            "modules that have adapters: all-linear (all linear layers of the blocks but experts'), all-experts, all,"
-            " names as q_proj, or regular expressions for whole names (default: all-linear)",
-            needs=FOR_ADAPTERS,
-        ),
-    ] = None
-    adapter: Annotated[
-        str | None,
-        Option(
-            "folder of an adapter to start from, as PEFT writes it, or its id on the hub; it says rank, alpha and"
-            " targets, and its tokenizer and chat template, if it has some, take the place of the model's",
-            needs=FOR_ADAPTERS,
-        ),
-    ] = None
-    lora_dropout: Annotated[
-        float | None,
-        Option(
-            "probability that an element of what an adapter reads is dropped in training (default: 0)",
-            least=0,
-            most=0.99,
-            needs=FOR_ADAPTERS,
-        ),
-    ] = None
-    use_rslora: Annotated[
-        bool | None, Option("multiply the product of an adapter by alpha / sqrt(rank) instead", needs=FOR_ADAPTERS)
-    ] = None
-    use_dora: Annotated[
-        bool | None,
-        Option(
-            "train a magnitude for each output as well, beside the direction of its weights (DoRA)", needs=FOR_ADAPTERS
-        ),
-    ] = None
-    lora_init: Annotated[
-        str | None,
-        Option(
-            "what adapters start from: default (no change), orthogonal, pissa = the principal parts of the weights,"
-            " which are taken out of them, or pissa_niter_16 = the same by 16 iterations, which is faster",
-            needs=FOR_ADAPTERS,
-        ),
-    ] = None
-    modules_to_save: Annotated[
-        Sequence[str],
-        Option(
-            "modules that are trained in full beside adapters, by the ends of their names: embed_tokens, lm_head,"
-            " norms",
-            needs=FOR_ADAPTERS,
-        ),
-    ] = ()
     max_grad_norm: Annotated[
         float | None,
         Option(
@@ -318,12 +227,11 @@ class Job(TaskOptions):
             value = option.normalised(getattr(self, option.name))
             object.__setattr__(self, option.name, value)
             option.check(value, self.words)
-        if self.mode is None:
-            object.__setattr__(self, "mode", "full" if self.adapter is None else "lora")
+        self.choose_mode()
         check_needs(self, self.words)
         self._check_lengths()
         self._check_sizes()
-        self._check_tokens()
+        check_each_once(self.words.spelled("add_tokens"), self.add_tokens, "give each token once")
         _ = self.lora_setup  # raises for adapters that cannot be
 
     def _check_lengths(self) -> None:
@@ -345,21 +253,6 @@ class Job(TaskOptions):
                 f" {self.words.spelled('reproducible')} chooses; give both, or none"
             )
         object.__setattr__(self, "deterministic", True)
-
-    def _check_tokens(self) -> None:
-        """Refuse new tokens that would be none, or the same one twice."""
-        for token, count in Counter(self.add_tokens).items():
-            if count > 1 or not token.strip():
-                what = "is given twice" if token.strip() else "is blank"
-                raise ValueError(f"{self.words.spelled('add_tokens')}: {shown(token)} {what}; give each token once")
-
-    @property
-    def lora_setup(self) -> LoRA | None:
-        """The adapters that are trained, if any."""
-        if self.mode != "lora":
-            return None
-        given = {field: getattr(self, option) for option, field in LORA_OPTIONS.items()}
-        return LoRA(**{field: value for field, value in given.items() if value is not None})
 
     @property
     def numerics(self) -> Numerics:

@@ -9,6 +9,7 @@ the face that it answers: `FlagWords` for the command line and YAML, `KeywordWor
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
@@ -208,6 +209,14 @@ def options_of(declared: type) -> Mapping[str, Option]:
                 kind = get_args(hints[name])[0]
                 found[name] = replace(option, name=name, kind=kind, default=None if default is MISSING else default)
     return MappingProxyType(found)
+
+
+def check_each_once(option: str, names: Iterable[str], remedy: str) -> None:
+    """Raise ValueError for a name that is blank, or given twice to an option."""
+    for name, count in Counter(names).items():
+        if count > 1 or not name.strip():
+            what = "is given twice" if name.strip() else "is blank"
+            raise ValueError(f"{option}: {shown(name)} {what}; {remedy}")
 
 
 def check_needs(declared: Any, words: Words) -> None:

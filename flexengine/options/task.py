@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from flexengine.options.option import Need, Option
-from flexengine.wording import shown
+from flexengine.options.option import Need, Option, check_each_once
 
 Task = Literal["sequence", "token"]
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -57,7 +55,4 @@ class TaskOptions:
 
     def check_task(self) -> None:
         """Raise ValueError for a class that has no name, or two of one name."""
-        for label, count in Counter(self.labels).items():
-            if count > 1 or not label.strip():
-                what = "is given twice" if label.strip() else "is blank"
-                raise ValueError(f"labels: {shown(label)} {what}; name each class once")
+        check_each_once("labels", self.labels, "name each class once")

@@ -14,9 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
+from flexengine.options.adapters import meant_by
 from flexengine.options.data import BUNDLED_DATA, TRIAL_STEPS, DataOptions
 from flexengine.options.evaluation import EvaluationOptions
-from flexengine.options.job import ADAPTER_LR, Job, meant_by
+from flexengine.options.job import ADAPTER_LR, Job
 from flexengine.options.keywords import takes_other_names
 from flexengine.options.learning import DEFAULT_LR, LearningOptions
 from flexengine.options.objective import ObjectiveOptions

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.checkpoint.adapter_config import lora_of
-from flexengine.options.job import LORA_OPTIONS
+from flexengine.options.adapters import LORA_OPTIONS
 from flexengine.options.lora import LoRA
 from flexengine.options.other_names import OTHERWISE, SAME
 from flexengine.options.train_config import TrainConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.metrics import EvalMetrics, StepMetrics
-from flexengine.options.job import meant_by
+from flexengine.options.adapters import meant_by
 from flexengine.options.option import options_of
 from flexengine.options.other_names import translated_keywords
 from flexengine.options.train_config import FINAL_FOLDER, TrainConfig
