@@ -24,7 +24,7 @@ from tests.schedule.small_plans import resident_plan, small_model
 
 GIB = 2**30
 MODEL = open_model("preset:llama-3.2-1b").spec
-REQUEST = Request(2048, 32768, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
+REQUEST = Request(2048, 32768, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
 
 
 def machine(parameters_per_s: float):

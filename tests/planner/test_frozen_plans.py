@@ -102,7 +102,7 @@ def test_frozen_layers_take_less_time_and_memory():
     whole = open_model("preset:llama-3.1-8b").spec
     half = with_frozen(whole, ["embed", "block.0-15"])
     above = with_frozen(whole, ["block.16-31", "head"])
-    request = Request(2048, 32768, 20 * GIB, 120 * GIB, chunk_tokens=4096, round_tokens=16384)
+    request = Request(2048, 32768, 20 * GIB, 120 * GIB, 4096, 16384, graphs="never")
     plans = [make_plan(model, request, preset("rtx-4090")) for model in (whole, half, above)]
     steps = [plan.predicted.step_s for plan in plans]
     assert steps[1] < 0.75 * steps[0]

@@ -16,7 +16,9 @@ from flexengine.schedule.simulator import simulate
 
 GIB = 2**30
 MODEL = open_model("preset:llama-3.2-1b").spec
-REQUEST = Request(2048, 32768, 8 * GIB, 60 * GIB, 8192, 32768, numerics=Numerics(state="bfloat16"), clipping=False)
+REQUEST = Request(
+    2048, 32768, 8 * GIB, 60 * GIB, 8192, 32768, numerics=Numerics(state="bfloat16"), clipping=False, graphs="never"
+)
 CHANGES = {"adamw": {}, "8-bit": {"state": "int8"}, "muon": {"optimizer": "muon"}}
 
 

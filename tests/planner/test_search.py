@@ -163,7 +163,7 @@ def test_contradicting_sizes_are_refused(pinned):
 
 def test_llama_8b_in_24_gib():
     """Small rounds keep more and recompute less, long ones hide the update under their forward; both take as long."""
-    request = Request(2048, 131072, 24 * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"))
+    request = Request(2048, 131072, 24 * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
     predicted = make_plan(open_model("preset:llama-3.1-8b").spec, request, preset("h200")).predicted
     assert 10 < predicted.step_s < 12.3
     assert predicted.recompute_share < 0.2
@@ -172,7 +172,7 @@ def test_llama_8b_in_24_gib():
 
 @pytest.mark.usefixtures("quick_search")
 def test_llama_1b_in_4_gib():
-    request = Request(2048, 131072, 4 * GIB, 60 * GIB)
+    request = Request(2048, 131072, 4 * GIB, 60 * GIB, graphs="never")
     plan = make_plan(open_model("preset:llama-3.2-1b").spec, request, preset("rtx-4090"))
     assert plan.predicted.gpu_bytes <= 4 * GIB
 
@@ -181,7 +181,7 @@ def test_llama_1b_in_4_gib():
 def test_edges_of_a_large_vocabulary_fit_small_budgets():
     """Weights, accumulator and gradient of the head are most of what such a budget holds; the gradient takes the place
     of the weights."""
-    request = Request(2048, 131072, 3 << 30, 110 << 30, numerics=Numerics(state="bfloat16"))
+    request = Request(2048, 131072, 3 << 30, 110 << 30, numerics=Numerics(state="bfloat16"), graphs="never")
     model = open_model("preset:llama-3.2-1b").spec
     plan = make_plan(model, request, preset("h200"))
     assert plan.share_edge_slots
