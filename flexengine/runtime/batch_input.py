@@ -142,7 +142,8 @@ def checked_batch(request: Request, sequences: Sequences) -> Sequences:
     if sequences.num_tokens > request.max_global_batch_tokens:
         raise ValueError(
             f"the batch has {sequences.num_tokens} tokens, more than max_global_batch_tokens="
-            f"{request.max_global_batch_tokens}; give it in several fwd_bwd calls before step()"
+            f"{request.max_global_batch_tokens}; plan for max_global_batch_tokens={sequences.num_tokens} or, where the"
+            " plan stores gradients, give it in several fwd_bwd calls before step()"
         )
     if sequences.num_target_tokens == 0:
         raise ValueError(

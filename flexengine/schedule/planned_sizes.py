@@ -9,6 +9,7 @@ from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage, tile_offsets
+from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.parts import Part
@@ -174,8 +175,14 @@ class PlannedSizes:
 
 
 def check_updates(model: ModelSpec, groups: Iterable[GroupStorage], plan: Plan) -> None:
-    """Raise ValueError where a plan has the CPU update what only the GPU can, or speculatively what it cannot."""
-    for group, stored, home in zip(model.groups, groups, plan.groups, strict=True):
+    """Raise ValueError for an update by the CPU that only the GPU can do, one that is speculative and cannot be, or one
+    from a gradient that adds up and has no place."""
+    for group, use, stored, home in zip(model.groups, group_uses(model), groups, plan.groups, strict=True):
+        if home.grads == "none" and (use.gradients > 1 or group.num_parts > 1):
+            raise ValueError(
+                f"{group.name} has its gradient from {use.gradients} layers in {group.num_parts} parts, which needs a"
+                " place, but the plan has grads=none for it; give grads=host or gpu"
+            )
         if home.update == "cpu" and stored.on_gpu_only:
             raise ValueError(f"{group.name} has matrices that are updated by products on the GPU, not by the CPU")
         if home.speculative and not may_speculate(stored, home):

@@ -44,7 +44,7 @@ BATCHES = {
     "sequence_too_long": ({"batch": [[1] * 17]}, ("17 tokens, more than max_seq_len=16", "engine for max_seq_len=17")),
     "too_many_tokens": (
         {"batch": [[1] * 16] * 3},
-        ("48 tokens, more than max_global_batch_tokens=32", "several fwd_bwd"),
+        ("48 tokens, more than max_global_batch_tokens=32; plan for max_global_batch_tokens=48", "several fwd_bwd"),
     ),
     "more_sequences_than_labels": (
         {"input_ids": IDS * 2, "labels": IDS},

@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from family_configs import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexengine.models import blocks
 from flexengine.optim import AdamW, Muon
 from flexengine.plan import GroupPlan, Numerics, PlanError, Request
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan as make_best
 from flexengine.planner.problem import Problem
+from flexengine.schedule.layout import Layout
 from tests.engine_helpers import (
     build_engine,
     make_plan,
@@ -19,6 +22,7 @@ from tests.engine_helpers import (
     random_weights,
     same_bits,
     shuffled_order,
+    spec_of,
     tiny_config,
 )
 from tests.planner.oracle import slow_link
@@ -104,6 +108,18 @@ def test_one_call_and_one_round_are_asked_for():
     assert not engine.has_gradients
     engine.train_step(random_batch(0, (48, 9), source.spec.vocab_size))
     assert engine.step_count == 1
+
+
+def test_a_gradient_that_is_added_up_needs_a_place(monkeypatch):
+    homes = [GroupPlan(grads="none")]
+    tied = spec_of(tiny_config(tie_word_embeddings=True))
+    with pytest.raises(ValueError, match=r"embed.* has its gradient from 2 layers in 1 parts.* give grads=host or gpu"):
+        Layout(tied, in_round(make_plan(tied, groups=homes * len(tied.groups))))
+    monkeypatch.setattr(blocks, "expert_divisions", lambda shape: 2)
+    experts = spec_of(CASES["qwen3_moe"])
+    stored = [GroupPlan(), *homes * (len(experts.groups) - 2), GroupPlan()]
+    with pytest.raises(ValueError, match=r"has its gradient from 1 layers in 2 parts"):
+        Layout(experts, in_round(make_plan(experts, groups=stored, in_parts=True)))
 
 
 def test_a_gradient_that_is_not_finite_updates_no_weight_of_its_layer():
