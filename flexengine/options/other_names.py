@@ -136,7 +136,7 @@ BY_VALUE: dict[str, Mapping[str, Mapping[str, Any] | str]] = {
     "report_to": {"none": {}, "all": "name the trackers: --report-to wandb, tensorboard or trackio"},
     "stage": {**{name: {"objective": name} for name in ("sft", "dpo", "kto")}, "pt": {"objective": "sft"}},
     "pref_loss": {"sigmoid": {"objective": "dpo"}, **{name: {"objective": name} for name in ("ipo", "orpo", "simpo")}},
-    "numerics": {"smallest": {"optimizer_state_dtype": "int8", "master_dtype": "bfloat16", "max_grad_norm": 0}},
+    "numerics": {"smallest": {"optimizer_state_dtype": "int8", "master_dtype": "bfloat16", "max_grad_norm": 0.0}},
     "do_train": {"true": {}, "false": "train always trains; leave it out"},
     # Own options, for values that mean more than one of them.
     "mode": {"qlora": QLORA},
