@@ -136,7 +136,7 @@ BY_VALUE: dict[str, Mapping[str, Mapping[str, Any] | str]] = {
     "report_to": {"none": {}, "all": "name the trackers: --report-to wandb, tensorboard or trackio"},
     "stage": {**{name: {"objective": name} for name in ("sft", "dpo", "kto")}, "pt": {"objective": "sft"}},
     "pref_loss": {"sigmoid": {"objective": "dpo"}, **{name: {"objective": name} for name in ("ipo", "orpo", "simpo")}},
-    "numerics": {"smallest": {"optimizer_state_dtype": "int8", "master_dtype": "bfloat16", "max_grad_norm": 0.0}},
+    "numerics": {"smallest": {"optimizer_state_dtype": "int8", "master_dtype": "bfloat16", "max_grad_norm": None}},
     "do_train": {"true": {}, "false": "train always trains; leave it out"},
     # Own options, for values that mean more than one of them.
     "mode": {"qlora": QLORA},
@@ -298,7 +298,8 @@ def translated(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     result: dict[str, Any] = {}
     for key, value in given.items():
-        for name, meant in meant_by_others(key, value, _flag).items():
+        for name, own in meant_by_others(key, value, _flag).items():
+            meant = 0 if own is None and key in BY_VALUE else own  # as files write it
             if name in result and spelled(name, result[name]) != spelled(name, meant):
                 raise ValueError(f"{where} gives {name} twice, once by another name; keep one of them")
             result[name] = meant
@@ -343,7 +344,7 @@ def translated_flags(arguments: Sequence[str], known: Collection[str]) -> list[s
 
 
 def _as_flag(option: str, value: Any) -> list[str]:
-    return [_flag(option), *(value if isinstance(value, list) else [str(value)])]
+    return [_flag(option), *(value if isinstance(value, list) else [str(0 if value is None else value)])]
 
 
 def _flag(name: str) -> str:

@@ -83,7 +83,7 @@ def test_spellings_are_of_choices(name):
 FLAGS = {
     "--use-muon --lr 1e-3": "--optimizer muon --lr 1e-3",
     "--strategy lora --load-in-4bit": "--mode lora --base-dtype nf4",
-    "--numerics smallest": "--optimizer-state-dtype int8 --master-dtype bfloat16 --max-grad-norm 0.0",
+    "--numerics smallest": "--optimizer-state-dtype int8 --master-dtype bfloat16 --max-grad-norm 0",
     "--mode qlora --lora-r=8": "--mode lora --base-dtype nf4 --lora-rank=8",
     "--mode=full --optim adamw_8bit": "--mode full --optimizer adamw --optimizer-state-dtype int8",
     "--bf16 true --packing --use_peft": "--dtype bfloat16 --mode lora",
