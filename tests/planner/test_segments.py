@@ -48,7 +48,7 @@ def test_segments_take_turns_in_slots_of_what_they_keep_only_then():
 
 def test_what_no_block_can_make_is_refused():
     for again in ({0}, {0, 1}):
-        with pytest.raises(ValueError, match="makes the input of block.0 of small again"):
+        with pytest.raises(ValueError, match=r"makes the input of block.0 of small again"):
             Layout(*in_segments(again))
 
 
