@@ -101,10 +101,14 @@ def in_rows(results: dict) -> str:
     for name, value in results.items():
         entries: list[str] = []
         if isinstance(value, list):
-            entries = [json.dumps(each) for each in value]
+            entries = [_compact(each) for each in value]
         elif isinstance(value, dict) and any(isinstance(each, list | dict) for each in value.values()):
-            entries = [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()]
+            entries = [f"{json.dumps(key)}: {_compact(each)}" for key, each in value.items()]
         ends = "[]" if isinstance(value, list) else "{}"
         rows = ",\n  ".join(entries)
         blocks.append(f"{json.dumps(name)}: " + (f"{ends[0]}\n  {rows}\n {ends[1]}" if entries else json.dumps(value)))
     return "{\n " + ",\n ".join(blocks) + "\n}\n"
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -299,7 +299,7 @@ def translated(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in given.items():
         for name, own in meant_by_others(key, value, _flag).items():
-            meant = 0 if own is None and key in BY_VALUE else own  # as files write it
+            meant = 0 if own is None and value is not None else own  # as files write it
             if name in result and spelled(name, result[name]) != spelled(name, meant):
                 raise ValueError(f"{where} gives {name} twice, once by another name; keep one of them")
             result[name] = meant
