@@ -71,12 +71,11 @@ def _check_opaque(spec: ModelSpec, job: Job) -> None:
     """Raise ValueError for what takes the single ops of a layer, where layers are opaque blocks."""
     if not spec.whole_sequences:
         return
-    for option, value in (("mode", "lora"), ("matmul_dtype", "fp8"), ("keep_dtype", "fp8")):
+    for option, value in (("matmul_dtype", "fp8"), ("keep_dtype", "fp8")):
         if getattr(job, option) == value:
             raise ValueError(
                 f"{job.words.setting(option, value)}: layers of {spec.family} run as opaque blocks, whose products are"
-                " not replaced and take no adapters; leave it out (--freeze trains a part of the layers), or give a"
-                " model of a type that flexengine models lists"
+                " not replaced; leave it out, or give a model of a type that flexengine models lists"
             )
 
 

@@ -13,6 +13,7 @@ from flexengine.models.spec import GroupSpec, ModelSpec, ParamSpec
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.formats.weight_format import BaseDtype, Storage
 from flexengine.ops.linear import Linear
+from flexengine.ops.opaque import OpaqueBlock, OpaqueLinear
 
 
 def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
@@ -77,9 +78,10 @@ def _products(model: ModelSpec, input_by_output: bool = False) -> dict[int, set[
     found: dict[int, set[str]] = defaultdict(set)
     for layer in model.blocks:
         places = {local: (group, name) for local, group, name in layer.params}
-        for op in layer.ops:
+        inside = [linear for op in layer.ops if isinstance(op, OpaqueBlock) for linear in op.linears]
+        for op in (*layer.ops, *inside):
             wanted = not input_by_output or (isinstance(op, GroupedLinear) and op.transposed)
-            if isinstance(op, (Linear, GroupedLinear)) and wanted:
+            if isinstance(op, (Linear, GroupedLinear, OpaqueLinear)) and wanted:
                 group, name = places[op.weight]
                 if model.groups[group].frozen:
                     found[group].add(name)

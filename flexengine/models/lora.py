@@ -23,6 +23,7 @@ from flexengine.ops.base import Op
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
 from flexengine.ops.linear import Linear
+from flexengine.ops.opaque import OpaqueBlock, OpaqueLinear
 from flexengine.options.lora import ALL_EXPERTS, ALL_LINEAR, EVERYTHING, KINDS, LoRA
 from flexengine.wording import did_you_mean, shown
 
@@ -40,8 +41,8 @@ STACKED = {
 """Names of an expert's modules in checkpoints, and of the tensors that transformers stacks them in."""
 
 
-_Target = Linear | GroupedLinear | Router
-"""An op whose weight adapters may change."""
+_Target = Linear | GroupedLinear | Router | OpaqueLinear
+"""An op, or a linear layer inside of one, whose weight adapters may change."""
 
 
 class _Module(NamedTuple):
@@ -140,8 +141,7 @@ _Meant = dict[str, frozenset[str]]
 
 def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA, meant: _Meant) -> dict[_Target, tuple[_Module, ...]]:
     """Find the linear layers, experts and routers of a block that have targets, with these."""
-    ops = layer.ops if layer.kind == "block" else ()
-    of_op = {op: tuple(_modules(model, layer, op)) for op in ops if isinstance(op, _Target)}
+    of_op = {op: tuple(_modules(model, layer, op)) for op in _adaptable(layer)} if layer.kind == "block" else {}
     # Where modules have the name of a tensor of all experts, it means them alone, as in PEFT.
     linear = {module.short for modules in of_op.values() for module in modules if not module.one_tensor}
     found: dict[_Target, tuple[_Module, ...]] = {}
@@ -149,9 +149,27 @@ def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA, meant: _Meant) -> 
         targets = [t for t in lora.targets if not (everything[0].one_tensor and t in linear)]
         modules = tuple(m for m in everything if any(_hits(t, m, meant) for t in targets))
         if modules:
+            if isinstance(op, OpaqueLinear):
+                _check_opaque(modules[0], lora)
             _check_experts(everything, modules, lora)
             found[op] = modules
     return found
+
+
+def _adaptable(layer: LayerSpec) -> Iterator[_Target]:
+    """List the ops of a layer, and linear layers inside of opaque ones, that may have adapters."""
+    for op in layer.ops:
+        yield from op.linears if isinstance(op, OpaqueBlock) else [op] if isinstance(op, _Target) else []
+
+
+def _check_opaque(module: _Module, lora: LoRA) -> None:
+    """Raise ValueError for adapters that linear layers of opaque blocks cannot have."""
+    asked = {"use_dora=True": lora.use_dora, f"dropout={lora.dropout}": bool(lora.dropout)}
+    wrong = [name for name, given in asked.items() if given]
+    if wrong:
+        raise ValueError(
+            f"lora {wrong[0]}: layers that run as opaque blocks ({module.name}) take adapters without; leave it out"
+        )
 
 
 def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lora: LoRA) -> None:
@@ -218,7 +236,7 @@ def _named_by(target: str, names: Collection[str]) -> frozenset[str]:
 
 def _named_by_targets(model: ModelSpec, lora: LoRA) -> _Meant:
     """Find what targets mean. Raises ValueError for one that is no expression, or that no module has."""
-    targets = ((layer, op) for layer in model.blocks for op in layer.ops if isinstance(op, _Target))
+    targets = ((layer, op) for layer in model.blocks for op in _adaptable(layer))
     modules = [module for layer, op in targets for module in _modules(model, layer, op)]
     short = Counter(module.short for module in modules)
     names = {name for module in modules for name in _names(module)}.union(edge_modules(model))
@@ -295,13 +313,22 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
     """List the adapters of a model in forward order; none where it has no adapters."""
     for layer in model.layers:
         named = {local: (group, name) for local, group, name in layer.params}
-        for own in (op.adapters for op in layer.ops if isinstance(op, LoraDown) and not op.for_backward):
+        for own in adapters_in(layer.ops):
             weights, down, up = (_sources(model, *named[name]) for name in (own.weight, own.down, own.up))
             adapted = [source for source, rows in _spans(weights, own.out_features, own.transposed) if rows in own.rows]
             magnitudes = _sources(model, *named[own.magnitude]) if own.has_magnitude else [None] * len(adapted)
             experts = own.experts.num_experts if own.experts is not None and own.experts.one_tensor else 0
             for weight, a, b, magnitude in zip(adapted, down, up, magnitudes, strict=True):
                 yield Adapter(weight, a, b, own.transposed, magnitude, experts, own.is_router)
+
+
+def adapters_in(ops: Sequence[Op]) -> Iterator[Adapters]:
+    """List the adapters of a layer in forward order."""
+    for op in ops:
+        if isinstance(op, OpaqueBlock):
+            yield from op.adapters
+        elif isinstance(op, LoraDown) and not op.for_backward:
+            yield op.adapters
 
 
 def with_named_experts(model: ModelSpec) -> ModelSpec:

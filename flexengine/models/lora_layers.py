@@ -20,16 +20,21 @@ from flexengine.ops.experts.router import Router
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
+from flexengine.ops.opaque import OpaqueBlock
 from flexengine.ops.rounded_glu import RoundGateUp
 
 
 def with_adapters(ops: tuple[Op, ...], adapters: dict[str, Adapters], dropout: float) -> tuple[Op, ...]:
-    """Give the ops of these names adapters. Experts and routers have no dropout."""
+    """Give the ops, and linear layers of opaque blocks, of these names adapters. Experts and routers have no dropout."""
     # Ops that backward alone needs do not change the numbers by which dropout draws.
     numbers = accumulate((not op.for_backward for op in ops[:-1]), initial=0)
     found: list[Op] = []
     for op, number in zip(ops, numbers, strict=True):
-        found += _adapted(op, adapters[op.name], dropout, number, ops) if op.name in adapters else [op]
+        if isinstance(op, OpaqueBlock):
+            own = [adapters[linear.name] for linear in op.linears if linear.name in adapters]
+            found.append(op.adapted(own) if own else op)
+        else:
+            found += _adapted(op, adapters[op.name], dropout, number, ops) if op.name in adapters else [op]
     for unit in [op for op in found if isinstance(op, GLU) and op.takes_addends]:
         found = _with_sums_in(unit, found)
     return tuple(_keeping_low(found))

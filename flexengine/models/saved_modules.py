@@ -12,6 +12,7 @@ from dataclasses import replace
 from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.linear import Linear
+from flexengine.ops.opaque import OpaqueBlock
 from flexengine.wording import did_you_mean, shown
 
 
@@ -125,14 +126,18 @@ def _check_ops(model: ModelSpec, chosen: set[tuple[int, str]]) -> None:
     for layer in model.layers:
         places = {local: (group, name) for local, group, name in layer.params}
         for op in layer.ops:
+            linears = (
+                op.linears if isinstance(op, OpaqueBlock) else [op] if isinstance(op, Linear | GroupedLinear) else []
+            )
+            products = [places[linear.weight] for linear in linears if places[linear.weight] in chosen]
+            if products:
+                raise ValueError(
+                    f"modules_to_save names {min(modules[products[0]])}, a linear layer of a block, which has adapters"
+                    " in mode lora; name it in the targets instead"
+                )
             own = [places[name] for name in op.params if places[name] in modules]
             hit = [key for key in own if key in chosen]
-            if hit and isinstance(op, (Linear, GroupedLinear)):
-                raise ValueError(
-                    f"modules_to_save names {min(modules[hit[0]])}, a linear layer of a block, which has adapters in"
-                    " mode lora; name it in the targets instead"
-                )
-            if hit and len(hit) < len(own):
+            if hit and len(hit) < len(own) and not isinstance(op, OpaqueBlock):
                 together = sorted({module for key in own for module in modules[key]})
                 raise ValueError(f"modules_to_save names some of {', '.join(together)}, which train together; name all")
 

@@ -6,13 +6,15 @@ masks and positions are those of one sequence. Nothing is kept but the layer's i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.opaque_cost import CallCost, CostCurve
@@ -23,9 +25,26 @@ Weights = Mapping[str, Tensor]
 class LayerFunction(Protocol):
     """What an opaque block computes."""
 
-    def __call__(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
-        """y [T, D] of one sequence x [T, D]. layer: the layer's number in the model, the embedding being 0."""
+    def __call__(self, layer: int, weights: Weights, x: Tensor, adapters: tuple[Adapters, ...] = ()) -> Tensor:
+        """y [T, D] of one sequence x [T, D]. layer: the layer's number in the model, the embedding being 0.
+
+        adapters: those that its linear layers add, with A and B among the weights.
+        """
         ...
+
+
+class OpaqueLinear(NamedTuple):
+    """A linear layer inside an opaque block: its module's name, and its weight [out, in] (transposed: [in, out])."""
+
+    name: str
+    weight: str
+    in_features: int
+    out_features: int
+    transposed: bool
+
+
+CostOf = Callable[[tuple[Adapters, ...], tuple[str, ...]], CostCurve]
+"""(adapters, names of what is trained) -> what calls cost."""
 
 
 def _add(total: Tensor, grad: Tensor | None, first: bool) -> None:
@@ -44,18 +63,22 @@ def _leaves(weights: Weights, names: Sequence[str], trained: bool) -> dict[str, 
 
 
 class OpaqueBlock(Op):
-    """y = layer(x), with weights from env.p. cost: of a call, by its tokens.
+    """y = layer(x), with weights from env.p. cost_of: what calls cost by their tokens.
 
-    A call takes a sequence or, where a row of y depends on one row of x alone, rows_per_call tokens.
+    A call takes a sequence or, where a row of y depends on one row of x alone, rows_per_call tokens. params: what is
+    trained. linears: those of its linear layers that may have adapters.
     """
 
     replays = False
+    linears: tuple[OpaqueLinear, ...] = ()
+    adapters: tuple[Adapters, ...] = ()
 
     def __init__(
         self, name: str, io: tuple[str, str], width: tuple[int, int], params: tuple[str, ...], function: LayerFunction,
-        cost: CostCurve, rows_per_call: int | None = None,
+        cost_of: CostOf, rows_per_call: int | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.function, self.cost, self.params = name, function, cost, params
+        self.name, self.function, self.params = name, function, params
+        self.cost_of, self.cost = cost_of, cost_of((), params)
         self.rows_per_call, self.whole_sequences = rows_per_call, rows_per_call is None
         self.x, self.y = io
         self.inputs, self.outputs = (self.x,), (TensorSpec(self.y, (width[1],)),)
@@ -64,10 +87,24 @@ class OpaqueBlock(Op):
             # one slot holds both gradients: a sequence's is read before it is written, and no later one's is reached
             self.grad_alias = ((self.x, self.y),)
 
+    def adapted(self, adapters: Sequence[Adapters]) -> Self:
+        """The same op whose linear layers of these names have adapters, which are parameters beside its own."""
+        op = copy.copy(self)
+        op.adapters = tuple(adapters)
+        op.params = (*self.params, *(name for one in adapters for name in (one.down, one.up)))
+        return op
+
+    def training(self, params: tuple[str, ...]) -> Self:
+        """The same op of whose parameters these alone are trained."""
+        op = copy.copy(self) if params else self.untrained()
+        op.params, op.cost = params, op.cost_of(op.adapters, params)
+        return op
+
     def forward(self, env: OpEnv) -> None:
+        used = self.adapters if env.adapters else ()
         with torch.no_grad():
             for rows in self._calls(env):
-                env.t[self.y][rows] = self.function(env.layer, env.p, env.t[self.x][rows])
+                env.t[self.y][rows] = self.function(env.layer, env.p, env.t[self.x][rows], used)
 
     def backward_input(self, env: OpEnv) -> None:
         first, trained = env.first, self.params if self.trained else ()
@@ -75,7 +112,7 @@ class OpaqueBlock(Op):
             with torch.enable_grad():
                 x = env.t[self.x][rows].detach().requires_grad_(True)
                 weights = _leaves(env.p, trained, True)
-                y = self.function(env.layer, weights, x)
+                y = self.function(env.layer, weights, x, self.adapters)
                 wanted = [x, *(weights[name] for name in trained)]
                 grads = torch.autograd.grad(y, wanted, env.g[self.y][rows], allow_unused=True)
             del y, weights
@@ -107,7 +144,7 @@ class OpaqueBlock(Op):
         return self._work(tokens, seq_len, compute_bytes, lambda cost: cost.backward)
 
     def model_flops(self, seq_len: int) -> float:
-        halves = 1.0 + self.has_input_half + self.has_weight_half
+        halves = 1.0 + self.has_input_half + (self.has_weight_half and not self.adapters)
         return halves * self._work(seq_len, seq_len, 2, lambda cost: cost.forward).flops
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:

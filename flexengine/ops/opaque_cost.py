@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -106,23 +106,25 @@ class CostCurve:
 
 
 def traced_call(
-    call: TracedCall, shapes: Mapping[str, tuple[int, ...]], width: int, tokens: int, device: str = "meta"
-) -> CallCost:
-    """Trace forward and backward of a call. shapes: of the weights that are trained.
+    call: TracedCall, shapes: Mapping[str, tuple[int, ...]], width: int, tokens: int, trained: Collection[str],
+    device: str = "meta",
+) -> CallCost:  # fmt: skip
+    """Trace forward and backward of a call. shapes: of the weights. trained: the names of those that have gradients.
 
     On the meta device tensors have no storage. On the CPU, for calls that look at numbers, weights have one element's.
     """
     made: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     if device == "meta":
-        weights = {name: torch.empty(shape, **made).requires_grad_() for name, shape in shapes.items()}
+        weights = {name: torch.empty(shape, **made) for name, shape in shapes.items()}
     else:
-        weights = {name: torch.zeros((), **made).expand(shape).requires_grad_() for name, shape in shapes.items()}
+        weights = {name: torch.zeros((), **made).expand(shape) for name, shape in shapes.items()}
+    wanted = [weight.requires_grad_() for name, weight in weights.items() if name in trained]
     x = torch.zeros(tokens, width, **made, requires_grad=True)
     with _Counted() as forward, torch.no_grad():
         call(weights, x)
     with _Counted() as both, torch.enable_grad():
         y = call(weights, x)
-        grads = torch.autograd.grad(y, [x, *weights.values()], torch.empty_like(y), allow_unused=True)
+        grads = torch.autograd.grad(y, [x, *wanted], torch.empty_like(y), allow_unused=True)
     del y, grads
     return CallCost(forward.work(), both.work(), max(forward.peak_bytes, both.peak_bytes))
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from flexengine.models.opaque.linears import adding, shapes_of
 from flexengine.models.opaque.skeleton import Skeleton, StructureError
+from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.opaque_cost import CallCost, traced_call
 
 Context = dict[str, Any]
@@ -58,28 +60,37 @@ class LayerCalls:
         self.skeleton, self._contexts = skeleton, Contexts(skeleton)
         self._own = [{n for n, _ in (*m.named_parameters(), *m.named_buffers())} for m in skeleton.layers]
 
-    def __call__(self, layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, weights: Mapping[str, Tensor], x: Tensor, adapters: tuple[Adapters, ...] = ()
+    ) -> Tensor:
         """y [T, D] of a sequence; layer: its number in the model, that of the embedding being 0."""
         context = self._contexts.at(len(x), x.dtype, x.device)[layer - 1]
         own = {name: tensor for name, tensor in weights.items() if name in self._own[layer - 1]}
-        return _hidden(self.skeleton.call_layer(layer - 1, own, x, context))
+        with adding(self.skeleton.layers[layer - 1], adapters, weights):
+            return _hidden(self.skeleton.call_layer(layer - 1, own, x, context))
 
-    def cost(self, index: int, tokens: int) -> CallCost:
+    def cost(
+        self, index: int, tokens: int, adapters: tuple[Adapters, ...] = (), trained: Collection[str] = ()
+    ) -> CallCost:
         """What a call of a layer costs, with what its contexts take while they are kept and a new one is made.
 
-        Raises: StructureError where the layer does not run on so many tokens in the dtype that is traced.
+        trained: names of parameters. Raises: StructureError where the layer does not run on so many tokens in the dtype
+        that is traced.
         """
         skeleton = self.skeleton
         given: Context = {}
-        shapes = {name: tuple(p.shape) for name, p in skeleton.layers[index].named_parameters()}
+        layer = skeleton.layers[index]
+        own = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+        added = {name: shape for one in adapters for name, shape in shapes_of(one)}
 
         def call(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-            return _hidden(skeleton.call_layer(index, weights, x, given))
+            with adding(layer, adapters, weights):
+                return _hidden(skeleton.call_layer(index, {name: weights[name] for name in own}, x, given))
 
         try:
             contexts = skeleton.contexts(tokens, torch.bfloat16, torch.device("cpu"))
             given |= tree_map(lambda value: value.to("meta") if _is(value) else value, contexts[index])
-            cost = traced_call(call, shapes, skeleton.width, tokens)
+            cost = traced_call(call, own | added, skeleton.width, tokens, trained)
         except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
             why = " ".join(str(error).split())[:200]
             raise StructureError(f"layer {index} does not run on {tokens} tokens in bfloat16 ({why})") from None

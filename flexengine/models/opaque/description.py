@@ -9,12 +9,14 @@ from torch import nn
 
 from flexengine.models.decoder import LayerContent, assemble
 from flexengine.models.opaque.checks import TRACED_TOKENS, check_contexts, check_gradients, check_layer
-from flexengine.models.opaque.contexts import LayerCalls
+from flexengine.models.opaque.contexts import Context, LayerCalls
 from flexengine.models.opaque.edges import Edges, parameter
+from flexengine.models.opaque.linears import linears_of
 from flexengine.models.opaque.loading import empty_model
 from flexengine.models.opaque.names import sources_of
 from flexengine.models.opaque.skeleton import Skeleton, StructureError
 from flexengine.models.spec import ModelSpec, WeightSource
+from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.opaque import OpaqueBlock
 from flexengine.ops.opaque_cost import CostCurve
 
@@ -30,14 +32,14 @@ def build(name: str, config: dict[str, Any]) -> ModelSpec:
     skeleton = Skeleton(empty_model(config))
     skeleton.learn_outputs()
     edges, calls = Edges(skeleton), skeleton.titled(LayerCalls(skeleton))
-    _check(skeleton, calls)
+    contexts = _check(skeleton, calls)
     text = skeleton.model.config.get_text_config()
     spec = assemble(
         name,
         config["model_type"],
         config,
         embedding=edges.embedding(),
-        blocks=_blocks(skeleton, edges, calls),
+        blocks=_blocks(skeleton, edges, calls, contexts),
         head=edges.head(),
         hidden_size=skeleton.width,
         vocab_size=edges.vocab_size,
@@ -69,17 +71,21 @@ def _check_sources(spec: ModelSpec) -> None:
         )
 
 
-def _check(skeleton: Skeleton, calls: LayerCalls) -> None:
-    """Raise StructureError unless the layers are a chain of functions of the hidden state."""
+def _check(skeleton: Skeleton, calls: LayerCalls) -> list[Context]:
+    """What layers are given beside the hidden state, of which they are a chain of functions.
+
+    Raises: StructureError where they are no such chain.
+    """
     kinds = {_kind(skeleton, index): index for index in reversed(range(len(skeleton.layers)))}
     contexts = check_contexts(skeleton)
     for index in kinds.values():
         check_layer(skeleton, index, contexts[index])
         calls.cost(index, min(TRACED_TOKENS, skeleton.longest_sequence or TRACED_TOKENS))
     check_gradients(skeleton, calls)
+    return contexts
 
 
-def _blocks(skeleton: Skeleton, edges: Edges, calls: LayerCalls) -> list[LayerContent]:
+def _blocks(skeleton: Skeleton, edges: Edges, calls: LayerCalls, contexts: list[Context]) -> list[LayerContent]:
     known, blocks = {}, []
     entry = edges.entry()
     for index, layer in enumerate(skeleton.layers):
@@ -87,12 +93,16 @@ def _blocks(skeleton: Skeleton, edges: Edges, calls: LayerCalls) -> list[LayerCo
         params = tuple(parameter(skeleton, name, p) for name, p in layer.named_parameters())
         buffers = _buffers(skeleton, layer)
         if key not in known:
-            cost = CostCurve(lambda tokens, index=index: calls.cost(index, tokens), skeleton.longest_sequence)
+
+            def cost_of(adapters: tuple[Adapters, ...], trained: tuple[str, ...], index: int = index) -> CostCurve:
+                return CostCurve(lambda tokens: calls.cost(index, tokens, adapters, trained), skeleton.longest_sequence)
+
             names = tuple(param.name for param in params)
             op = OpaqueBlock(
-                "layer", ("entered" if key[1] else "x", "y"), (skeleton.width, skeleton.width), names, calls, cost
+                "layer", ("entered" if key[1] else "x", "y"), (skeleton.width, skeleton.width), names, calls, cost_of
             )
             op.buffers = tuple(name for name, _ in buffers)
+            op.linears = linears_of(skeleton, index, contexts[index])
             known[key] = (*entry.ops, op) if key[1] else (op,)
         own = LayerContent(known[key], params, buffers)
         blocks.append(

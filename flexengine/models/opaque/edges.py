@@ -13,6 +13,7 @@ from flexengine.models.opaque.graph import used_by
 from flexengine.models.opaque.names import sources_of
 from flexengine.models.opaque.skeleton import Skeleton, StructureError
 from flexengine.models.spec import ParamSpec
+from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import Op
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.embedding import Embedding
@@ -88,7 +89,7 @@ class Edges:
         local = {f"embed.{own}": own for own in used}
         fixed = [name for name, own in local.items() if not skeleton.outside[own].requires_grad]
 
-        def entered(layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        def entered(layer: int, weights: Mapping[str, Tensor], x: Tensor, adapters: object = ()) -> Tensor:
             return first_input({own: weights[name].to(x.dtype) for name, own in local.items()}, x)
 
         op = self._around("entry", ("x", "entered"), (width, skeleton.width), local, entered, None)
@@ -105,10 +106,14 @@ class Edges:
         skeleton, width = self.skeleton, widths[0]
         shapes = {own: tuple(skeleton.outside[other].shape) for own, other in local.items()}
         longest = skeleton.longest_sequence
-        cost = CostCurve(
-            lambda tokens: traced_call(lambda w, x: function(0, w, x), shapes, width, tokens, "cpu"), longest
-        )
-        return OpaqueBlock(name, io, widths, tuple(local), skeleton.titled(function), cost, rows)
+
+        def cost_of(adapters: tuple[Adapters, ...], trained: tuple[str, ...]) -> CostCurve:
+            return CostCurve(
+                lambda tokens: traced_call(lambda w, x: function(0, w, x), shapes, width, tokens, trained, "cpu"),
+                longest,
+            )
+
+        return OpaqueBlock(name, io, widths, tuple(local), skeleton.titled(function), cost_of, rows)
 
     def head(self) -> LayerContent:
         """The layer after the blocks: what base does after its last layer, then logits and their losses."""
@@ -148,7 +153,7 @@ class Edges:
         used = used_by(lambda values: skeleton.after_layers(x, values), skeleton.outside)
         local = {f"final.{own}": own for own in used}
 
-        def final(layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        def final(layer: int, weights: Mapping[str, Tensor], x: Tensor, adapters: object = ()) -> Tensor:
             return skeleton.after_layers(x, {own: weights[name] for name, own in local.items()})
 
         rows = min(ROWS_PER_CALL, skeleton.longest_sequence or ROWS_PER_CALL)

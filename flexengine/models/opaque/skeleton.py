@@ -183,7 +183,7 @@ class Skeleton:
         """The logits [T, V] that the model makes of what base gives [T, D]; values by their names in the model."""
         state = self._state(self.head_parameters, values, h)
         inputs = torch.zeros(1, len(h), dtype=torch.int64, device=h.device)
-        with _replaced_forward(self.base, lambda *args, **given: _Output((h[None],))):
+        with replaced_forward(self.base, lambda *args, **given: _Output((h[None],))):
             found = functional_call(self.model, state, (), {"input_ids": inputs, "use_cache": False})
         return (found[0] if isinstance(found, (tuple, list)) else found.logits)[0]
 
@@ -252,7 +252,7 @@ class Skeleton:
     def call_layer(self, index: int, weights: Mapping[str, Tensor], x: Tensor, context: dict[str, Any]) -> Any:
         """What a layer itself gives for x [T, D]; weights: its parameters by name."""
         layer = self.layers[index]
-        with _replaced_forward(layer, None):
+        with replaced_forward(layer, None):
             return functional_call(layer, {**self.buffers_of(layer, x), **weights}, (self._as_seen(x),), context)
 
     def _as_seen(self, x: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ def _first(found: Any) -> Tensor:
 
 
 @contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
     """Replace a module's forward; None for that of its class."""
     kept = module.__dict__.get("forward")
     _restore(module, forward)
