@@ -246,7 +246,8 @@ def open_source(path_or_preset: str | Path, job: Job, needs_weights: bool = True
 
     Raises: ValueError as `open_initial`, `with_task` and `with_new_tokens`.
     """
-    return with_new_tokens(with_task(open_initial(path_or_preset, job.init, needs_weights), job), job)
+    source = open_initial(path_or_preset, job.init, needs_weights, job.trust_remote_code)
+    return with_new_tokens(with_task(source, job), job)
 
 
 class _Opened(NamedTuple):

@@ -72,6 +72,14 @@ def cached_model(model_id: str, with_weights: bool) -> Path:
     return folder
 
 
+def cached_code(model_id: str) -> Path:
+    """Bring the Python files beside a model into the hub's cache; returns the folder of its commit there.
+
+    They are not run here. Raises: DownloadError as `cached_model`.
+    """
+    return _fetched(model_id, ["*.py"])
+
+
 def cached_adapter(adapter_id: str) -> Path:
     """Bring an adapter into the hub's cache; returns the folder of its commit there. adapter_id: as of a model.
 

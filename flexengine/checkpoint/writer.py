@@ -21,6 +21,7 @@ import torch
 
 from flexengine.checkpoint.atomic import sha256_of
 from flexengine.checkpoint.layout import (
+    CONFIG_FILE,
     INDEX_FILE,
     RUN_FILE,
     SINGLE_FILE,
@@ -103,17 +104,18 @@ def write_checkpoint(
     return [folder / file for file in files]
 
 
-def support_files(folder: Path | str, tokenizer: Path | None = None) -> dict[str, Path]:
+def support_files(folder: Path | str, tokenizer: Path | None = None, with_code: bool = False) -> dict[str, Path]:
     """Return what `layout.is_support_file` keeps of a model folder, as `write_checkpoint` takes it.
 
     With it goes the code that tokenizer and processors name as theirs (`auto_map`): it is copied, never run. tokenizer:
-    the folder whose tokenizer and chat templates take the place of the model's.
+    the folder whose tokenizer and chat templates take the place of the model's. with_code: the model's code goes, too.
     """
     folder = Path(folder)
     found = {path.relative_to(folder).as_posix(): path for pattern in ("*", "*/*") for path in folder.glob(pattern)}
     kept = {name: found[name] for name in sorted(found) if is_support_file(name) and found[name].is_file()}
-    # Of the model itself exports name no code, as transformers has a class for every family.
-    configs = [path for name, path in kept.items() if name.endswith(("tokenizer_config.json", "processor_config.json"))]
+    # Else exports name no code of the model itself, as transformers has a class for every family.
+    named = ("tokenizer_config.json", "processor_config.json", *([CONFIG_FILE] if with_code else []))
+    configs = [path for name, path in kept.items() if name.endswith(named)]
     kept |= {name: found[name] for name in sorted(_code_of(configs, found))}
     if tokenizer is None or tokenizer == folder:
         return kept

@@ -18,6 +18,7 @@ from flexengine.api import from_pretrained
 from flexengine.commands.parsers import check_parser
 from flexengine.models.checkpoints import own_names
 from flexengine.models.op_by_op import OpOutput, op_outputs
+from flexengine.models.opaque.remote_code import digest_of_code
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.optim import AdamW
@@ -66,23 +67,28 @@ def main(argv: Sequence[str]) -> int:
     Raises: ValueError as `check`.
     """
     arguments = check_parser().parse_args(argv)
-    found = check(arguments.model, arguments.dtype, arguments.ids, arguments.steps)
+    found = check(arguments.model, arguments.dtype, arguments.ids, arguments.steps, arguments.trust_remote_code)
     print("\n".join(describe(found)))
     return int(bool(found.first))
 
 
 def check(
-    model: str | Path, dtype: Literal["float32", "float64"] = "float32", ids: Sequence[int] = (), steps: int = 1
+    model: str | Path,
+    dtype: Literal["float32", "float64"] = "float32",
+    ids: Sequence[int] = (),
+    steps: int = 1,
+    trust_remote_code: bool = False,
 ) -> Found:
     """Compare a model folder with transformers on one sequence. Raises: ValueError for what cannot be read or run.
 
     ids: the tokens, by default LENGTH drawn ones. steps: of AdamW at a fixed rate, on both sides.
+    trust_remote_code: as of `open_model`.
     """
     if steps < 1:
         raise ValueError(f"--steps {steps}: expected 1 or more")
     import transformers  # noqa: PLC0415, other commands do not need it
 
-    source = open_model(model)
+    source = open_model(model, trust_remote_code=trust_remote_code)
     if source.weights_folder is None:
         raise ValueError(
             f"{model} has no weights to compare; give a folder with a checkpoint, such as a tiny random one"
@@ -174,9 +180,12 @@ def _trained(
 
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, betas=AdamW().betas, eps=AdamW().eps, weight_decay=0.0)
     sizes = {"max_seq_len": len(tokens), "max_global_batch_tokens": len(tokens), "max_grad_norm": 1e9}
+    trusted = bool(digest_of_code(spec.family))
     errors: dict[str, float] = {}
     losses = []
-    with from_pretrained(folder, AdamW(lr=LR), dtype=dtype, device="cpu", hardware="cpu-test", **sizes) as engine:
+    with from_pretrained(
+        folder, AdamW(lr=LR), dtype=dtype, device="cpu", hardware="cpu-test", trust_remote_code=trusted, **sizes
+    ) as engine:
         for step in range(steps):
             logits = theirs(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
             loss = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]))

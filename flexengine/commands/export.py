@@ -81,7 +81,7 @@ def _export_gguf(config: TrainConfig, arguments: argparse.Namespace, output: Pat
 
     write.check_writable()
     alone = arguments.format == "gguf-adapter"
-    base = open_model(config.model, needs_weights=False)
+    base = open_model(config.model, needs_weights=False, trust_remote_code=config.trust_remote_code)
     write.architecture_of(str(base.spec.hf_config.get("model_type")))  # before a model is written for it
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as scratch:

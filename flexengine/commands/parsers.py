@@ -39,6 +39,7 @@ def check_parser() -> FlagParser:
     parser.add_argument(
         "--ids", type=_ids, default=(), help="tokens of the sequence, as 5,17,3 (default: 24 drawn ones)"
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that the folder brings")
     return parser
 
 

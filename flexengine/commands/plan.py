@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     flags, job = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     job = with_read_adapter(job)
-    model = described(with_new_tokens(open_model(flags.model, needs_weights=False), job).spec, job)
+    source = open_model(flags.model, needs_weights=False, trust_remote_code=job.trust_remote_code)
+    model = described(with_new_tokens(source, job).spec, job)
     asked = Asked(model, job, flags, shlex.join(["python", "-m", "flexengine", "plan", *argv]))
     if flags.compare:
         return _compare(asked)

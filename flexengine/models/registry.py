@@ -31,7 +31,8 @@ from flexengine.models import (
 )
 from flexengine.models.any_family import dropout_notice, refuse_other_tasks, refuse_unsupported
 from flexengine.models.checkpoints import open_checkpoint, reads_as_it_is
-from flexengine.models.opaque.loading import runs_opaque
+from flexengine.models.opaque.loading import needs_code, runs_opaque
+from flexengine.models.opaque.remote_code import not_trusted, trust
 from flexengine.models.outside import load_families
 from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names, preset_of
 from flexengine.models.quantised_weights import as_quantised, quantised_by, without_quantisation
@@ -233,11 +234,12 @@ def _opaque(name: str, config: dict[str, Any]) -> ModelSpec:
         raise unknown_family(name, config["model_type"], config, f"{type(error).__name__}: {error}") from error
 
 
-def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelSource:
+def open_model(path_or_preset: str | Path, needs_weights: bool = True, trust_remote_code: bool = False) -> ModelSource:
     """Read the description of a Hugging Face folder, of a model on the hub or of a preset. Loads no weights.
 
     An id, as ORG/NAME or ORG/NAME@REVISION, means the hub where there is no such folder: the files are fetched into its
-    cache first. Raises ValueError when the name is empty, when there is no such preset, folder or id, when config.json
+    cache first. trust_remote_code: code that the folder brings is run, where there is no other for its type. Raises
+    ValueError when the name is empty, when there is no such preset, folder or id, when config.json
     is missing or unreadable, when there are no safetensors weights (with needs_weights=False a config.json is enough),
     or when a file that is read beside them is not what the manifest of the folder says.
     """
@@ -250,6 +252,10 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
     config = _read_config(folder)
     check_acted_on(folder)
     config = _as_stored(folder, config)
+    if isinstance(config, dict) and config.get("model_type") not in FAMILIES and needs_code(config):
+        if not trust_remote_code:
+            raise not_trusted(name, config)
+        trust(name, _with_code(folder, text), config)
     # Planning needs the config alone, so the weights may be missing there.
     if not needs_weights and (name != folder.name or not any(folder.glob("*.safetensors"))):
         return ModelSource(build_model(name, config), None, folder)
@@ -262,6 +268,18 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
             " --init random"
         )
     return ModelSource(_with_weights(folder, name, config, needs_weights), folder, folder)
+
+
+def _with_code(folder: Path, text: str) -> Path:
+    """The folder with the Python files of a model's repository."""
+    if hub_model(text) is None:
+        return folder
+    from flexengine.checkpoint.hub_cache import cached_code  # noqa: PLC0415, a client that few need
+
+    try:
+        return cached_code(text)
+    except DownloadError as error:
+        raise ValueError(f"model {text}: its code is not to be had from the hub: {error}") from None
 
 
 def _as_stored(folder: Path, config: Any) -> Any:
@@ -317,14 +335,17 @@ def _with_weights(folder: Path, name: str, config: Any, needs_weights: bool) -> 
 
 
 def open_initial(
-    path_or_preset: str | Path, init: Literal["checkpoint", "random"], needs_weights: bool = True
+    path_or_preset: str | Path,
+    init: Literal["checkpoint", "random"],
+    needs_weights: bool = True,
+    trust_remote_code: bool = False,
 ) -> ModelSource:
     """Read the description of a model that is trained from its weights, or from random ones.
 
-    needs_weights: False for a plan alone. Raises ValueError as `open_model`, and for random weights where the folder
-    has some that would be passed over.
+    needs_weights: False for a plan alone. trust_remote_code: as of `open_model`. Raises ValueError as `open_model`, and
+    for random weights where the folder has some that would be passed over.
     """
-    source = open_model(path_or_preset, needs_weights=needs_weights and init == "checkpoint")
+    source = open_model(path_or_preset, needs_weights and init == "checkpoint", trust_remote_code)
     if init == "random" and source.weights_folder is not None:
         raise ValueError(
             f"init is random, but model folder {source.weights_folder} has weights; leave --init out to train these, or"

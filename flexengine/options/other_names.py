@@ -215,7 +215,6 @@ OTHERWISE = {
         ("push_to_hub", "hub_model_id"),
         "flexengine export uploads a run with a model card",
     ),
-    "trust_remote_code": "no code of a model's folder is run",
     "completion_only_loss": "of prompt and completion the completion alone is trained; --train-on says it of others",
     "hw_cost": "in Python a profile is given as hardware=, and a budget as --max-gpu-mem-gib",
     "per_device_eval_batch_size": "validation data are computed in batches of --max-global-batch-tokens",

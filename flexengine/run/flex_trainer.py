@@ -29,7 +29,7 @@ CHANGES_NOTHING = (
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "deepspeed", "fsdp", "fsdp_config", "logging_steps"),
     *("logging_strategy", "logging_first_step", "save_strategy", "eval_strategy", "load_best_model_at_end"),
     *("per_device_eval_batch_size", "attn_implementation", "torch_compile", "use_liger_kernel", "run_name"),
-    *("dataloader_num_workers", "dataset_num_proc", "remove_unused_columns", "disable_tqdm", "trust_remote_code"),
+    *("dataloader_num_workers", "dataset_num_proc", "remove_unused_columns", "disable_tqdm"),
     *("dataset_text_field", "do_eval", "logging_dir", "dataloader_pin_memory", "tf32", "greater_is_better"),
     *("metric_for_best_model", "use_cpu", "eval_accumulation_steps", "save_safetensors", "model_init_kwargs"),
 )

@@ -113,7 +113,7 @@ CONFIGS = (
     Case(
         "code_of_its_own",
         having(model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"}),
-        ("brings code of its own", "not run here. Give a model"),
+        ("brings code of its own", "own.py", "give --trust-remote-code"),
     ),
     Case(
         "model_for_another_task",

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from flexengine.models.opaque.remote_code import digest_of_code, not_trusted
 from flexengine.models.unknown import is_encoder
 from flexengine.wording import shown
 
@@ -21,17 +22,20 @@ def runs_opaque(name: str, config: dict[str, Any]) -> bool:
     family = config.get("model_type")
     if not isinstance(family, str) or is_encoder(config):
         return False
-    if config.get("auto_map") and not _is_known(family):
-        raise ValueError(
-            f"{name}: its folder brings code of its own (auto_map in config.json), which is not run here. Give a model"
-            " of a type that transformers has"
-        )
+    if needs_code(config) and not digest_of_code(family):
+        raise not_trusted(name, config)
     if find_spec("transformers") is None:
         raise ValueError(
             f"{name}: model_type {shown(family)} in config.json has no ops of its own here; it may run as opaque blocks"
             " of transformers: pip install transformers"
         )
-    return _is_known(family)
+    return bool(digest_of_code(family)) or _is_known(family)
+
+
+def needs_code(config: dict[str, Any]) -> bool:
+    """Tell whether a model that is not native has no code but that which its config names in its folder."""
+    family = config.get("model_type")
+    return bool(config.get("auto_map")) and isinstance(family, str) and not _is_known(family)
 
 
 def _is_known(family: str) -> bool:

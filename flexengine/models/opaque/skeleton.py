@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
+from flexengine.models.opaque.remote_code import digest_of_code
+
 DTYPE = torch.bfloat16
 """The dtype of runs without storage: kernels of experts have one on the meta device in it alone."""
 LayerForward = Callable[[int, Tensor, dict[str, Any]], Tensor]
@@ -81,7 +83,8 @@ class Skeleton:
     @cached_property
     def title(self) -> str:
         """All that decides what the model computes, beside its weights: code and config, as a digest."""
-        version = type(self.model).__module__.partition(".")[0], sys.modules["transformers"].__version__
+        code = digest_of_code(self.model.config.model_type) or type(self.model).__module__.partition(".")[0]
+        version = code, sys.modules["transformers"].__version__
         told = self.model.config.to_json_string(use_diff=False)
         return f"{' '.join(version)} {hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
 

@@ -22,6 +22,7 @@ from flexengine.checkpoint.writer import TensorSource, support_files, write_chec
 from flexengine.models.checkpoints import HEADS, exported_name, open_checkpoint, stored_tensors
 from flexengine.models.lora import Adapter, adapters
 from flexengine.models.lora_files import file_targets, unread_by_peft
+from flexengine.models.opaque.remote_code import digest_of_code
 from flexengine.models.quantised_weights import without_quantisation
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
@@ -57,7 +58,8 @@ def export_checkpoint(
 def _beside(source: ModelSource) -> dict[str, Path | str]:
     """What stands beside the weights: the model's own files, with the tokenizer that it was trained with."""
     folder = source.support_folder or source.tokenizer_folder
-    own = {} if folder is None else support_files(folder, source.tokenizer_folder)
+    with_code = bool(digest_of_code(source.spec.family))
+    own = {} if folder is None else support_files(folder, source.tokenizer_folder, with_code)
     return {**own, **(source.texts or {})}
 
 
@@ -243,9 +245,9 @@ def _grown(reader: CheckpointReader, weights: WeightStore, name: str, dtype: tor
 def _config_text(model: ModelSpec, dtype: str | None) -> str:
     """Describe exported weights as config.json does. dtype: theirs; None for that of the checkpoint they came from.
 
-    What is exported has no quantised weights, and no code beside it that `auto_map` could name: transformers has a
-    class for every family.
+    What is exported has no quantised weights and, where transformers has a class for the family, no code beside it that
+    `auto_map` could name.
     """
-    dropped = ("auto_map",) if dtype is None else ("auto_map", "torch_dtype")
-    config = {name: value for name, value in without_quantisation(model.hf_config).items() if name not in dropped}
+    dropped = {"auto_map": not digest_of_code(model.family), "torch_dtype": dtype is not None}
+    config = {name: value for name, value in without_quantisation(model.hf_config).items() if not dropped.get(name)}
     return json.dumps(config if dtype is None else {**config, "dtype": dtype}, indent=2) + "\n"
