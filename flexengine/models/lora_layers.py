@@ -25,7 +25,7 @@ from flexengine.ops.rounded_glu import RoundGateUp
 
 
 def with_adapters(ops: tuple[Op, ...], adapters: dict[str, Adapters], dropout: float) -> tuple[Op, ...]:
-    """Give the ops, and linear layers of opaque blocks, of these names adapters; experts and routers without dropout."""
+    """Give ops, and linear layers of opaque blocks, of these names adapters; experts and routers without dropout."""
     # Ops that backward alone needs do not change the numbers by which dropout draws.
     numbers = accumulate((not op.for_backward for op in ops[:-1]), initial=0)
     found: list[Op] = []
