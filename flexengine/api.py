@@ -268,6 +268,9 @@ def _open(path_or_preset: str | Path, job: Job, team: Team | None, needs_weights
         source = source._replace(spec=check_checkpoint(source.spec, source.weights_folder))
         if told := new_head_notice(source.spec):
             logger.warning("%s: %s", source.spec.name, told)
+    if job.max_image_tokens and team is not None:
+        asked = job.words.setting("max_image_tokens", job.max_image_tokens)
+        raise ValueError(f"{asked}: images are trained with on one GPU; start one process, or leave it out")
     device = choose_device(job.device if team is None else device_of_rank(job.device, team.ranks))
     if job.matmul_dtype == "fp8":
         check_multiplies_fp8(device)

@@ -25,6 +25,7 @@ from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.models.task_heads import config_for, read_head, with_head_saved, with_task_head
+from flexengine.models.towers.description import with_images
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options.adapters import LORA_OPTIONS
 from flexengine.options.job import Job
@@ -54,7 +55,7 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     `with_base_dtype`.
     """
     _check_opaque(spec, job)
-    model = with_keep_dtype(with_matmul_dtype(spec, job.matmul_dtype), job.keep_dtype)
+    model = with_keep_dtype(with_matmul_dtype(with_images(spec, job), job.matmul_dtype), job.keep_dtype)
     lora = job.lora_setup
     model = with_lora(model, with_head_saved(lora, spec)) if lora is not None else with_frozen(model, job.freeze)
     if job.trains and (unread := unread_by_peft(model)):

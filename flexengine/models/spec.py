@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from flexengine.ops.base import Op
 from flexengine.ops.experts.balance import Balancing
 from flexengine.ops.formats.weight_format import Storage
+from flexengine.ops.given_rows import GivenRows
 from flexengine.options.lora import LoRA
 from flexengine.options.task import TaskHead
 
@@ -210,6 +211,8 @@ class ModelSpec:
     """The loss that balances experts, if the config asks for it."""
     lora: LoRA | None = None
     """The adapters that are trained beside a frozen model, if any."""
+    given: GivenRows | None = field(default=None, hash=False, compare=False)
+    """What gives rows to tokens that are no text, such as images, if anything does."""
     groups: tuple[GroupSpec, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flexengine.ops.attention.choice import AttentionChoice
     from flexengine.ops.custom_loss import CustomLoss
     from flexengine.ops.experts.balance import ExpertBalance
+    from flexengine.ops.placed_rows import PlacedRows
 
 DType = Literal["compute", "float32", "int32", "uint8"]
 FLOAT64_BYTES = 8
@@ -165,7 +166,7 @@ class ChunkContext:
     float32 is written by the head. attention_choices: kernels that are preferred on CUDA for shapes that were measured;
     attention: for other shapes. balance: what routers report to, where experts are balanced. weights [T], in the dtype
     of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy. dropout: what dropout
-    draws; None where nothing is trained.
+    draws; None where nothing is trained. given: rows of the hidden state that a tower made; None where there are none.
     """
 
     tokens: int
@@ -183,6 +184,7 @@ class ChunkContext:
     dropout: DropoutDraws | None = None
     weights: Tensor | None = None
     custom_loss: CustomLoss | None = None
+    given: PlacedRows | None = None
 
 
 @dataclass

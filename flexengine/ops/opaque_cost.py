@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from flexengine.ops.base import Work
@@ -30,6 +30,8 @@ LONGEST_LOOP = 128
 """The longest one of layers that go from token to token, which take as many calls as there are tokens."""
 STEP = 256
 """Tokens to whose multiples scans pad a sequence, at the most."""
+LARGE = 1 << 14
+"""Elements of tensors of floats beyond which `traced_forward` computes none."""
 ALLOCATION_BYTES = 64
 """The allocator's granularity on the CPU."""
 
@@ -127,6 +129,39 @@ def traced_call(
         grads = torch.autograd.grad(y, [x, *wanted], torch.empty_like(y), allow_unused=True)
     del y, grads
     return CallCost(forward.work(), both.work(), max(forward.peak_bytes, both.peak_bytes))
+
+
+def traced_forward(run: Callable[[], object]) -> tuple[Work, int]:
+    """Trace what runs without gradients; returns its work, and most bytes that were alive at once.
+
+    It runs on the CPU, for calls that look at numbers, but large tensors of floats are never computed.
+    """
+    with torch.no_grad(), _Uncomputed(), _Counted() as counted:
+        run()
+    return counted.work(), counted.peak_bytes
+
+
+class _Uncomputed(TorchDispatchMode):
+    """Leaves large tensors of floats as the allocator gives them: their shapes are those that were computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view or not (large := _large_on_meta(func, args, kwargs)):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return args[0]
+        return tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) else t, large[0])
+
+
+def _large_on_meta(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What a call gives, without storage, where that is a large tensor of floats; empty where it is not."""
+    args, kwargs = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
+    try:
+        found = func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+    except (NotImplementedError, RuntimeError):  # its shape depends on numbers
+        return []
+    tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    return [found] if any(t.is_floating_point() and t.numel() > LARGE for t in tensors) else []
 
 
 class _Counted:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from flexengine.options.adapters import AdapterOptions
+from flexengine.options.images import ImageOptions
 from flexengine.options.option import KeywordWords, Need, Option, Words, check_each_once, check_needs, options_of
 from flexengine.options.task import TaskOptions
 from flexengine.plan import MOST_ROUNDED, Numerics, rounds_of_step
@@ -37,7 +38,7 @@ FOR_STATES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(AdapterOptions, TaskOptions):
+class Job(AdapterOptions, TaskOptions, ImageOptions):
     """What decides the plan of a run, and what decides its bits. Raises ValueError for values that no run can have."""
 
     words: ClassVar[Words] = KeywordWords()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from flexengine.ops.base import ChunkContext, Window
 from flexengine.ops.custom_loss import CustomLoss, LossFunction
 from flexengine.runtime.arena import Arenas, wide_dtype
 from flexengine.runtime.batch_input import Sequences
+from flexengine.runtime.given_rows import RowMaker
 from flexengine.schedule.fixed_slots import batch_offsets
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import PackedChunk
@@ -36,6 +39,7 @@ class BatchWriter:
         self.layout, self.arenas, self.constants = layout, arenas, constants
         self.attention: KernelName = attention
         self.attention_choices = attention_choices
+        self._given = None if layout.model.given is None else RowMaker(layout, arenas)
         self.chunk_tokens = layout.plan.chunk_tokens
         self.offsets = batch_offsets(layout.plan.num_chunks, self.chunk_tokens)
 
@@ -45,6 +49,16 @@ class BatchWriter:
         slot = self.layout.place("batch", memory=memory)
         dtype = torch.int64 if width == 8 else torch.int32
         return self.arenas.view(slot, self.offsets[name] + chunk * rows * width, (count,), dtype)
+
+    def load_tower(self, folder: Path | None) -> None:
+        """Read the weights of a tower from a checkpoint, where the model has one."""
+        if self._given is not None:
+            self._given.load(folder)
+
+    def make_rows(self, batch: Sequences) -> None:
+        """Make the rows that a tower gives to a batch, before its first round. Waits for the device."""
+        if batch.rows is not None and self._given is not None:
+            self._given.make(batch.rows)
 
     def write(self, batch: Sequences, chunks: list[PackedChunk]) -> list[ChunkContext]:
         """Fill the host slot for one round. Order: the copy of the round before must have left it."""
@@ -76,6 +90,7 @@ class BatchWriter:
             cu_seqlens=on_gpu["cu_seqlens"],
             weights=None if batch.weights is None else self._weights(batch.weights, chunk),
             custom_loss=None if batch.loss is None else self._custom_loss(batch.loss, batch.shift, chunk),
+            given=None if batch.rows is None or self._given is None else self._given.of_chunk(batch.rows, chunk),
         )
 
     def _weights(self, weights: list[Tensor], chunk: PackedChunk) -> Tensor:

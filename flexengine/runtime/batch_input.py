@@ -16,6 +16,7 @@ from torch import Tensor
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.custom_loss import IGNORE_INDEX, LossFunction
 from flexengine.plan import Request
+from flexengine.runtime.given_rows import GivenInput, given_input, split_columns, without_targets
 
 
 class Sequences(NamedTuple):
@@ -23,7 +24,7 @@ class Sequences(NamedTuple):
 
     shift: 1 where tokens are predicted, 0 where they have labels of their own. weights: factors on the losses of labels
     (float64, CPU), shifted with them; None = 1. loss: takes the place of the cross-entropy. given: the sequences that
-    this process was given, where others gave the rest.
+    this process was given, where others gave the rest. rows: of images, in the place of tokens.
     """
 
     input_ids: list[Tensor]
@@ -32,6 +33,7 @@ class Sequences(NamedTuple):
     loss: LossFunction | None = None
     given: slice = slice(None)
     shift: int = 1
+    rows: GivenInput | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -73,7 +75,9 @@ INSTEAD = {
     "total_tokens_per_step": "give step(divisor=...)",
 }
 """What others call what is read here by another name."""
+IMAGE_COLUMNS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
 IMPLIED_COLUMNS = ("token_type_ids", "special_tokens_mask", "length", "seq_idx", "num_items_in_batch")
+IMPLIED_COLUMNS += ("mm_token_type_ids",)
 IMPLIED_COLUMNS += ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What collators add that says nothing more: sequences follow from position_ids, and losses are summed over targets."""
 
@@ -87,6 +91,7 @@ def read_batch(columns: Mapping[str, object], model: ModelSpec, max_seq_len: int
     A row in which position_ids begin again holds several sequences. weights[t] is the factor on the loss of token t.
     Raises ValueError naming the sequence, what was found and what is allowed.
     """
+    columns, of_tower = split_columns(model, columns)
     ids = [_row(row, f"input_ids[{i}]") for i, row in enumerate(_rows(columns["input_ids"], "input_ids"))]
     if not ids:
         raise ValueError("the batch has no sequences; give at least one list of token ids")
@@ -106,7 +111,7 @@ def read_batch(columns: Mapping[str, object], model: ModelSpec, max_seq_len: int
     assert ids is not None, "there are input_ids"
     if targets is None and model.num_labels is not None:
         raise ValueError("the batch has no labels, which a head for labels learns; give labels=..., one a token")
-    targets = ids if targets is None else targets
+    targets = without_targets(model, ids) if targets is None else targets
     for i, row in enumerate(ids):
         _check_length(i, row, max_seq_len, may_be_empty=masks is not None)
     # all rows at once, as GPUs wait; without labels the targets are the tokens
@@ -114,10 +119,11 @@ def read_batch(columns: Mapping[str, object], model: ModelSpec, max_seq_len: int
     if _has_unknown(ids, model.vocab_size) or (targets is not ids and _has_unknown(targets, most, IGNORE_INDEX)):
         for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
             _check_tokens(i, row, target, model)
+    rows = given_input(model, ids, of_tower)
     if model.num_labels is not None:
-        return Sequences(ids, targets, weights, shift=0)
+        return Sequences(ids, targets, weights, shift=0, rows=rows)
     shifted = None if weights is None else [_shift(row, 0) for row in weights]
-    return Sequences(ids, [_shift(target, IGNORE_INDEX) for target in targets], shifted)
+    return Sequences(ids, [_shift(target, IGNORE_INDEX) for target in targets], shifted, rows=rows)
 
 
 def read_call(request: Request, model: ModelSpec, batch: object, columns: Mapping[str, object]) -> Sequences:
@@ -133,7 +139,8 @@ def read_part(request: Request, model: ModelSpec, batch: object, columns: Mappin
 
     Raises ValueError as `read_batch`, and for columns that are not read.
     """
-    columns = _columns_of(batch, {name: value for name, value in columns.items() if value is not None})
+    of_tower = () if model.given is None else model.given.tower.columns
+    columns = _columns_of(batch, {name: value for name, value in columns.items() if value is not None}, of_tower)
     return read_batch(columns, model, request.max_seq_len)
 
 
@@ -155,7 +162,7 @@ def checked_batch(request: Request, sequences: Sequences) -> Sequences:
     return sequences
 
 
-def _columns_of(batch: object, columns: dict[str, object]) -> Mapping[str, object]:
+def _columns_of(batch: object, columns: dict[str, object], of_tower: tuple[str, ...]) -> Mapping[str, object]:
     """The columns of a call; weights may stand beside a batch that has columns of its own.
 
     Raises ValueError where it is not said once which they are.
@@ -178,7 +185,12 @@ def _columns_of(batch: object, columns: dict[str, object]) -> Mapping[str, objec
             raise ValueError("labels go with input_ids=...; a plain batch makes every token a target")
         columns = {**columns, "input_ids": batch}
     columns = {**columns, **beside}
-    unread = [name for name in columns if name not in READ_COLUMNS and name not in IMPLIED_COLUMNS]
+    unread = [name for name in columns if name not in (*READ_COLUMNS, *IMPLIED_COLUMNS, *of_tower)]
+    if images := [name for name in unread if str(name) in IMAGE_COLUMNS]:
+        raise ValueError(
+            f"the batch has {', '.join(images)}, but this engine trains the text alone; make it with"
+            " max_image_tokens=..., the most tokens of images in a batch, where the model's images are trained"
+        )
     if unread:
         raise ValueError(
             f"the batch has {', '.join(map(str, unread))}, which would be ignored; leave it out (read are"

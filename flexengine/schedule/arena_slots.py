@@ -18,6 +18,7 @@ from flexengine.schedule.fixed_slots import (
     batch_offsets,
     host_scalar_bytes,
     norm_square_bytes,
+    tower_bytes,
 )
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
@@ -77,6 +78,11 @@ class _HostSlots:
     def lay_out(self) -> int:
         """Append all slots; returns the bytes of the arena."""
         sizes, region = self._sizes, self._region
+        if sizes.model.given is not None:  # first, so that a change of plan leaves it where it is
+            region.add("tower", tower_bytes(sizes.model.given, sizes.compute_bytes), "towers")
+            region.add(
+                "given_rows", sizes.model.given.max_tokens * sizes.model.hidden_size * sizes.compute_bytes, "batch"
+            )
         _add_batch(sizes, region)
         if sizes.plan.updates_on_cpu:
             region.add("scalars", host_scalar_bytes(len(sizes.groups), sizes.acc_bytes), "scalars")

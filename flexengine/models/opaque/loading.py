@@ -47,10 +47,11 @@ def _is_known(family: str) -> bool:
     return family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def empty_model(config: dict[str, Any]) -> Any:
+def empty_model(config: dict[str, Any], auto: str = "AutoModelForCausalLM", dtype: str = "float64") -> Any:
     """The model of a config in evaluation mode: parameters on the meta device, real buffers.
 
-    Buffers in float64 are those that have the dtype of the model.
+    auto: the class of transformers that finds the model's. Buffers in float64 are those that have the dtype of the
+    model, unless `dtype` is one to compute in.
 
     Raises: what transformers raises for a config that it cannot read.
     """
@@ -59,14 +60,14 @@ def empty_model(config: dict[str, Any]) -> Any:
 
     kind = type(transformers.AutoConfig.for_model(config["model_type"]))
     described = kind.from_dict(_plain(config))
-    described.dtype = "float64"  # of buffers as well, but for those of a dtype of their own
+    described.dtype = dtype  # of buffers as well, but for those of a dtype of their own
     with no_init_weights(), _parameters_on_meta():
         try:
-            model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="sdpa")
+            model = getattr(transformers, auto).from_config(described, attn_implementation="sdpa")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error):
                 raise
-            model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="eager")
+            model = getattr(transformers, auto).from_config(described, attn_implementation="eager")
     model.tie_weights()  # what was put on the meta device one by one is one parameter again
     return model.eval()
 

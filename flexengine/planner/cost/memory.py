@@ -47,8 +47,14 @@ def host_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     ranks = layout.plan.request.ranks
     shared = {name: num_bytes // ranks for name, num_bytes in layout.categories("node").items()}
     between = {"exchange between nodes": num_bytes} if (num_bytes := exchange_bytes(layout)) else {}
+    given = {"pixels": num_bytes} if (num_bytes := column_bytes(layout)) else {}
     return (
-        layout.categories("host") | shared | between | _host_overhead(layout, profile) | _temporaries(layout, profile)
+        layout.categories("host")
+        | given
+        | shared
+        | between
+        | _host_overhead(layout, profile)
+        | _temporaries(layout, profile)
     )
 
 
@@ -117,11 +123,17 @@ def gpu_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
 def host_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
     """Resident host bytes of the process at its peak, with its share of what several ranks have together."""
     beside = (
-        sum(_temporaries(layout, profile).values())
+        column_bytes(layout)
+        + sum(_temporaries(layout, profile).values())
         + exchange_bytes(layout)
         + sum(_host_overhead(layout, profile).values())
     )
     return layout.host_bytes + -(-layout.node_bytes // layout.plan.request.ranks) + beside
+
+
+def column_bytes(layout: Layout) -> int:
+    """Host bytes of what a batch brings of images, which a caller holds until its call ends."""
+    return 0 if layout.model.given is None else layout.model.given.column_bytes
 
 
 class ProcessBytes(NamedTuple):

@@ -1,0 +1,196 @@
+"""Models trained with images, in float32 on the CPU, against transformers: loss, gradients and logits.
+
+A batch holds a sequence with several images, one with none and one with one, between cut and padded rows.
+"""
+
+import pytest
+import torch
+import transformers
+from engine_helpers import (
+    build_engine,
+    make_plan,
+    random_batch,
+    relative_error,
+    same_bits,
+    saved_model,
+    spec_of,
+    streamed_plan,
+    tiny_config,
+    worst_error,
+)
+
+from flexengine.models.registry import open_model
+from flexengine.models.towers.description import with_images
+from flexengine.models.towers.layouts import Sizes
+from flexengine.options.job import Job
+from flexengine.runtime.weights.weight_store import check_checkpoint
+
+IMAGE = 66
+VIT = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 7,
+}  # fmt: skip
+CLIP = {**VIT, "model_type": "clip_vision_model", "projection_dim": 8}
+SIGLIP = {**VIT, "model_type": "siglip_vision_model"}
+PIXTRAL = {**VIT, "model_type": "pixtral", "head_dim": 8}
+INTERN = {**VIT, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [7, 7]}
+SMOL = {**VIT, "model_type": "smolvlm_vision"}
+
+
+def text(kind, **changes):
+    return {**tiny_config(), "model_type": kind, **changes}
+
+
+def tiles(count, size=28):
+    return [{"pixel_values": torch.randn(1, 3, size, size)} for _ in range(count)]
+
+
+def nested(count):
+    return [{"pixel_values": one["pixel_values"][None]} for one in tiles(count)]
+
+
+def sizes(count, patch=7):
+    shapes = [((2 + i % 2) * 2 * patch, (1 + i % 3) * 2 * patch) for i in range(count)]
+    return [{"pixel_values": torch.randn(1, 3, *shape), "image_sizes": torch.tensor([shape])} for shape in shapes]
+
+
+FAMILIES = {
+    "llava": ({"text_config": text("llama"), "vision_config": CLIP}, tiles, lambda _: 16),
+    "llava-pixtral": ({"text_config": text("mistral"), "vision_config": PIXTRAL, "vision_feature_layer": -1,
+                       "vision_feature_select_strategy": "full"}, sizes, lambda s: s[0] * s[1] // 49),
+    "internvl": ({"text_config": text("qwen2"), "vision_config": INTERN}, tiles, lambda _: 4),
+    "idefics3": ({"text_config": text("llama"), "vision_config": SMOL, "scale_factor": 2}, nested, lambda _: 4),
+    "smolvlm": ({"text_config": text("llama"), "vision_config": SMOL, "scale_factor": 2}, nested, lambda _: 4),
+    "mistral3": ({"text_config": text("mistral"), "vision_config": PIXTRAL, "spatial_merge_size": 2,
+                  "vision_feature_layer": -1}, sizes, lambda s: s[0] * s[1] // 196),
+    "lighton_ocr": ({"text_config": text("qwen3"), "vision_config": PIXTRAL, "spatial_merge_size": 2}, sizes,
+                    lambda s: s[0] * s[1] // 196),
+    "aya_vision": ({"text_config": text("cohere2", pad_token_id=65), "vision_config": SIGLIP, "downsample_factor": 2,
+                    "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}, tiles, lambda _: 4),
+    "cohere2_vision": ({"text_config": text("cohere2", pad_token_id=65), "vision_config": SIGLIP,
+                        "downsample_factor": 2}, tiles, lambda _: 4),
+}  # fmt: skip
+
+
+def joined(images):
+    """Columns of a batch as a processor makes them: pictures padded to the largest."""
+    high, wide = (max(one["pixel_values"].shape[axis] for one in images) for axis in (-2, -1))
+    pixels = [one["pixel_values"] for one in images]
+    padded = [torch.nn.functional.pad(p, (0, wide - p.shape[-1], 0, high - p.shape[-2])) for p in pixels]
+    found = {"pixel_values": torch.cat(padded)}
+    return found | {n: torch.cat([o[n] for o in images]) for n in images[0] if n != "pixel_values"}
+
+
+def drawn(images, rows):
+    """Token ids of sequences with two images, none, and one; labels, of which some are -100."""
+    ids = random_batch(3, [46, 9, 30], 60)
+    counts = [rows(tuple(one["pixel_values"].shape[-2:])) for one in images]
+    ids[0][2 : 2 + counts[0]] = [IMAGE] * counts[0]
+    ids[0][3 + counts[0] : 3 + counts[0] + counts[1]] = [IMAGE] * counts[1]
+    ids[2][: counts[2]] = [IMAGE] * counts[2]
+    return ids, [[-100 if token == IMAGE or i % 4 == 0 else token for i, token in enumerate(row)] for row in ids]
+
+
+def reference(model, ids, labels, images):
+    """Mean loss over all targets, each sequence alone; logits of the first one."""
+    total, count, logits = 0.0, 0, []
+    for row, unshifted, own in zip(ids, labels, (images[:2], [], images[2:]), strict=True):
+        given = joined(own) if own else {}
+        if "pixel_attention_mask" in given or given.get("pixel_values", torch.zeros(1)).dim() == 5:
+            given["pixel_values"] = given["pixel_values"].flatten(0, 1)[None]
+        logits.append(model(input_ids=torch.tensor([row]), use_cache=False, **given).logits[0])
+        target = torch.tensor(unshifted[1:])
+        total = total + torch.nn.functional.cross_entropy(logits[-1][:-1], target, reduction="sum")
+        count += int((target != -100).sum())
+    return total / count, logits
+
+
+def saved(case, folder):
+    config = FAMILIES[case][0]
+    config = {"model_type": case.partition("-")[0], "image_token_id": IMAGE, "image_token_index": IMAGE, **config}
+    return saved_model(folder, config, kind_of_model=transformers.AutoModelForImageTextToText).eval()
+
+
+def opened(folder, most=64):
+    source = open_model(folder)
+    job = Job(max_image_tokens=most, max_seq_len=48, max_global_batch_tokens=4096, dtype="float32")
+    return source._replace(spec=with_images(check_checkpoint(source.spec, folder), job))
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_images(case, tmp_path):
+    model, (_, draw, rows) = saved(case, tmp_path), FAMILIES[case]
+    images = draw(3)
+    ids, labels = drawn(images, rows)
+    loss, logits = reference(model, ids, labels, images)
+    loss.backward()
+    source = opened(tmp_path)
+    with build_engine(source, streamed_plan(source.spec, chunk_tokens=16, chunks_per_round=4)) as engine:
+        result = engine.fwd_bwd(input_ids=ids, labels=labels, **joined(images))
+        assert result.loss == pytest.approx(loss.item(), abs=1e-5)
+        found = engine.gradients()
+        error, name = worst_error(found, {n: p.grad for n, p in model.named_parameters() if n in found})
+        assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+        told = engine.evaluate(input_ids=ids, labels=ids, per_token=True, **joined(images)).token_log_probs
+        for row, own, log_probs in zip(ids, logits, told, strict=True):
+            wanted = own[:-1].log_softmax(-1)[range(len(row) - 1), row[1:]]
+            assert relative_error(log_probs[1:], wanted) <= 1e-4
+
+
+def test_plans_change_no_bits_and_text_alone_needs_no_images(tmp_path):
+    """Bits are equal where weights stay and where they stream; a batch of text is as in an engine without a tower."""
+    saved("mistral3", tmp_path)
+    images, plain = sizes(3), random_batch(1, [20, 7], 60)
+    ids, labels = drawn(images, FAMILIES["mistral3"][2])
+    source, text_alone, found, told = opened(tmp_path), open_model(tmp_path), [], []
+    for make in (streamed_plan, make_plan):
+        with build_engine(source, make(source.spec, chunk_tokens=32)) as engine:
+            told.append(engine.evaluate(plain).loss)
+            loss = engine.fwd_bwd({"input_ids": ids, "labels": labels, **joined(images)}).loss
+            found.append({**engine.gradients(), "loss": torch.tensor(loss)})
+    same_bits(*found)
+    with build_engine(text_alone, make_plan(text_alone.spec, chunk_tokens=32)) as engine:
+        assert [engine.evaluate(plain).loss] * 2 == told
+
+
+TWO = {"pixel_values": torch.zeros(2, 3, 28, 28)}
+WRONG = {
+    "too many tokens": ([IMAGE] * 17 + [1], TWO, "the batch has 17 tokens of images, more than max_image_tokens=16"),
+    "more rows than tokens": ([IMAGE] * 5 + [1], TWO, "5 tokens that stand for images .id 66., but .* give 8 rows"),
+    "fewer rows than tokens": ([IMAGE] * 9 + [1], TWO, "9 tokens that stand for images .id 66., but .* give 8 rows"),
+    "another size": ([IMAGE] * 8 + [1], {"pixel_values": torch.zeros(2, 3, 14, 14)}, "pictures of .3, 28, 28.; use"),
+    "numbers": ([IMAGE] * 8 + [1], {"pixel_values": torch.zeros(2, 3, 28, 28, dtype=torch.uint8)}, "are torch.uint8"),
+}
+
+
+def test_what_goes_wrong_with_images(tmp_path):
+    """Nothing of a batch that is refused remains."""
+    saved("internvl", tmp_path)
+    source, alone = opened(tmp_path, most=16), open_model(tmp_path)
+    good = [IMAGE] * 8 + [1, 2]
+    with build_engine(source, make_plan(source.spec, chunk_tokens=32)) as engine:
+        loss = engine.evaluate(input_ids=[good], **TWO).loss
+        for ids, columns, message in WRONG.values():
+            with pytest.raises(ValueError, match=message):
+                engine.fwd_bwd(input_ids=[ids], labels=[ids], **columns)
+        assert not engine.has_gradients
+        assert engine.evaluate(input_ids=[good], **TWO).loss == loss
+    with (
+        build_engine(alone, make_plan(alone.spec, chunk_tokens=32)) as engine,
+        pytest.raises(ValueError, match="has pixel_values, but this engine trains the text alone"),
+    ):
+        engine.fwd_bwd(input_ids=[good], **TWO)
+
+
+def test_an_image_that_is_too_large_for_a_call_is_refused():
+    columns = joined([{"pixel_values": torch.zeros(1, 3, 28, 56), "image_sizes": torch.tensor([[28, 56]])}] * 3)
+    layout = Sizes(3, 14)
+    assert [len(call["image_sizes"]) for call in layout.calls(columns, 16)] == [2, 1]
+    with pytest.raises(ValueError, match="image 0 of the batch takes 8 tokens, more than the 7"):
+        layout.calls(columns, 7)
+
+
+def test_models_whose_images_are_not_trained():
+    job = Job(max_image_tokens=9)
+    with pytest.raises(ValueError, match="max_image_tokens=9: images of llama models are not trained, only those of"):
+        with_images(spec_of(tiny_config()), job)
