@@ -222,6 +222,11 @@ class ModelSpec:
         return None if self.task is None else self.task.num_labels
 
     @property
+    def num_axes(self) -> int:
+        """Axes that positions have: three where images lie in a plane, else one."""
+        return 1 if self.given is None else self.given.num_axes
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters; a tied tensor counts once."""
         return sum(g.numel for g in self.groups)

@@ -166,7 +166,7 @@ class ChunkContext:
     float32 is written by the head. attention_choices: kernels that are preferred on CUDA for shapes that were measured;
     attention: for other shapes. balance: what routers report to, where experts are balanced. weights [T], in the dtype
     of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy. dropout: what dropout
-    draws; None where nothing is trained. given: rows of the hidden state that a tower made; None where there are none.
+    draws; None where nothing is trained. given: rows that a tower made. axes [axes, T]: positions in several axes.
     """
 
     tokens: int
@@ -185,6 +185,7 @@ class ChunkContext:
     weights: Tensor | None = None
     custom_loss: CustomLoss | None = None
     given: PlacedRows | None = None
+    axes: Tensor | None = None
 
 
 @dataclass

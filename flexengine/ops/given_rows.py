@@ -6,7 +6,7 @@ before the batch's rounds, and nothing flows back to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -45,6 +45,13 @@ class Tower(Protocol):
         """
         ...
 
+    def positions(self, ids: Sequence[Tensor], columns: Columns) -> list[Tensor]:
+        """Positions [axes, T] of sequences of these tokens, where positions have several axes.
+
+        Raises: ValueError where tokens and columns do not go together.
+        """
+        ...
+
     def __call__(self, weights: Mapping[str, Tensor], call: Columns, device: torch.device) -> Tensor:
         """The rows [n, D] of a call, on a device. weights: on the host; each crosses when it is used."""
         ...
@@ -63,7 +70,7 @@ class GivenRows:
     """Which tokens get their rows from a tower, and how many a batch may have of them.
 
     token_id: the token that stands for a row. name: what people call its things, for messages. max_tokens: most such
-    tokens of a batch; share: the share of a full batch's tokens that these are.
+    tokens of a batch; share: the share of a full batch's tokens that these are. num_axes: axes that positions have.
     """
 
     name: str
@@ -72,6 +79,7 @@ class GivenRows:
     share: float
     tower: Tower
     cost: TowerCost
+    num_axes: int = 1
 
     @property
     def num_parameters(self) -> int:

@@ -81,3 +81,31 @@ class RoPE(Op):
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=self._bytes(tokens, compute_bytes), kernels=1)
+
+
+class RoPEInAxes(RoPE):
+    """The same where each frequency rotates by the position in one of several axes: a call for each axis.
+
+    The table of an axis, `table.0` and so on, has zeros in place of the frequencies of others, and a rotation by an
+    angle of zero changes no bit of a number. Scaling would be applied by every call, so there is none.
+    """
+
+    def __init__(self, rope: RoPE, num_axes: int) -> None:
+        assert rope.scaling == 1.0, "each axis would scale"
+        super().__init__(rope.name, rope.x, rope.y, rope.num_heads, rope.num_kv_heads, rope.head_dim, 1.0, rope.table)
+        self.interleaved, self.num_axes = rope.interleaved, num_axes
+
+    def _rotate(self, tensor: Tensor, env: OpEnv, inverse: bool) -> None:
+        heads, axes = tensor.view(env.chunk.tokens, -1, self.head_dim), env.chunk.axes
+        assert axes is not None, "batches of this model have positions in several axes"
+        for axis in range(self.num_axes):
+            inv_freq = env.chunk.constants[table_of_axis(self.table, axis)]
+            rope_(heads, axes[axis], inv_freq, 1.0, self.num_heads + self.num_kv_heads, inverse, self.interleaved)
+
+    def _bytes(self, tokens: int, compute_bytes: int) -> float:
+        return self.num_axes * super()._bytes(tokens, compute_bytes)
+
+
+def table_of_axis(table: str, axis: int) -> str:
+    """Name of the constant that holds the frequencies of one axis."""
+    return f"{table}.{axis}"

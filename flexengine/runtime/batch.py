@@ -12,7 +12,7 @@ from flexengine.ops.base import ChunkContext, Window
 from flexengine.ops.custom_loss import CustomLoss, LossFunction
 from flexengine.runtime.arena import Arenas, wide_dtype
 from flexengine.runtime.batch_input import Sequences
-from flexengine.runtime.given_rows import RowMaker
+from flexengine.runtime.given_rows import RowMaker, axes_of
 from flexengine.schedule.fixed_slots import batch_offsets
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import PackedChunk
@@ -41,14 +41,16 @@ class BatchWriter:
         self.attention_choices = attention_choices
         self._given = None if layout.model.given is None else RowMaker(layout, arenas)
         self.chunk_tokens = layout.plan.chunk_tokens
-        self.offsets = batch_offsets(layout.plan.num_chunks, self.chunk_tokens)
+        self.offsets = batch_offsets(layout.plan.num_chunks, self.chunk_tokens, layout.model.num_axes)
 
     def _field(self, memory: Memory, name: str, chunk: int, count: int) -> Tensor:
         width = {"input_ids": 8, "labels": 8}.get(name, 4)
-        rows = self.chunk_tokens + 2 if name == "cu_seqlens" else self.chunk_tokens
+        rows = {"cu_seqlens": self.chunk_tokens + 2, "axes": self.layout.model.num_axes * self.chunk_tokens}
         slot = self.layout.place("batch", memory=memory)
         dtype = torch.int64 if width == 8 else torch.int32
-        return self.arenas.view(slot, self.offsets[name] + chunk * rows * width, (count,), dtype)
+        return self.arenas.view(
+            slot, self.offsets[name] + chunk * rows.get(name, self.chunk_tokens) * width, (count,), dtype
+        )
 
     def load_tower(self, folder: Path | None) -> None:
         """Read the weights of a tower from a checkpoint, where the model has one."""
@@ -72,6 +74,8 @@ class BatchWriter:
             "positions": torch.cat([torch.arange(p.start, p.start + p.length) for p in chunk.ranges]),
             "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
         }
+        if (num_axes := self.layout.model.num_axes) > 1:
+            rows["axes"] = axes_of(batch.rows, chunk, num_axes).flatten()
         start = chunk.ranges[0].start if chunk.first_slice >= 0 else 0
         for name, row in rows.items():
             self._field("host", name, i, row.numel()).copy_(row)
@@ -88,6 +92,7 @@ class BatchWriter:
             labels=on_gpu["labels"],
             positions=on_gpu["positions"],
             cu_seqlens=on_gpu["cu_seqlens"],
+            axes=on_gpu["axes"].view(num_axes, tokens) if "axes" in on_gpu else None,
             weights=None if batch.weights is None else self._weights(batch.weights, chunk),
             custom_loss=None if batch.loss is None else self._custom_loss(batch.loss, batch.shift, chunk),
             given=None if batch.rows is None or self._given is None else self._given.of_chunk(batch.rows, chunk),

@@ -23,11 +23,13 @@ from flexengine.schedule.packing import PackedChunk
 class GivenInput(NamedTuple):
     """What a batch says of rows that are given: the tower's columns, and which tokens of each sequence stand for rows.
 
-    at: positions [n] int64, sequence by sequence.
+    at: positions [n] int64, sequence by sequence. axes: positions [axes, T] of each sequence in several axes; empty
+    where the model has one.
     """
 
     columns: Columns
     at: list[Tensor]
+    axes: tuple[Tensor, ...] = ()
 
     @property
     def starts(self) -> list[int]:
@@ -124,7 +126,16 @@ def given_input(model: ModelSpec, ids: list[Tensor], columns: dict[str, Tensor])
             f"the batch has {found.starts[-1]} tokens of {given.name}, more than max_image_tokens={given.max_tokens};"
             " give it in several fwd_bwd calls before step(), or raise max_image_tokens"
         )
-    return found
+    axes = given.tower.positions(ids, columns) if given.num_axes > 1 else ()
+    return found._replace(axes=tuple(axes))
+
+
+def axes_of(batch: GivenInput | None, chunk: PackedChunk, num_axes: int) -> Tensor:
+    """Positions [axes, T] of a chunk: equal in all axes where a batch has no images."""
+    if batch is None:
+        counted = torch.cat([torch.arange(p.start, p.start + p.length) for p in chunk.ranges])
+        return counted.expand(num_axes, -1)
+    return torch.cat([batch.axes[p.sequence][:, p.start : p.start + p.length] for p in chunk.ranges], 1)
 
 
 def without_targets(model: ModelSpec, ids: list[Tensor]) -> list[Tensor]:

@@ -57,7 +57,9 @@ def host_memory(plan: Plan) -> Memory:
 
 def _add_batch(sizes: PlannedSizes, region: Region) -> None:
     """Append token ids, labels, positions and lengths of one round's chunks."""
-    region.add("batch", batch_offsets(sizes.plan.num_chunks, sizes.plan.chunk_tokens)["end"], "batch")
+    region.add(
+        "batch", batch_offsets(sizes.plan.num_chunks, sizes.plan.chunk_tokens, sizes.model.num_axes)["end"], "batch"
+    )
 
 
 class _HostSlots:

@@ -54,11 +54,11 @@ def tower_bytes(given: GivenRows, compute_bytes: int) -> int:
     return tower_offsets(given, compute_bytes)[""]
 
 
-def batch_offsets(chunks_per_round: int, chunk_tokens: int) -> dict[str, int]:
+def batch_offsets(chunks_per_round: int, chunk_tokens: int, num_axes: int = 1) -> dict[str, int]:
     """Byte offsets inside a batch slot, and its `end`.
 
     ids and labels are int64, positions and cumulative lengths int32. Rows are per chunk: chunk_tokens for the first
-    three, chunk_tokens + 2 for cu_seqlens.
+    three, chunk_tokens + 2 for cu_seqlens, and num_axes * chunk_tokens for axes, which is there for several axes.
     """
     tokens, offsets, end = chunks_per_round * chunk_tokens, {}, 0
     sizes = {
@@ -66,6 +66,7 @@ def batch_offsets(chunks_per_round: int, chunk_tokens: int) -> dict[str, int]:
         "labels": 8 * tokens,
         "positions": 4 * tokens,
         "cu_seqlens": 4 * chunks_per_round * (chunk_tokens + 2),
+        "axes": 4 * num_axes * tokens if num_axes > 1 else 0,
     }
     for name, size in sizes.items():
         offsets[name] = end

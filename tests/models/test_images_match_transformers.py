@@ -9,6 +9,7 @@ import transformers
 from engine_helpers import (
     build_engine,
     make_plan,
+    peak_bytes,
     random_batch,
     relative_error,
     same_bits,
@@ -54,6 +55,24 @@ def sizes(count, patch=7):
     return [{"pixel_values": torch.randn(1, 3, *shape), "image_sizes": torch.tensor([shape])} for shape in shapes]
 
 
+def grids(count):
+    """Pictures of 4 patches by 4, 4 by 8, 8 by 4, of which each four are a row."""
+    shapes = [(4, 4), (4, 8), (8, 4)][:count]
+    return [
+        {"pixel_values": torch.randn(h * w, 3 * 2 * 49), "image_grid_thw": torch.tensor([[1, h, w]])} for h, w in shapes
+    ]
+
+
+def rows_of(image):
+    """Rows of an image of a grid, or None."""
+    return int(image["image_grid_thw"].prod()) // 4 if "image_grid_thw" in image else None
+
+
+QWEN2 = {"depth": 2, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2, "patch_size": 7,
+         "spatial_merge_size": 2}  # fmt: skip
+QWEN2_5 = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 7, "window_size": 28,
+           "spatial_merge_size": 2, "out_hidden_size": 24, "fullatt_block_indexes": [1]}  # fmt: skip
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}}
 FAMILIES = {
     "llava": ({"text_config": text("llama"), "vision_config": CLIP}, tiles, lambda _: 16),
     "llava-pixtral": ({"text_config": text("mistral"), "vision_config": PIXTRAL, "vision_feature_layer": -1,
@@ -67,6 +86,8 @@ FAMILIES = {
                     lambda s: s[0] * s[1] // 196),
     "aya_vision": ({"text_config": text("cohere2", pad_token_id=65), "vision_config": SIGLIP, "downsample_factor": 2,
                     "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}, tiles, lambda _: 4),
+    "qwen2_vl": ({"text_config": text("qwen2_vl_text", **MROPE), "vision_config": QWEN2}, grids, None),
+    "qwen2_5_vl": ({"text_config": text("qwen2_5_vl_text", **MROPE), "vision_config": QWEN2_5}, grids, None),
     "cohere2_vision": ({"text_config": text("cohere2", pad_token_id=65), "vision_config": SIGLIP,
                         "downsample_factor": 2}, tiles, lambda _: 4),
 }  # fmt: skip
@@ -74,6 +95,8 @@ FAMILIES = {
 
 def joined(images):
     """Columns of a batch as a processor makes them: pictures padded to the largest."""
+    if "image_grid_thw" in images[0]:
+        return {name: torch.cat([one[name] for one in images]) for name in images[0]}
     high, wide = (max(one["pixel_values"].shape[axis] for one in images) for axis in (-2, -1))
     pixels = [one["pixel_values"] for one in images]
     padded = [torch.nn.functional.pad(p, (0, wide - p.shape[-1], 0, high - p.shape[-2])) for p in pixels]
@@ -84,7 +107,7 @@ def joined(images):
 def drawn(images, rows):
     """Token ids of sequences with two images, none, and one; labels, of which some are -100."""
     ids = random_batch(3, [46, 9, 30], 60)
-    counts = [rows(tuple(one["pixel_values"].shape[-2:])) for one in images]
+    counts = [rows_of(one) or rows(tuple(one["pixel_values"].shape[-2:])) for one in images]
     ids[0][2 : 2 + counts[0]] = [IMAGE] * counts[0]
     ids[0][3 + counts[0] : 3 + counts[0] + counts[1]] = [IMAGE] * counts[1]
     ids[2][: counts[2]] = [IMAGE] * counts[2]
@@ -98,6 +121,8 @@ def reference(model, ids, labels, images):
         given = joined(own) if own else {}
         if "pixel_attention_mask" in given or given.get("pixel_values", torch.zeros(1)).dim() == 5:
             given["pixel_values"] = given["pixel_values"].flatten(0, 1)[None]
+        if "image_grid_thw" in given:
+            given["mm_token_type_ids"] = (torch.tensor([row]) == IMAGE).int()
         logits.append(model(input_ids=torch.tensor([row]), use_cache=False, **given).logits[0])
         target = torch.tensor(unshifted[1:])
         total = total + torch.nn.functional.cross_entropy(logits[-1][:-1], target, reduction="sum")
@@ -180,6 +205,26 @@ def test_what_goes_wrong_with_images(tmp_path):
         pytest.raises(ValueError, match="has pixel_values, but this engine trains the text alone"),
     ):
         engine.fwd_bwd(input_ids=[good], **TWO)
+
+
+def test_grids_that_do_not_go_with_tokens(tmp_path):
+    """A tower's call takes no more than was traced; text rotates as in an engine of text, bit by bit."""
+    saved("qwen2_vl", tmp_path)
+    source, alone, images = opened(tmp_path), open_model(tmp_path), grids(3)
+    text_alone, given = random_batch(0, [20, 7], 60), source.spec.given
+    with build_engine(source, make_plan(source.spec, chunk_tokens=32)) as engine:
+        for runs, count in (((4, 8), 1), ((5, 7), 2)):
+            ids = [IMAGE] * runs[0] + [1] + [IMAGE] * runs[1]
+            message = rf"sequence 0 of the batch has runs of \[{runs[0]}, {runs[1]}\] tokens .* do not go with image"
+            with pytest.raises(ValueError, match=message):
+                engine.fwd_bwd(input_ids=[ids], labels=[ids], **joined(images[:count]))
+        loss = engine.evaluate(text_alone).loss
+    weights = {name: torch.empty(shape) for name, shape in given.tower.shapes.items()}
+    given.tower.read(tmp_path, weights)
+    call = given.tower.calls(joined(images))[0]
+    assert 0 < peak_bytes(lambda: given.tower(weights, call, torch.device("cpu"))) <= given.cost.peak_bytes
+    with build_engine(alone, make_plan(alone.spec, chunk_tokens=32)) as engine:
+        assert engine.evaluate(text_alone).loss == loss
 
 
 def test_an_image_that_is_too_large_for_a_call_is_refused():

@@ -11,7 +11,8 @@ import torch
 
 from flexengine.models.opaque.loading import empty_model
 from flexengine.models.spec import ModelSpec
-from flexengine.models.towers.layouts import CALL_ROWS, Layout, Sizes, Tiles
+from flexengine.models.towers.axes import NUM_AXES, with_axes
+from flexengine.models.towers.layouts import CALL_ROWS, Grids, Layout, Sizes, Tiles
 from flexengine.models.towers.tower import TransformersTower
 from flexengine.ops.embedding import Embedding
 from flexengine.ops.given_rows import Columns, EmbeddingWithRows, GivenRows, TowerCost
@@ -38,6 +39,11 @@ def _tiles_or_sizes(config: Any) -> Layout:
     return _sizes(config) if config.vision_config.model_type == "pixtral" else _tiles(config)
 
 
+def _grids(config: Any) -> Layout:
+    vision = config.vision_config
+    return Grids(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2, vision.spatial_merge_size)
+
+
 LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "llava": _tiles_or_sizes,
     "internvl": _tiles,
@@ -47,6 +53,8 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "smolvlm": _nested_tiles,
     "mistral3": _sizes,
     "lighton_ocr": _sizes,
+    "qwen2_vl": _grids,
+    "qwen2_5_vl": _grids,
 }
 """Model type -> how its processor lays out images."""
 
@@ -70,7 +78,9 @@ def with_images(model: ModelSpec, job: Job) -> ModelSpec:
         tower = TransformersTower(shell, layout, *made)
     share = min(1.0, job.max_image_tokens / job.max_global_batch_tokens)
     cost = _cost(tower, layout)
-    given = GivenRows("images", shell.config.image_token_id, job.max_image_tokens, share, tower, cost)
+    axes = NUM_AXES if isinstance(layout, Grids) else 1
+    given = GivenRows("images", shell.config.image_token_id, job.max_image_tokens, share, tower, cost, axes)
+    model = model if axes == 1 else with_axes(model)
     embedding, *others = model.layers
     ops = tuple(EmbeddingWithRows(op, given) if isinstance(op, Embedding) else op for op in embedding.ops)
     return replace(model, layers=(replace(embedding, ops=ops), *others), given=given)

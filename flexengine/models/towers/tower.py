@@ -7,7 +7,7 @@ each other are on the device at once, and never all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,25 @@ class TransformersTower:
     def calls(self, columns: Columns) -> list[Columns]:
         """As of `Tower`."""
         return self._layout.calls(columns, self.most)
+
+    def positions(self, ids: Sequence[Tensor], columns: Columns) -> list[Tensor]:
+        """As of `Tower`: positions as transformers counts them, with an image for each run of its tokens."""
+        grids, token, first, found = columns["image_grid_thw"], self._model.config.image_token_id, 0, list[Tensor]()
+        merged = self._model.config.vision_config.spatial_merge_size**2
+        for row in ids:
+            kinds = (row == token).int()
+            values, counts = kinds.unique_consecutive(return_counts=True)
+            runs = counts[values == 1].tolist()
+            own = grids[first : first + len(runs)]
+            if (own.prod(-1) // merged).tolist() != runs:
+                raise ValueError(
+                    f"sequence {len(found)} of the batch has runs of {runs} tokens that stand for an image each, which"
+                    f" do not go with image_grid_thw={own.tolist()}; give the columns of the processor, uncut"
+                )
+            first += len(runs)
+            positions, _ = self._model.base_model.get_rope_index(row[None], kinds[None], own)
+            found.append(positions[:, 0])
+        return found
 
     def __call__(self, weights: Mapping[str, Tensor], call: Columns, device: torch.device) -> Tensor:
         """As of `Tower`."""

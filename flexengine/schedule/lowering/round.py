@@ -44,7 +44,7 @@ class LayerWalk:
 
     def _fetch_batch(self) -> None:
         source, target, plan = self.layout.slot("batch", memory="host"), self.layout.slot("batch"), self.layout.plan
-        size = batch_offsets(plan.num_chunks, plan.chunk_tokens)["end"]
+        size = batch_offsets(plan.num_chunks, plan.chunk_tokens, self.layout.model.num_axes)["end"]
         self.builder.holds(source, "batch")
         self.builder.copy(CommandName("fetch", "batch"), Stream.H2D, "batch", [CopyRegion(source, 0, target, 0, size)])
 
