@@ -18,7 +18,6 @@ from flexengine.ops.attention.choice import AttentionChoice, KernelName
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexengine.ops.attention.choice import AttentionChoice
     from flexengine.ops.custom_loss import CustomLoss
     from flexengine.ops.experts.balance import ExpertBalance
     from flexengine.ops.placed_rows import PlacedRows
