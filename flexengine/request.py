@@ -56,8 +56,7 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     """
     _check_opaque(spec, job)
     model = with_keep_dtype(with_matmul_dtype(with_images(spec, job), job.matmul_dtype), job.keep_dtype)
-    lora = job.lora_setup
-    model = with_lora(model, with_head_saved(lora, spec)) if lora is not None else with_frozen(model, job.freeze)
+    model = with_lora(model, with_head_saved(own, spec)) if (own := job.lora_setup) else with_frozen(model, job.freeze)
     if job.trains and (unread := unread_by_peft(model)):
         logger.warning(unread)
     model = model if job.trains else forward_only(model)
