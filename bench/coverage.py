@@ -92,7 +92,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 2},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
     "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
-    "gemma4_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "top_k_experts": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "zaya": {"num_experts_per_tok": 1},
     **{kind: {"pad_token_id": 0} for kind in PADDED},

@@ -76,7 +76,7 @@ def saved_model(
     model = kind_of_model.from_config(described, attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
@@ -85,6 +85,8 @@ def saved_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.2)
     model = model.to(dtype)
     model.save_pretrained(folder, **save)
     return model

@@ -25,6 +25,13 @@ def gemma3(**changes: Any) -> dict:
     return config("gemma3_text", **{**options, **changes})
 
 
+def gemma4(kind: str = "gemma4_text", **changes: Any) -> dict:
+    """Of three layers the second and the third have no window, and heads of another width."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    options = {"sliding_window": 7, "layer_types": kinds, "global_head_dim": 12, "hidden_size_per_layer_input": 0}
+    return config(kind, **{**options, **GEMMA, **changes})
+
+
 def gemma2(**changes: Any) -> dict:
     caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
     return config("gemma2", **{"sliding_window": 7, "query_pre_attn_scalar": 11, **caps, **GEMMA, **changes})
@@ -158,6 +165,19 @@ CASES: dict[str, dict] = {
         final_logit_softcapping=5.0, num_key_value_heads=1, head_dim=8, sliding_window_pattern=2
     ),
     "gemma3, biases, types": gemma3(attention_bias=True, layer_types=["full_attention"] * 2 + ["sliding_attention"]),
+    "gemma4_text": gemma4(attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=5.0),
+    "gemma4_text, experts": gemma4(
+        enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=12, attention_k_eq_v=True
+    ),
+    "gemma4_text, biases, untied": gemma4(
+        attention_bias=True,
+        tie_word_embeddings=False,
+        use_bidirectional_attention="vision",
+        per_layer_config={"1": {"head_dim": 10}, "2": {"head_dim": 10}},
+    ),
+    "gemma4_unified_text": lacking(
+        gemma4("gemma4_unified_text", num_hidden_layers=7), "layer_types", "hidden_size_per_layer_input"
+    ),
     "olmo2": without_head_dim(config("olmo2")),
     "olmo2, biases, tied": without_head_dim(config("olmo2", attention_bias=True, tie_word_embeddings=True)),
     "olmo2, multi-query": without_head_dim(config("olmo2", num_key_value_heads=1, hidden_size=40)),
@@ -383,6 +403,7 @@ LIKE_OTHERS = {
     *("gemma", "vaultgemma", "seed_oss", "arcee", "helium", "internlm3", "iquestcoder", "cwm", "exaone4", "granite"),
     *("hunyuan_v1_dense", "ernie4_5", "glm", "glm4_moe", "solar_open", "dots1", "exaone_moe", "mellum", "granitemoe"),
     *("hyperclovax", "stablelm", "jais2", "cohere", "exaone", "sarvam_moe", "granitemoe_swa", "apertus1p5_text"),
+    "gemma4_unified_text",
     *("youtu", "minicpm3", "glm4_moe_lite", "sarvam_mla", "glm_moe_dsa"),
 }
 """Families with a row whose blocks have the ops of another family, in other order or with other values."""

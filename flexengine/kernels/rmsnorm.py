@@ -20,11 +20,11 @@ _SUM_ROWS, _SUM_COLUMNS = 256, 16  # few steps one after the other, and programs
 
 
 def rmsnorm_forward(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor | None, residual: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, rstd: Tensor | None, residual: Tensor | None = None,
     offset: float = 0.0, wide: bool = False,
 ) -> None:  # fmt: skip
     """out = (residual +) (weight + offset) * (x * rstd), rstd = 1 / sqrt(mean(x^2, over D) + eps), which is kept for
-    backward unless that recomputes it (None).
+    backward unless that recomputes it (None). Without a weight x * rstd is all there is.
 
     Shapes: x, out and residual [T, D] or [T, K, D] in bf16 or fp32, rows may be strided; weight [D]; rstd [T] or
     [T, K] fp32, rows may be strided. out may be x or residual.
@@ -39,7 +39,8 @@ def rmsnorm_forward(
     _check_rows("out", out, shape, (x.dtype,))
     if residual is not None:
         _check_rows("residual", residual, shape, (x.dtype,))
-    check_tensor("weight", weight, shape[-1:], FLOATS)
+    if weight is not None:
+        check_tensor("weight", weight, shape[-1:], FLOATS)
     if rstd is not None:
         check_tensor("rstd", rstd, shape[:-1], (torch.float32,), strided_rows=x.dim() == 3)
     count, heads = _rows(x)
@@ -48,15 +49,16 @@ def rmsnorm_forward(
     rows, block, num_warps = _row_tile(shape[-1])
     added = out if residual is None else residual
     _forward_kernel[(cdiv(count, rows),)](
-        x, weight, out, rstd, added, count, shape[-1], heads, *_strides(x), *_strides(out),
+        x, x if weight is None else weight, out, rstd, added, count, shape[-1], heads, *_strides(x), *_strides(out),
         0 if rstd is None else rstd.stride(0), *_strides(added), eps, offset, STORE_RSTD=rstd is not None,
-        RESIDUAL=residual is not None, WIDE=wide, ROWS=rows, BLOCK=block, num_warps=num_warps,
+        RESIDUAL=residual is not None, WEIGHT=weight is not None, WIDE=wide, ROWS=rows, BLOCK=block,
+        num_warps=num_warps,
     )  # fmt: skip
 
 
 def rmsnorm_backward_input(
-    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor, accumulate: bool, offset: float = 0.0,
-    eps: float | None = None,
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, grad_x: Tensor, accumulate: bool,
+    offset: float = 0.0, eps: float | None = None,
 ) -> None:  # fmt: skip
     """Input half of the gradients: grad_x = (or +=) rstd * (gw - n * mean(gw * n)), n = x * rstd,
     gw = grad_y * (weight + offset).
@@ -73,9 +75,10 @@ def rmsnorm_backward_input(
         return
     rows, block, num_warps = _row_tile(x.shape[-1])
     _backward_input_kernel[(cdiv(count, rows),)](
-        grad_y, x, weight, rstd, grad_x, count, x.shape[-1], heads, *_strides(grad_y), *_strides(x), *_strides(grad_x),
-        rstd.stride(0), offset, 0.0 if eps is None else eps, FIND_RSTD=eps is not None, ACCUMULATE=accumulate,
-        ROWS=rows, BLOCK=block, num_warps=num_warps,
+        grad_y, x, x if weight is None else weight, rstd, grad_x, count, x.shape[-1], heads, *_strides(grad_y),
+        *_strides(x), *_strides(grad_x), rstd.stride(0), offset, 0.0 if eps is None else eps,
+        FIND_RSTD=eps is not None, ACCUMULATE=accumulate, WEIGHT=weight is not None, ROWS=rows, BLOCK=block,
+        num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -116,11 +119,12 @@ def sum_partials(partials: Tensor, total: Tensor, accumulate: bool) -> None:
     )
 
 
-def _check_backward(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor) -> None:
+def _check_backward(grad_y: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, grad_x: Tensor) -> None:
     shape = tuple(x.shape)
     for name, tensor in (("x", x), ("grad_y", grad_y), ("grad_x", grad_x)):
         _check_rows(name, tensor, shape, FLOATS)
-    check_tensor("weight", weight, shape[-1:], FLOATS)
+    if weight is not None:
+        check_tensor("weight", weight, shape[-1:], FLOATS)
     check_tensor("rstd", rstd, shape[:-1], (torch.float32,), strided_rows=x.dim() == 3)
 
 
@@ -157,7 +161,8 @@ def _offsets(rows, heads, stride, step):
 def _forward_kernel(
     x_ptr, weight_ptr, out_ptr, rstd_ptr, residual_ptr, count, width, heads, x_stride, x_step, out_stride, out_step,
     rstd_stride, residual_stride, residual_step, eps, offset,
-    STORE_RSTD: tl.constexpr, RESIDUAL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STORE_RSTD: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -165,7 +170,9 @@ def _forward_kernel(
     source = x_ptr + _offsets(rows, heads, x_stride, x_step)[:, None] + columns[None, :]
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     # before the sum over the row is waited for, so that all loads are under way together
-    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    if WEIGHT:
+        weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if RESIDUAL:
         added = residual_ptr + _offsets(rows, heads, residual_stride, residual_step)[:, None] + columns[None, :]
         residual = tl.load(added, mask=mask, other=0.0).to(tl.float32)
@@ -219,11 +226,13 @@ def _backward_rows(
 def _backward_input_kernel(
     grad_y_ptr, x_ptr, weight_ptr, rstd_ptr, grad_x_ptr, count, width, heads, grad_y_stride, grad_y_step, x_stride,
     x_step, grad_x_stride, grad_x_step, rstd_stride, offset, eps,
-    FIND_RSTD: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    FIND_RSTD: tl.constexpr, ACCUMULATE: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32) + offset
+    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    if WEIGHT:
+        weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32) + offset
     _backward_rows(
         grad_y_ptr, x_ptr, weight, rstd_ptr, grad_x_ptr, rows, count, columns, width, heads, grad_y_stride, grad_y_step,
         x_stride, x_step, grad_x_stride, grad_x_step, rstd_stride, eps, FIND_RSTD, ACCUMULATE,

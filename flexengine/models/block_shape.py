@@ -11,7 +11,7 @@ from flexengine.ops.base import Op
 from flexengine.ops.experts.router import SOFTMAX, RouterStyle
 from flexengine.ops.glu import Activation
 from flexengine.ops.layernorm import LayerNormStyle
-from flexengine.ops.qk_norm import NormSpan
+from flexengine.ops.qk_norm import NormSpan, Values
 from flexengine.ops.rmsnorm import NormStyle
 
 AnyNorm = NormStyle | LayerNormStyle
@@ -45,17 +45,17 @@ class ExpertShape(NamedTuple):
 
 
 class Mixer(Protocol):
-    """What replaces attention over queries, keys and values of the input in a block, from x to x1.
+    """What replaces attention over queries, keys and values of the input in a block, from x to x1, or its FFN, from x1.
 
     Equal mixers must have equal hashes, since blocks of equal shape share their ops.
     """
 
     def ops(self, block: BlockShape) -> list[Op]:
-        """List the ops from x to x1, including the norms and the sum with the residual."""
+        """List the ops to x1 (of an FFN to `block.end`), including the norms and the sum with the residual."""
         ...
 
     def params(self, block: BlockShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
-        """List the parameters of these ops, without those of norms, from tensors under `prefix`."""
+        """List the parameters of these ops, without norms that all blocks have, from tensors under `prefix`."""
         ...
 
 
@@ -67,7 +67,8 @@ class BlockShape:
     None for no rotation. gated: each query head has a gate for its output (only together with qk_norm).
     interleaved: how rotated pairs lie. norm_after_rope: the order of the two. query_scale: beta and original length of
     ops/query_scale.py. plain: the FFN has no gate, and this activation. parallel: the FFN reads what attention reads.
-    residual_scale: factor on the result of each branch.
+    residual_scale: factor on the result of each branch. values: as of ops/qk_norm.py. ffn: what replaces the FFN.
+    scaled: the checkpoint has a factor on the whole result, which nothing trains.
     """
 
     hidden_size: int
@@ -94,6 +95,14 @@ class BlockShape:
     plain: PlainActivation | None = None
     parallel: bool = False
     residual_scale: float = 1.0
+    values: Values = "plain"
+    ffn: Mixer | None = None
+    scaled: bool = False
+
+    @property
+    def end(self) -> str:
+        """Name of the tensor that the FFN writes."""
+        return "unscaled" if self.scaled else "y"
 
     @property
     def query_width(self) -> int:
@@ -104,6 +113,11 @@ class BlockShape:
     def key_width(self) -> int:
         """Number of columns of all key heads, which is also that of all value heads."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def projected_rows(self) -> tuple[int, ...]:
+        """Rows of the projections to queries, keys and values, of which the last may be no projection of its own."""
+        return (self.query_rows, self.key_width) + (() if self.values == "keys" else (self.key_width,))
 
     @property
     def query_rows(self) -> int:
@@ -134,6 +148,7 @@ class BlockNames:
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     router_bias_shape: tuple[int, ...] = ()
+    scale: str = "layer_scalar"
     experts: str = "mlp.experts"
     experts_fused: tuple[str, str] = ("gate_up_proj", "down_proj")
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")

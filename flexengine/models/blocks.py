@@ -21,6 +21,7 @@ from flexengine.ops.experts.rows import Combine, Dispatch
 from flexengine.ops.experts.shared_gate import SharedGate
 from flexengine.ops.gelu import Gelu
 from flexengine.ops.glu import GLU
+from flexengine.ops.layer_scale import LayerScale
 from flexengine.ops.linear import Linear
 from flexengine.ops.qk_norm import QKNorm
 from flexengine.ops.query_scale import QueryScale
@@ -64,7 +65,12 @@ def block_ops(s: BlockShape) -> tuple[Op, ...]:
 @lru_cache(maxsize=256)
 def _block_ops(s: BlockShape, divisions: int) -> tuple[Op, ...]:
     mixer = _attention_ops(s) if s.mixer is None else s.mixer.ops(s)
-    return (*mixer, *(_mlp_ops(s) if s.experts is None else _expert_ops(s, s.experts, divisions)))
+    if s.ffn is not None:
+        ffn = s.ffn.ops(s)
+    else:
+        ffn = _mlp_ops(s) if s.experts is None else _expert_ops(s, s.experts, divisions)
+    scale = [LayerScale("layer_scale", s.end, "y", s.hidden_size, "layer_scale")] if s.scaled else []
+    return (*mixer, *ffn, *scale)
 
 
 def _attention_ops(s: BlockShape) -> list[Op]:
@@ -77,7 +83,7 @@ def _attention_ops(s: BlockShape) -> list[Op]:
     kinds = (kinds[::-1] if s.norm_after_rope else kinds) + (["scaled"] if s.query_scale else [])
     stages = ["qkv_raw", *(f"qkv_{kind}" for kind in kinds)]
     stages[-1] = "qkv"
-    width = s.query_rows + 2 * s.key_width
+    width = sum(s.projected_rows)
     ops.append(Linear("qkv_proj", rows, stages[0], d, width, *weight_names("qkv_proj", s.qkv_bias)))
     ops += [_between(s, kind, *places) for kind, *places in zip(kinds, stages, stages[1:], strict=False)]
     ops.append(CausalAttention("attention", "qkv", "o", n, g, h, s.attention))
@@ -101,7 +107,7 @@ def _between(s: BlockShape, kind: str, x: str, y: str) -> Op:
         return RoPE("rope", x, y, *heads, s.rope_scaling, s.rope, s.interleaved)
     assert s.qk_norm is not None
     assert isinstance(s.norm, NormStyle), "no family has LayerNorm of queries and keys"
-    return QKNorm("qk_norm", x, y, *heads, s.qk_norm, ("q_norm.weight", "k_norm.weight"), s.norm, s.gated)
+    return QKNorm("qk_norm", x, y, *heads, s.qk_norm, ("q_norm.weight", "k_norm.weight"), s.norm, s.gated, s.values)
 
 
 def _opening_mlp(s: BlockShape) -> tuple[list[Op], str]:
@@ -116,31 +122,41 @@ def _mlp_ops(s: BlockShape) -> list[Op]:
     if s.plain is not None:
         ops.append(Linear("up_proj", rows, "up", s.hidden_size, f, *weight_names("up_proj", s.mlp_bias)))
         ops.append(PLAIN[s.plain](s.plain, "up", "a", f))
-        return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
+        return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", s.end)]
     ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *weight_names("gate_up_proj", s.mlp_bias)))
     ops.append(GLU(unit, "gate_up", "a", f, s.activation))
-    return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
+    return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", s.end)]
 
 
 def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
     """List the ops of an FFN with experts, from x1 to y: first the shared expert, if any, then those of each token."""
     assert s.norms == "pre", "no family has norms after its experts"
     assert not s.parallel, "no family has experts beside its attention"
-    d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
     ops, rows = opening_norm(s, "mlp_norm", "x1", "h2")
     bias = "router.bias" if e.stacked else None
     style = e.router._replace(scale=e.router.scale * s.residual_scale)  # its weights scale what experts add
-    router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, style)
-    gate_up, down = product_options(e.stacked, e.transposed, router.row_weight)
+    sizes = (s.hidden_size, e.count, e.per_token)
+    router = Router("router", rows, *sizes, "router.weight", e.normalised, bias, style)
     # The shared expert adds its result to the residual first; the combining op then adds the others to that sum.
     residual, shared = ("x1", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
+    return [*ops, *shared, router, *routed_ops(s, e, rows, router, router.row_weight, (residual, s.end), divisions)]
+
+
+def routed_ops(
+    s: BlockShape, e: ExpertShape, rows: str, router: Router, weight: str, ends: tuple[str | None, str],
+    divisions: int = 1,
+) -> list[Op]:  # fmt: skip
+    """List the ops of the experts that a router has chosen for each token.
+
+    weight: of every row, sorted by expert. ends: the residual that the sum of a token's rows is added to, or None, and
+    the name of the result.
+    """
+    d, f = s.hidden_size, e.width
+    gate_up, down = product_options(e.stacked, e.transposed, weight)
     # Every op on rows reads the router's bounds on the device, so that the host never waits for the routing.
     own = {"bounds": router.bounds, "divisions": divisions}
     weights = [f"experts_{name}.weight" for name in ("gate_up", "down")]
     return [
-        *ops,
-        *shared,
-        router,
         Dispatch("dispatch", rows, router.place, "rows", d, e.per_token, **own),
         GroupedLinear(
             "experts_gate_up", "rows", y="gate_up", in_features=d, out_features=2 * f, num_experts=e.count,
@@ -148,12 +164,12 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
         ),
         # The router's weight multiplies before the last product: its gradient then needs no result of that product,
         # which therefore is never kept nor recomputed.
-        WeightedGLU("experts_glu", "gate_up", router.row_weight, "a", f, e.per_token, s.activation, **own),
+        WeightedGLU("experts_glu", "gate_up", weight, "a", f, e.per_token, s.activation, **own),
         GroupedLinear(
             "experts_down", "a", y="results", in_features=f, out_features=d, num_experts=e.count,
             per_token=e.per_token, weight=weights[1], **own, **down,
         ),
-        Combine("combine", "results", router.place, "y", d, e.per_token, residual, **own),
+        Combine("combine", "results", router.place, ends[1], d, e.per_token, ends[0], **own),
     ]  # fmt: skip
 
 
@@ -195,7 +211,7 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
     def attention() -> list[ParamSpec]:
         qk_norms = [*norm("q_norm", names.q_norm, qk_widths[0]), *norm("k_norm", names.k_norm, qk_widths[1])]
         return [
-            *linear("qkv_proj", names.qkv, (s.query_rows, s.key_width, s.key_width), d, s.qkv_bias),
+            *linear("qkv_proj", names.qkv[: len(s.projected_rows)], s.projected_rows, d, s.qkv_bias),
             *(qk_norms if s.qk_norm else []),
             *([_sinks(s, f"{prefix}.{names.sinks}")] if s.attention.sinks else []),
             *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
@@ -217,25 +233,30 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
     if s.qk_norm == "row":  # one norm over all heads of a token, so a weight for each of their columns
         qk_widths = (s.query_width, s.key_width)
     pre, post = s.norms != "post", s.norms != "pre"
+    if s.ffn is not None:
+        ffn = [*mlp(), *s.ffn.params(s, prefix, names)]
+    else:
+        ffn = mlp() if s.experts is None else expert_params(s, s.experts, prefix, names)
     return (
         *(norm("attn_norm", names.attn_norm) if pre else []),
         *(attention() if s.mixer is None else s.mixer.params(s, prefix, names)),
         *(norm("attn_post_norm", names.attn_post_norm) if post else []),
         *(norm("mlp_norm", names.mlp_norm) if pre and not s.parallel else []),
-        *(mlp() if s.experts is None else _expert_params(s, s.experts, prefix, names)),
+        *ffn,
         *(norm("mlp_post_norm", names.mlp_post_norm) if post else []),
     )
 
 
 def block_buffers(s: BlockShape, prefix: str, names: BlockNames) -> tuple[tuple[str, WeightSource], ...]:
     """List the tensors that the ops of one block read and that nothing trains."""
-    if s.experts is None or not s.experts.router.biased:
-        return ()
-    shape = (*names.router_bias_shape, s.experts.count)
-    return (("router.choice_bias", WeightSource(f"{prefix}.{names.router_bias}", shape)),)
+    found = [("layer_scale", WeightSource(f"{prefix}.{names.scale}", (1,), filled=1.0))] if s.scaled else []
+    if s.experts is not None and s.experts.router.biased:
+        shape = (*names.router_bias_shape, s.experts.count)
+        found.append(("router.choice_bias", WeightSource(f"{prefix}.{names.router_bias}", shape)))
+    return tuple(found)
 
 
-def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
+def expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
     """List the router and the weights of all experts, expert by expert."""
     if e.stacked:
         sources = (f"{prefix}.{names.router}", f"{prefix}.{names.experts}")

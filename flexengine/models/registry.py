@@ -17,6 +17,7 @@ from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.models import (
     deepseek,
     gemma,
+    gemma4,
     gpt2,
     gpt_oss,
     llama,
@@ -81,6 +82,14 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         gemma.build, "Gemma 3 (text)", "as Gemma 2; normalised queries and keys in place of caps, two rope bases", 3
     ),
+    "gemma4_text": Family(
+        gemma4.build,
+        "Gemma 4 31B, 26B-A4B (text)",
+        "as Gemma 3; normalised values, wider heads in layers without a window, whose values may be their keys, a "
+        "factor on each layer; experts beside the dense FFN",
+        3,
+    ),
+    "gemma4_unified_text": Family(gemma4.build, "Gemma 4 12B (text)", "as gemma4_text, without experts", 1),
     "olmo2": Family(olmo.build, "OLMo 2", "norms after attention and FFN, queries and keys normalised by row", 3),
     "olmo3": Family(olmo.build, "OLMo 3", "as OLMo 2; windows in three layers of four, two rope tables", 3),
     "phi3": Family(phi3.build, "Phi-3, Phi-3.5, Phi-4", "fused projections, longrope, a part of each head rotated", 4),

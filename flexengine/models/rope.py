@@ -1,4 +1,5 @@
-"""Computes the rotary frequencies of a Hugging Face config: default, linear, dynamic, llama3, yarn and longrope.
+"""Computes the rotary frequencies of a Hugging Face config: default, linear, dynamic, llama3, yarn, longrope and
+proportional, which turns the first pairs of a whole head alone.
 
 A config may tell its options twice: in `rope_parameters` as written today, and in `rope_scaling`, `rope_theta` and
 others as written before. Readers take different ones of them, so what differs is refused.
@@ -19,7 +20,7 @@ from flexengine.models.fields import Fields
 from flexengine.models.spec import Table
 from flexengine.wording import did_you_mean, shown
 
-SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 OLD_NAMES = {"su": "longrope"}
 ORIGINAL = "original_max_position_embeddings"
 """Field with the sequence length before the context was extended."""
@@ -146,8 +147,10 @@ def rope_parameters(
     # float32 like the reference implementation, whose rounding is part of the trained model
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     inv_freq = (1.0 / (theta**exponents)).tolist()
-    if kind == "linear":
-        factor = options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1])
+    if kind in ("linear", "proportional"):
+        whole_head, unstated = kind == "proportional", {"default": 1.0} if kind == "proportional" else {}
+        inv_freq = _proportional(theta, share, head_dim) if whole_head else inv_freq
+        factor = options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1], **unstated)
         return RopeParameters(tuple(f / factor for f in inv_freq), 1.0)
     if kind == "dynamic":
         # The base grows with a sequence beyond this length, and is what it is for all others.
@@ -235,6 +238,13 @@ def _longrope(inv_freq: list[float], options: Fields, config: Fields) -> RopePar
         for name in ("short", "long")
     )
     return RopeParameters(tuple(short), scaling, tuple(long), int(original))
+
+
+def _proportional(theta: float, share: float, head_dim: int) -> list[float]:
+    """Turn the first pairs of a head as if all of it were rotated, and the others not at all."""
+    turned = int(share * head_dim // 2)
+    exponents = torch.arange(0, 2 * turned, 2, dtype=torch.int64).float() / head_dim
+    return [*(1.0 / (theta**exponents)).tolist(), *[0.0] * (head_dim // 2 - turned)]
 
 
 def _llama3(inv_freq: list[float], options: Fields, config: Fields) -> tuple[float, ...]:

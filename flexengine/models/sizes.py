@@ -18,6 +18,15 @@ ACTIVATIONS: dict[str, Activation | PlainActivation] = {
 }  # fmt: skip
 """Activations by their names in configs. Plain "gelu" is another function, and is not supported."""
 
+GEMMA4: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
@@ -39,6 +48,8 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
+    "gemma4_text": {**GEMMA4, "max_position_embeddings": 131072, "sliding_window": 512},
+    "gemma4_unified_text": {**GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024},
     "qwen3_next": {
         "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768,

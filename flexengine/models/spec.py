@@ -27,13 +27,14 @@ class WeightSource:
 
     decode: the decoder of checkpoint/quantised.py that makes the tensor from others of the checkpoint; None if the
     checkpoint holds it as it is. rows_in_file: rows that the checkpoint has, where new tokens have added some; None for
-    all.
+    all. filled: what a buffer holds where there is no checkpoint.
     """
 
     name: str
     shape: tuple[int, ...]
     decode: str | None = None
     rows_in_file: int | None = None
+    filled: float = 0.0
 
     @property
     def shape_in_file(self) -> tuple[int, ...]:

@@ -63,9 +63,7 @@ MISSING_IN_TYPES: dict[str, str] = {
     ),
     "several residuals side by side": "deepseek_v4 hrm_text mistral_large4",
     "keys and values or embeddings that layers share": "gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant",
-    "heads of another width in layers with a window": (
-        "gemma4 gemma4_text gemma4_unified gemma4_unified_text diffusion_gemma"
-    ),
+    "tokens that are predicted by diffusion": "diffusion_gemma",
     "differential attention": "diffllama",
     "attention with a mask that is learned": "doge",
     "norms before the last products of branches": "bitnet",

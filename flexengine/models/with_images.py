@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from flexengine.models import deepseek, gemma, gpt_oss, llama, mistral, moe, qwen, qwen_next, variants
+from flexengine.models import deepseek, gemma, gemma4, gpt_oss, llama, mistral, moe, qwen, qwen_next, variants
 from flexengine.models.checkpoints import HEADS
 from flexengine.models.fields import Fields
 from flexengine.models.sizes import with_class_defaults
@@ -26,6 +26,7 @@ AXES = {"mrope": "default", "xdrope": "dynamic"}
 BUILDERS: dict[str, Callable[[str, dict], ModelSpec]] = {
     "llama": llama.build, "mistral": mistral.build, "ministral": mistral.build, "qwen2": qwen.build,
     "qwen3": qwen.build, "qwen3_moe": moe.build, "gemma2": gemma.build, "gemma3_text": gemma.build,
+    "gemma4_text": gemma4.build, "gemma4_unified_text": gemma4.build,
     "qwen3_5_text": qwen_next.build, "qwen3_5_moe_text": qwen_next.build, "deepseek_v3": deepseek.build,
     "gpt_oss": gpt_oss.build, **dict.fromkeys(VARIANTS, variants.build),
 }  # fmt: skip

@@ -32,6 +32,8 @@ UNSCALED = {"logit_scale": 1.0}
 
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper("Gemma 3 with images", "gemma3_text", tied=True, fixed=UNBOUND, **OLDER),
+    "gemma4": Wrapper("Gemma 4 31B, 26B-A4B", "gemma4_text", tied=True),
+    "gemma4_unified": Wrapper("Gemma 4 12B", "gemma4_unified_text", tied=True),
     "qwen3_5": Wrapper("Qwen3.5-9B, Qwen3.6-27B, Qwen3.8-27B", "qwen3_5_text"),
     "qwen3_5_moe": Wrapper("Qwen3.5-35B-A3B, Qwen3.8-2.4T-A95B", "qwen3_5_moe_text"),
     "qwen2_vl": Wrapper("Qwen2-VL", "qwen2_vl_text"),

@@ -42,11 +42,12 @@ def _stat_dtype(x: Tensor) -> torch.dtype:
 
 
 def rmsnorm_forward(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor | None, residual: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, rstd: Tensor | None, residual: Tensor | None = None,
     offset: float = 0.0, wide: bool = False,
 ) -> None:  # fmt: skip
     """out = (residual +) rmsnorm(x) * (weight [D] + offset) for rows [T, D] or heads [T, K, D]; rstd [T] or [T, K] in
-    float32 is kept for backward unless that recomputes it. out may be residual."""
+    float32 is kept for backward unless that recomputes it. out may be residual. Without a weight nothing multiplies,
+    and there is no offset."""
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import rmsnorm  # noqa: PLC0415 (Triton is imported when first used)
 
@@ -56,13 +57,16 @@ def rmsnorm_forward(
     if rstd is not None:
         rstd.copy_(r)
     normalised = long * r[..., None]
-    y = normalised * (weight.to(long.dtype) + offset) if wide else normalised.to(x.dtype) * (weight + offset)
+    if weight is None:
+        y = normalised
+    else:
+        y = normalised * (weight.to(long.dtype) + offset) if wide else normalised.to(x.dtype) * (weight + offset)
     out.copy_(y if residual is None else residual.to(long.dtype) + y)
 
 
 def rmsnorm_backward_input(
-    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor, accumulate: bool, offset: float = 0.0,
-    eps: float | None = None,
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, grad_x: Tensor, accumulate: bool,
+    offset: float = 0.0, eps: float | None = None,
 ) -> None:  # fmt: skip
     """grad_x (+)= input half of the gradient; shapes as in the forward. With eps rstd is written here, not read."""
     if use_kernel(x) and x.dtype != torch.float64:
@@ -73,7 +77,7 @@ def rmsnorm_backward_input(
     if eps is not None:
         rstd.copy_(torch.rsqrt(long.square().mean(-1) + eps))
     r = rstd[..., None]
-    gw = grad_y.to(long.dtype) * (weight.to(long.dtype) + offset)
+    gw = grad_y.to(long.dtype) * (1.0 if weight is None else weight.to(long.dtype) + offset)
     grad = r * (gw - long * r.square() * (gw * long).mean(-1, keepdim=True))
     grad_x.copy_(grad + grad_x.to(long.dtype) if accumulate else grad)
 

@@ -201,6 +201,16 @@ CONFIGS = (
         ("use_bidirectional_attention=true", "Give a model without it"),
     ),
     Case(
+        "keys_of_other_layers",
+        having(model_type="gemma4_text", num_kv_shared_layers=1, hidden_size_per_layer_input=8),
+        ("num_kv_shared_layers=1 .*hidden_size_per_layer_input=8 .*in config.json", "such as 12B, 31B or 26B-A4B"),
+    ),
+    Case(
+        "sizes_by_layer_that_differ",
+        having(model_type="gemma4_unified_text", sliding_window=8, per_layer_config={"0": {"head_dim": 16}}),
+        ("per_layer_config=.* expected head_dim and perhaps num_key_value_heads", "Fetch the published"),
+    ),
+    Case(
         "rope_options_twice",
         having(rope_parameters={"rope_theta": 5e5}, rope_scaling={"rope_type": "linear", "factor": 2.0}),
         ("rope_parameters and rope_scaling", "set rope_scaling to null"),

@@ -214,6 +214,7 @@ def test_published_gemma3_configs_leave_defaults_out():
 def test_an_absent_field_is_what_transformers_takes_it_for(family, field):
     """The same description as of the config that transformers completes."""
     config = lacking(tiny_config() if family == "llama" else CASES[FAMILY_CASES.get(family, "gemma3")], field)
+    config = lacking(config, "layer_types") if field == "num_hidden_layers" else config
     if field in ("head_dim", "num_key_value_heads"):
         config |= {"num_attention_heads": 32, "hidden_size": 64}
     if field == "v_head_dim":

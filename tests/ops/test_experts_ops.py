@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from flexengine.ops.base import OpEnv
+from flexengine.ops.experts.expert_scale import ExpertScale
 from flexengine.ops.experts.experts import GroupedLinear, WeightedGLU
 from flexengine.ops.experts.router import Router, RouterStyle
 from flexengine.ops.experts.rows import Combine, Dispatch
 from flexengine.ops.experts.shared_gate import SharedGate
+from flexengine.ops.layer_scale import LayerScale
 
 D, F, EXPERTS = 6, 5, 4
 CASES = [(1, True), (2, True), (2, False), (EXPERTS, False)]
@@ -88,6 +90,57 @@ def test_router_adds_to_what_is_there(harness, checks):
     checks.close(added.grads["x"], fresh.grads["x"] + before)
     for name, value in before_p.items():
         checks.close(added.param_grads[name], fresh.param_grads[name] + value)
+
+
+def check_scale(h, checks, tokens, per_token, tolerance=1e-12):
+    router_op = router(h, tokens, per_token, True)[0]
+    op = ExpertScale("scale", router_op, "s")
+    place, bounds, expert = route(h, tokens, per_token)
+    wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+    weight, grad = (h.randn(tokens, per_token).to(wide) for _ in "12")
+    of_tokens = expert.to(h.device, torch.int32)[place.long()]
+    inputs = {
+        router_op.row_weight: weight,
+        router_op.bounds: bounds,
+        router_op.place: place,
+        router_op.expert: of_tokens,
+    }
+    params, before = {"s": h.randn(EXPERTS)}, {"s": h.randn(EXPERTS)}
+    w, scale = leaves(weight, params["s"])
+    wanted = w * scale[expert].view(tokens, per_token)
+    grads = torch.autograd.grad(wanted, (w, scale), grad.double().cpu())
+    for previous in (None, before):
+        result = h.run(op, h.chunk((tokens,)), inputs, params, {op.y: grad}, previous_params=previous)
+        checks.close(result.outputs[op.y], wanted, tolerance)
+        checks.close(result.grads[router_op.row_weight], grads[0], tolerance)
+        checks.close(result.param_grads["s"], grads[1] + (before["s"].cpu() if previous else 0.0), tolerance)
+
+
+@pytest.mark.parametrize("per_token", [1, 3])
+def test_weights_scaled_by_expert_match_autograd(harness, checks, per_token):
+    check_scale(harness, checks, 9, per_token)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_add_up_scales_of_experts(make_harness, checks):
+    check_scale(make_harness("cpu", torch.float32), checks, 7, 2, 1e-5)
+
+
+@pytest.mark.parametrize("residual", ["x", None])
+def test_a_factor_of_a_layer_and_results_without_a_residual(harness, checks, residual):
+    """What follows the experts of a block that has them beside a dense FFN."""
+    place, bounds, _ = route(harness, 5, 2)
+    combine = Combine("combine", "rows", "place", "sum", D, 2, residual, "bounds")
+    inputs = {"rows": harness.randn(5, 2 * D), "place": place, "x": harness.randn(5, D), "bounds": bounds}
+    grad = harness.randn(5, D)
+    given = {name: inputs[name] for name in combine.inputs}
+    result = harness.run(combine, harness.chunk((5,)), given, {}, {"sum": grad})
+    expected = inputs["rows"].view(-1, D)[place.long()].sum(1) + (inputs["x"] if residual else 0.0)
+    checks.close(result.outputs["sum"], expected)
+    scale, factor = LayerScale("scale", "sum", "y", D, "factor"), torch.tensor([0.7], dtype=torch.float64)
+    scaled = harness.run(scale, harness.chunk((5,)), {"sum": expected}, {"factor": factor}, {"y": grad})
+    checks.close(scaled.outputs["y"], 0.7 * expected)
+    checks.close(scaled.grads["sum"], 0.7 * grad)
 
 
 STYLES = {

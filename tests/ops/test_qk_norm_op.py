@@ -12,29 +12,32 @@ HEADS = [(4, 2, 6), (3, 1, 10), (2, 2, 8)]
 
 def definition(op, qkv, params, grad_y):
     qkv, *weights = (t.detach().double().cpu().requires_grad_() for t in (qkv, *params.values()))
-    outputs = []
-    for part, weight in zip(op.parts, weights, strict=True):
+    factors, outputs = [*(weight + op.style.offset for weight in weights), 1.0], []
+    for part, factor in zip(op.parts, factors, strict=False):
         rows = part.x.of(qkv)
         rstd = torch.rsqrt(rows.square().mean(-1) + EPS)
-        outputs.append(((weight + op.style.offset) * rows * rstd[..., None]).flatten(1))
-    y = torch.cat((*outputs, op.values[0].of(qkv).flatten(1)), dim=1)
+        outputs.append((factor * rows * rstd[..., None]).flatten(1))
+    if op.values is not None:
+        outputs.append(op.values[0].of(qkv).flatten(1))
+    y = torch.cat(outputs, dim=1)
     grads = torch.autograd.grad(y, (qkv, *weights), grad_y.double().cpu())
     param_grads = dict(zip(params, grads[1:], strict=True))
     return {"qkv": y}, {"raw": grads[0]}, param_grads
 
 
-def operands(h, tokens, heads, span, style, gated=False):
-    op = QKNorm("norm", "raw", "qkv", *heads, span, ("q", "k"), style, gated)
-    params = {part.weight: 1 - style.offset + h.randn(part.y.width, scale=0.2) for part in op.parts}
-    width = op.width + gated * heads[0] * heads[2]
+def operands(h, tokens, heads, span, style, gated=False, values="plain"):
+    op = QKNorm("norm", "raw", "qkv", *heads, span, ("q", "k"), style, gated, values)
+    params = {part.weight: 1 - style.offset + h.randn(part.y.width, scale=0.2) for part in op.parts[:2]}
+    width = op.width + gated * heads[0] * heads[2] - (values == "keys") * heads[1] * heads[2]
     return op, h.chunk((tokens,)), {"raw": h.randn(tokens, width)}, params, h.randn(tokens, op.width)
 
 
 @pytest.mark.parametrize("style", [NormStyle(EPS), NormStyle(EPS, 1.0, True)], ids=["plain", "around zero"])
 @pytest.mark.parametrize("span", ["head", "row"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_matches_autograd(harness, checks, heads, span, style):
-    op, chunk, inputs, params, grad_y = operands(harness, 7, heads, span, style)
+@pytest.mark.parametrize("values", ["plain", "normed", "keys"])
+def test_matches_autograd(harness, checks, values, heads, span, style):
+    op, chunk, inputs, params, grad_y = operands(harness, 7, heads, span, style, values=values)
     result = harness.run(op, chunk, inputs, params, {"qkv": grad_y})
     outputs, grads, param_grads = definition(op, inputs["raw"], params, grad_y)
     checks.all_close(result.outputs, outputs)
@@ -78,8 +81,9 @@ def test_kernels_on_queries_with_gates(make_harness, checks):
 def test_kernels_on_views_of_a_row(make_harness, checks):
     """What runs on CUDA: heads are strided views, and so are their statistics."""
     h = make_harness("cpu", torch.float32)
-    for span in ("head", "row"):
-        op, chunk, inputs, params, grad_y = operands(h, 3, HEADS[0], span, NormStyle(EPS, 1.0, True))
+    for span, values in (("head", "plain"), ("row", "plain"), ("head", "normed"), ("head", "keys")):
+        style = NormStyle(EPS, 1.0, True)
+        op, chunk, inputs, params, grad_y = operands(h, 3, HEADS[0], span, style, values=values)
         result = h.run(op, chunk, inputs, params, {"qkv": grad_y})
         outputs, grads, param_grads = definition(op, inputs["raw"], params, grad_y)
         checks.all_close(result.outputs, outputs, 1e-5)

@@ -93,30 +93,31 @@ class Dispatch(Op):
 
 
 class Combine(Op):
-    """Writes y [T, D] = residual + the sum of a token's rows; the gradient of the residual is that of y itself.
+    """Writes y [T, D] = (residual +) the sum of a token's rows; the gradient of the residual is that of y itself.
 
     With experts in parts, whose bounds it reads, rows add up beside y until the last part ends.
     """
 
     def __init__(
-        self, name: str, x: str, place: str, y: str, width: int, per_token: int, residual: str, bounds: str = "",
-        divisions: int = 1,
+        self, name: str, x: str, place: str, y: str, width: int, per_token: int, residual: str | None,
+        bounds: str = "", divisions: int = 1,
     ) -> None:  # fmt: skip
         self.name, self.x, self.place, self.y, self.residual, self.bounds = name, x, place, y, residual, bounds
         self.width, self.per_token, self.divisions, self.part_inputs = width, per_token, divisions, (bounds,)
-        self.inputs = (x, place, residual)
+        added = () if residual is None else (residual,)
+        self.inputs = (x, place, *added)
         self.outputs = (TensorSpec(y, (width,)),)
         self.needs_input = (place,)
-        self.grad_inputs = (x, residual)
-        self.grad_alias = ((residual, y),)
+        self.grad_inputs = (x, *added)
+        self.grad_alias = tuple((name, y) for name in added)
         self.sums = TensorSpec(f"{name}_sums", (width,), "float32")
 
     def part_sums(self, half: str) -> tuple[TensorSpec, ...]:
         return (self.sums,) if half == "forward" and self.num_parts > 1 else ()
 
     def forward(self, env: OpEnv) -> None:
-        rows = env.t[self.x].view(-1, self.width)
-        _combine_part(self, env, rows, env.t[self.y], env.t[self.residual], last_first=False)
+        rows, added = env.t[self.x].view(-1, self.width), None if self.residual is None else env.t[self.residual]
+        _combine_part(self, env, rows, env.t[self.y], added, last_first=False)
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.x not in env.accumulate, "nothing else reads the experts' results"

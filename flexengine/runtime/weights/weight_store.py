@@ -107,9 +107,9 @@ def _equal_values(reader: CheckpointReader, *names: str) -> bool:
 
 
 def empty_buffers(layout: Layout, device: torch.device) -> dict[str, Tensor]:
-    """The model's buffers by name, filled with zeros."""
+    """The model's buffers by name, with what they hold where there is no checkpoint."""
     dtype, sources = wide_dtype(layout), layout.model.buffers
-    return {name: torch.zeros(source.shape, dtype=dtype, device=device) for name, source in sources.items()}
+    return {name: torch.full(s.shape, s.filled, dtype=dtype, device=device) for name, s in sources.items()}
 
 
 class WeightStore:
