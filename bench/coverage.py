@@ -120,6 +120,10 @@ TOKENS = {
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 OF_TEXT: dict[str, dict[str, Any]] = {
     **{
+        kind: {"per_layer_config": {1: {"head_dim": 16}}, "pad_token_id": 0}
+        for kind in ("gemma4_text", "gemma4_unified_text")
+    },
+    **{
         kind: {"rope_parameters": AXES}
         for kind in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "glm4v_text", "glm_ocr_text",
                      "paddleocr_vl_text")
@@ -131,7 +135,7 @@ OF_TEXT: dict[str, dict[str, Any]] = {
         "rope_parameters": {**AXES, "rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "mrope_section": [1] * 4}
     },
 }  # fmt: skip
-"""Options of texts that rotate by positions in several axes."""
+"""Options of texts that rotate by positions in several axes, or have layers of several sizes."""
 SAVED_OTHERWISE = {"kimi_k25": (".blocks.", ".layers."), "qianfan_ocr": ("model.encoder.layers.", "model.layers.")}
 """Types whose text transformers 5.24 saves under names that no published checkpoint has: part of the name -> part."""
 

@@ -7,7 +7,7 @@ from bench.coverage import BOUND, compared, row_of
 
 TEXTS = (
     "qwen2_vl", "mistral3", "smolvlm", "kimi_k25", "qwen2_5_omni_thinker", "glm4v_moe", "paddleocr_vl", "hunyuan_vl",
-    "hyperclovax_vision_v2", "aya_vision",
+    "hyperclovax_vision_v2", "aya_vision", "gemma4",
 )  # fmt: skip
 """Types with images: one for each way in which their text is named, typed or scaled."""
 
