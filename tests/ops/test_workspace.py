@@ -52,6 +52,7 @@ CONFIGS = {
     "llama": tiny_config(**WIDER, mlp_bias=True),
     "gemma2": gemma2(**WIDER),
     "gemma3": gemma3(**WIDER),
+    "gemma4": {**CASES["gemma4_text, experts"], **WIDER},
     "olmo2": {**CASES["olmo2"], **WIDER},
     "olmoe": {**CASES["olmoe, many experts"], **WIDER},
     "qwen2_moe": {**CASES["qwen2_moe"], **WIDER},
