@@ -212,13 +212,6 @@ class Job(AdapterOptions, TaskOptions, ImageOptions):
             " step to step; auto = where the planner finds that faster, on one GPU"
         ),
     ] = "auto"
-    trust_remote_code: Annotated[
-        bool,
-        Option(
-            "run the Python code that the model's folder or repository brings (auto_map in config.json), where"
-            " transformers has none for its type; one line tells what is run"
-        ),
-    ] = False
     reproducible: Annotated[
         bool,
         Option(

@@ -27,8 +27,15 @@ class TaskHead(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What the head is for. Without them it is what `architectures` in the model's config.json says."""
+    """Whose code describes the model, and what its head is for: without these what its config.json says."""
 
+    trust_remote_code: Annotated[
+        bool,
+        Option(
+            "run the Python code that the model's folder or repository brings (auto_map in config.json), where"
+            " transformers has none for its type; one line tells what is run"
+        ),
+    ] = False
     task: Annotated[
         Task | None,
         Option(
