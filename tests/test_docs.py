@@ -87,7 +87,7 @@ def test_flags_that_are_named_exist(page):
     known = {option.flag for option in options_of(TrainConfig).values()} | {flag_of(name) for name in FILES}
     known |= {flag_of(name) for name in (*SAME, *BY_VALUE, *OTHERWISE)}
     known |= {*flags_in_code(), "--rank", *OF_TORCHRUN, *OF_SLURM}
-    known |= OF_SERVERS if page.name == "export.md" else set()
+    known |= OF_SERVERS if page.name in ("export.md", "training.md", "errors.md") else set()
     text = page.read_text().replace("unknown flag --max-gpu-mem;", "")
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known
 

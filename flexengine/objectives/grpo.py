@@ -72,7 +72,10 @@ class GRPO:
 
 
 class GroupLoss:
-    """The loss of a batch as `Engine.fwd_bwd` takes it; divisor: 1. kl, clipped: sums over the tokens so far."""
+    """The loss of a batch as `Engine.fwd_bwd` takes it; divisor: 1. kl, clipped: sums over the tokens so far.
+
+    log_probs: of all tokens, [T] float32 on the CPU, 0 where another rank has them: `Groups.old` of updates after this.
+    """
 
     def __init__(self, objective: GRPO, groups: Groups, device: torch.device) -> None:
         self._objective, self._groups, self._device = objective, groups, device
@@ -80,6 +83,7 @@ class GroupLoss:
         lengths = (self._numbers >= 0).sum(1)
         self._weights = objective.weights(lengths)
         self.num_tokens = int(lengths.sum())
+        self.log_probs = torch.zeros(self.num_tokens)
         self.kl = self.clipped = 0.0
 
     def __call__(self, block: LogitsBlock) -> Tensor:
@@ -91,6 +95,7 @@ class GroupLoss:
             return values[at].to(self._device, dtype)
 
         new, groups = chosen(block, mine.temperature), self._groups
+        self.log_probs[numbers] = new.detach().float().cpu()
         old = new.detach() if groups.old is None else taken(groups.old, numbers)
         gain, ratio = taken(groups.advantages, sequences), (new - old).exp()
         high = mine.epsilon if mine.epsilon_high is None else mine.epsilon_high

@@ -28,11 +28,29 @@ class GroupOptions:
     reward_timeout_s: Annotated[
         float | None, Option("longest call of a reward function (default: 60)", above=0, most=1e6, needs=FOR_GRPO)
     ] = None
+    generator: Annotated[
+        str | None,
+        Option(
+            "URL of a vLLM server that writes the completions; it reads the adapters of every update from a folder of"
+            " the run (default: the engine writes)",
+            decides_plan=False,
+            needs=FOR_GRPO,
+        ),
+    ] = None
     num_generations: Annotated[
         int | None, Option("completions after each prompt (default: 8)", least=2, most=2**16, needs=FOR_GRPO)
     ] = None
     max_completion_length: Annotated[
         int | None, Option("longest completion, in tokens (default: 256)", above=0, most=2**24, needs=FOR_GRPO)
+    ] = None
+    num_iterations: Annotated[
+        int | None,
+        Option(
+            "updates on the completions of a batch, which make one step (default: 1)",
+            least=1,
+            most=2**10,
+            needs=FOR_GRPO,
+        ),
     ] = None
     top_p: Annotated[
         float | None,
@@ -64,8 +82,15 @@ class GroupOptions:
         """The longest completion."""
         return self.max_completion_length or 256
 
+    @property
+    def updates_per_step(self) -> int:
+        """How many updates a step makes."""
+        return self.num_iterations or 1
+
     def check_groups(self) -> None:
-        """Raise ValueError where nothing rewards completions, or weights are no numbers."""
+        """Raise ValueError where nothing rewards completions, weights are no numbers, or a generator has no URL."""
+        if self.generator is not None and not self.generator.startswith(("http://", "https://")):
+            raise ValueError(f"--generator {self.generator}: give the URL of a vLLM server, as http://HOST:PORT")
         if not self.rewards:
             raise ValueError(
                 "--objective grpo needs functions that reward completions; give --rewards file.py:function"

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexengine.api import PlannedRun
 from flexengine.data.batches import Batch, PromptBatch
 from flexengine.data.prompts import KEYS
-from flexengine.data.tokenizer_process import TokenizerProcess
 from flexengine.objectives import GRPO, Distillation, GroupLoss, Groups, advantages, token_log_probs
 from flexengine.options.job import LARGEST_SEED
 from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import Team
+from flexengine.run.group_prediction import Forecast, Parts, sampling_of
 from flexengine.run.label_steps import LabelSteps
 from flexengine.run.ranks import told_by_first
-from flexengine.run.rewards import Rewards
+from flexengine.run.step_prediction import StepPredictor
 from flexengine.run.steps import AnswerSteps, Evaluated, PreferenceSteps, Steps, Taken, objective_of
 from flexengine.run.training_data import TrainingData
+from flexengine.run.writers import Draws, writer_of
 from flexengine.runtime.engine import Engine
+from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
 
 STEP_PRIME = 1_000_003
 """Steps between two seeds of the run that write with the same draws."""
@@ -30,46 +35,76 @@ class Written(NamedTuple):
     """Completions of a batch, those of a prompt one behind the other.
 
     columns: input_ids and labels, which are -100 but in completions. rewards: [completions, functions], NaN for none.
-    lengths: tokens of completions. num_ended: how many of them a stop token ended. seed: of their draws.
+    prompts, lengths: tokens of the prompt of each, and of completions. num_ended: how many a stop token ended.
+    writing_s, rewarding_s: what both took.
     """
 
     columns: dict[str, list[list[int]]]
     rewards: Tensor
+    prompts: list[int]
     lengths: list[int]
     num_ended: int
-    seed: int
+    writing_s: float
+    rewarding_s: float
 
 
 class GroupSteps:
     """Learns by rewards. Its evaluations write with draws of their own, the same ones each time.
 
     What a step writes follows from its weights, the run's seed and the number of updates before it, so a resumed run
-    writes the same.
+    writes the same, unless a server writes.
     """
 
     has_perplexity = False
 
     def __init__(
-        self, config: TrainConfig, objective: GRPO, tokenizer: TokenizerProcess, rewards: Rewards, team: Team | None
+        self, config: TrainConfig, objective: GRPO, data: TrainingData, team: Team | None, forecast: Forecast
     ) -> None:
-        self._config, self._objective, self._tokenizer = config, objective, tokenizer
-        self._rewards, self._team = rewards, team
+        assert data.tokenizer is not None, "prompts were tokenized"
+        assert data.rewards is not None, "options were checked"
+        self._config, self._objective, self._tokenizer = config, objective, data.tokenizer
+        self._rewards, self._team = data.rewards, team
+        self._writer, self._forecast = writer_of(config, team), forecast
 
     def train(self, engine: Engine, batch: Batch, lr: float) -> Taken:
         """See `Steps.train`. The loss is about 0 where nothing is clipped; rewards say what was learned."""
         seed = (self._config.seed + STEP_PRIME * (1 + engine.step_count)) % LARGEST_SEED
+        self._forecast.tell(engine, [len(prompt) for prompt in batch.input_ids])
         written = self._write(engine, batch, seed)
+        start_s = time.perf_counter()
         total = self._rewards.total(written.rewards)
         per_prompt, scale = self._config.completions_per_prompt, self._config.scale_rewards or "group"
         mine = self._objective
         beneath = token_log_probs(engine, written.columns, mine.temperature, adapters=False) if mine.beta else None
         groups = Groups(written.columns, advantages(total, per_prompt, scale), reference=beneath)
-        loss = GroupLoss(mine, groups, engine.device)
-        out, update = engine.train_step(written.columns, loss=loss, lr=lr, divisor=1)
-        kl, clipped = (sum(values) / loss.num_tokens for values in zip(*_gathered(engine, loss), strict=True))
-        divergence = {"kl": kl} if mine.beta else {}
-        details = self._details(written, total) | divergence | {"clipped": clipped, "generation_seed": float(seed)}
-        return Taken(float(out.loss) * out.num_target_tokens, out, update, details)
+        taken = self._update(engine, groups, lr)
+        parts = Parts(written.writing_s, written.rewarding_s, time.perf_counter() - start_s)
+        predicted = self._forecast.predict(engine, written.prompts, written.lengths)
+        self._forecast.learn(parts)
+        seconds = {"generation_s": parts.generation_s, "predicted_generation_s": predicted.generation_s}
+        details = {**self._details(written, total), **taken.details, "generation_seed": float(seed), **seconds}
+        return taken._replace(details=details, predicted_s=sum(predicted))
+
+    def _update(self, engine: Engine, groups: Groups, lr: float) -> Taken:
+        """Make all updates of a step. Those after the first compare with the model that the first one found."""
+        count, found = self._config.updates_per_step, list[tuple[GroupLoss, FwdBwdOutput, StepOutput]]()
+        for _ in range(count):
+            loss = GroupLoss(self._objective, groups, engine.device)
+            found.append((loss, *engine.train_step(groups.columns, loss=loss, lr=lr, divisor=1)))
+            if groups.old is None and count > 1:
+                engine.context.join_rows([loss.log_probs])
+                groups = groups._replace(old=loss.log_probs)
+        losses, outs, updates = zip(*found, strict=True)
+        sums = engine.context.gather([sum(loss.kl for loss in losses), float(sum(loss.clipped for loss in losses))])
+        kl, clipped = (sum(values) / (count * losses[0].num_tokens) for values in zip(*sums, strict=True))
+        details = ({"kl": kl} if self._objective.beta else {}) | {"clipped": clipped}
+        mean = sum(float(out.loss) * out.num_target_tokens for out in outs) / count
+        out = outs[0]._replace(
+            num_tokens=sum(out.num_tokens for out in outs),
+            model_flops=sum(out.model_flops for out in outs),
+            hardware_flops=sum(out.hardware_flops for out in outs),
+        )
+        return Taken(mean, out, updates[-1]._replace(skipped=any(one.skipped for one in updates)), details)
 
     def evaluate(self, engine: Engine, batches: Iterable[Batch]) -> Evaluated:
         """See `Steps.evaluate`. The loss is the mean reward, with the other sign."""
@@ -84,23 +119,25 @@ class GroupSteps:
 
     def _write(self, engine: Engine, batch: Batch, seed: int) -> Written:
         assert isinstance(batch, PromptBatch), "prompts are read as such"
-        count, options = self._config.completions_per_prompt, self._config
-        prompts = [prompt for prompt in batch.input_ids for _ in range(count)]
-        stop_ids = self._tokenizer.stop_ids
-        answers = engine.generate(
-            prompts, options.completion_tokens, stop_ids=stop_ids, temperature=self._objective.temperature,
-            top_p=1.0 if options.top_p is None else options.top_p, seed=seed, keep_stop=True,
-        )  # fmt: skip
+        count, options, stop_ids = self._config.completions_per_prompt, self._config, self._tokenizer.stop_ids
+        times_s = [time.perf_counter()]
+        sampling = sampling_of(options, seed)
+        draws = Draws(options.completion_tokens, frozenset(stop_ids), sampling)
+        answers = self._writer.write(engine, [list(prompt) for prompt in batch.input_ids], count, draws)
+        times_s.append(time.perf_counter())
         records = [columns for columns in batch.columns for _ in range(count)]
         rewards = told_by_first(self._team, lambda: self._rewarded(records, answers).tolist())
+        times_s.append(time.perf_counter())
+        prompts = [prompt for prompt in batch.input_ids for _ in range(count)]
         columns = {
             "input_ids": [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)],
             "labels": [[-100] * len(prompt) + answer for prompt, answer in zip(prompts, answers, strict=True)],
         }
         ended = sum(answer[-1] in stop_ids for answer in answers)
-        return Written(
-            columns, torch.tensor(rewards, dtype=torch.float64), [len(answer) for answer in answers], ended, seed
-        )
+        of_prompts, of_answers = ([len(row) for row in rows] for rows in (prompts, answers))
+        writing_s, rewarding_s = (end - start for start, end in pairwise(times_s))
+        told = torch.tensor(rewards, dtype=torch.float64)
+        return Written(columns, told, of_prompts, of_answers, ended, writing_s, rewarding_s)
 
     def _rewarded(self, records: Sequence[dict[str, Any]], answers: Sequence[list[int]]) -> Tensor:
         """Ask all functions for the rewards of answers to the prompts of records."""
@@ -127,11 +164,6 @@ class GroupSteps:
         return found | {"completion_tokens": sum(written.lengths) / count, "ended": written.num_ended / count}
 
 
-def _gathered(engine: Engine, loss: GroupLoss) -> list[list[float]]:
-    """Sums over the tokens that each rank trained."""
-    return engine.context.gather([loss.kl, float(loss.clipped)])
-
-
 def _mean_details(details: Sequence[dict[str, float | None]], sizes: Sequence[int]) -> dict[str, float | None]:
     """Means by completions."""
     found: dict[str, float | None] = {}
@@ -141,15 +173,14 @@ def _mean_details(details: Sequence[dict[str, float | None]], sizes: Sequence[in
     return found
 
 
-def steps_of(config: TrainConfig, engine: Engine, data: TrainingData, team: Team | None) -> Steps:
+def steps_of(config: TrainConfig, planned: PlannedRun, engine: Engine, data: TrainingData) -> Steps:
     """Choose how a run takes steps: by its objective, and by what the model's head is for."""
-    objective = objective_of(config)
+    objective, team = objective_of(config), planned.team
     if objective is not None:
         return PreferenceSteps(objective)
     if config.objective == "grpo":
-        assert data.tokenizer is not None, "prompts were tokenized"
-        assert data.rewards is not None, "options were checked"
-        return GroupSteps(config, GRPO(**config.objective_constants), data.tokenizer, data.rewards, team)
+        forecast = Forecast(config, StepPredictor(engine.plan, planned.source.spec, planned.profile))
+        return GroupSteps(config, GRPO(**config.objective_constants), data, team, forecast)
     if engine.model.task is not None:
         return LabelSteps(engine.model.task, team)
     return AnswerSteps(Distillation(**config.objective_constants) if config.objective == "distill" else None)

@@ -26,6 +26,7 @@ SAME_RESULTS = (
     *("output_dir", "save", "save_steps", "save_total_limit", "resume", "overwrite", "dry_run", "plan_json", "logging"),
     *("trace", "trace_step", "profile_start_step", "profile_stop_step"),
     *("gpus", "transport", "round_multiple", "replan", "data_cache", "max_skipped_steps", "verbose", "yes"),
+    "generator",
 )
 """Options that a resumed run may change without a word: they change no bit, or are pinned by the checkpoint."""
 
@@ -124,7 +125,7 @@ def _point(checkpoint: RunCheckpoint) -> ResumePoint:
     if Fields(found["run"], where).whole("step") != checkpoint.step:
         raise CheckpointError(f"{checkpoint.folder} was saved at step {found['run']['step']}, not by this run")
     run = RunState.from_json(found["run"], where)
-    if found["engine"]["step_count"] > run.step:
+    if found["engine"]["step_count"] > run.step * (run.options.get("num_iterations") or 1):
         updates = found["engine"]["step_count"]
         raise CheckpointError(f"{where}: step is {run.step}, but its engine has made {updates} updates; resume another")
     return ResumePoint(checkpoint, found["engine"], run)

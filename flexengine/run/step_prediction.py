@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 
 from flexengine.hardware.profile import HardwareProfile
@@ -13,6 +14,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.schedule.commands import Command, LayerCall, Program
+from flexengine.schedule.decoding_cache import free_ranges, sequence_cache_bytes
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.lowering import ChunkShape, RoundShape
 from flexengine.schedule.packing import PackedChunk, pack, packed_shape
@@ -24,6 +26,7 @@ from flexengine.schedule.step_parts import full_step, simulated_rounds
 GRID = 8
 """Steps are simulated with compute at multiples of this fraction of full chunks', and interpolated between them. A
 finer grid makes more simulations, of 20 to 100 ms each, before all that a run needs are known."""
+MOST_AT_A_TIME = 2**20  # where nothing is cached
 MOST_SIMULATED = 512
 """Simulated steps that are remembered; a run of some thousand steps needs a few dozen."""
 
@@ -82,6 +85,38 @@ class StepPredictor:
         own_rounds = math.ceil(len(shapes) / (request.ranks * request.nodes))
         return sum(seconds[shape] for shape in shapes) * own_rounds / len(shapes)
 
+    def chunk_forward_s(self, tokens: int) -> float:
+        """Predict the seconds of a forward pass of one chunk that holds so many tokens of as many sequences."""
+        program = self._one_chunk
+        stages = Counter(_stages(program))
+        cost = replace(self._cost, chunk_tokens=tokens, seq_len=1)
+        of_tokens = self._priced_s(cost, tokens, 1, stages)
+        full = self.plan.chunk_tokens
+        share = of_tokens / self._priced_s(self._cost, full, full, stages)
+        return simulate(program, self._rates_at(share)).total_s
+
+    def num_caches(self, tokens: int, gpu_bytes: int) -> int:
+        """How many sequences of so many tokens have room for their caches in a GPU arena of this size."""
+        ranges = free_ranges(self._layout, self._one_chunk, gpu_bytes)
+        needed = sequence_cache_bytes(self.model, tokens, self._cost.compute_bytes)
+        return sum(place.num_bytes // needed for place in ranges) if needed else MOST_AT_A_TIME
+
+    @cached_property
+    def _one_chunk(self) -> Program:
+        full = self.plan.chunk_tokens
+        return lower_evaluation(self._layout, RoundShape((ChunkShape(full, full),)))
+
+    @property
+    def num_carrying_ops(self) -> int:
+        """How many ops carry something along a sequence."""
+        return sum(bool(op.carried) for layer in self.model.layers for op in layer.ops)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes that one more token takes in the caches of all layers."""
+        one, two = (sequence_cache_bytes(self.model, tokens, self._cost.compute_bytes) for tokens in (4096, 8192))
+        return (two - one) // 4096
+
     def chunk_share(self, lengths: Sequence[int]) -> float:
         """The compute of a batch's chunks over that of a full step's, both on average."""
         chunks = [_real_shape(chunk) for found in self._packed(lengths) for chunk in found]
@@ -104,8 +139,9 @@ class StepPredictor:
         """Seconds that programs price a chunk at: at the rates for full ones of the plan's sequences."""
         return self._priced_s(self._cost, tokens, seq_len)
 
-    def _priced_s(self, cost: CostModel, tokens: int, seq_len: int) -> float:
-        works = ((count, stage.work(tokens, seq_len, cost.compute_bytes)) for stage, count in self._stages.items())
+    def _priced_s(self, cost: CostModel, tokens: int, seq_len: int, stages: Counter[Stage] | None = None) -> float:
+        found = (self._stages if stages is None else stages).items()
+        works = ((count, stage.work(tokens, seq_len, cost.compute_bytes)) for stage, count in found)
         return sum(count * cost.work_s(work) for count, work in works)
 
     def _interpolated(self, rounds: Rounds, place: float) -> float:

@@ -26,12 +26,13 @@ Details = Mapping[str, float | None]
 
 
 class Taken(NamedTuple):
-    """A step that was taken."""
+    """A step that was taken. predicted_s: seconds that were predicted of it, where its batch alone does not say."""
 
     loss: float
     out: FwdBwdOutput
     update: StepOutput
     details: Details
+    predicted_s: float | None = None
 
 
 class Evaluated(NamedTuple):
@@ -145,12 +146,27 @@ def check_objective(config: TrainConfig, spec: ModelSpec) -> None:
             f"--beta {config.beta:g} with --objective grpo compares with the model beneath adapters, and --mode"
             f" {config.mode} trains all of it; give --mode lora, or leave --beta out"
         )
+    if config.generator is not None:
+        _check_generator(config)
     if (config.compares or config.objective == "grpo") and spec.balancing is not None:
         raise ValueError(
             f"--objective {config.objective} of {spec.name}, whose config.json asks for a loss that balances experts"
             " (output_router_logits): that loss is a share of a mean over tokens, and this objective has none; set"
             " output_router_logits to false there"
         )
+
+
+def _check_generator(config: TrainConfig) -> None:
+    """Raise ValueError for what cannot be handed to a server that loads adapters."""
+    named = {"--use-dora": config.use_dora, "--modules-to-save": config.modules_to_save}
+    found = next((flag for flag, value in named.items() if value), None)
+    if config.mode == "lora" and found is None:
+        return
+    what = f"--mode {config.mode}" if config.mode != "lora" else found
+    raise ValueError(
+        f"--generator with {what}: a vLLM server takes plain adapters while it runs; give --mode lora without"
+        f" {' and '.join(named)}, or leave --generator out"
+    )
 
 
 def _check_head(config: TrainConfig, spec: ModelSpec, head: TaskHead) -> None:
@@ -188,7 +204,7 @@ def take_step(
         step_s=step_s,
         model_flops=taken.out.model_flops,
         hardware_flops=taken.out.hardware_flops,
-        predicted_step_s=expected.step_s,
+        predicted_step_s=expected.step_s if taken.predicted_s is None else taken.predicted_s,
         speed_of_light_s=expected.speed_of_light_s,
         gpu_peak_bytes=peaks.gpu_bytes,
         host_peak_bytes=peaks.host_bytes,

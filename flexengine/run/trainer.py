@@ -312,7 +312,7 @@ def watchers_of(
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
     health = RunHealth(engine, config.max_skipped_steps)
     saver = RunSaver(config, engine, data.batches, num_steps, planned.team)
-    steps = steps_of(config, engine, data, planned.team)
+    steps = steps_of(config, planned, engine, data)
     watchers = Watchers(recorder, reviewer, health, callbacks, saver, steps, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:

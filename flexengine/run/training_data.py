@@ -29,6 +29,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.objectives import OBJECTIVES
 from flexengine.options.train_config import TrainConfig
 from flexengine.run.rewards import Rewards
+from flexengine.run.writers import Server
 from flexengine.wording import without_folders
 
 REWARD_S = 60.0
@@ -75,6 +76,8 @@ def check_sources(config: TrainConfig) -> None:
 def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     """Read, tokenize and pack the data. Raises ValueError when it does not fit the model or nothing is left."""
     vocab_size = source.spec.vocab_size
+    if config.generator is not None:
+        Server(config.generator).check(config.max_seq_len)
     if config.data_source == "synthetic":
         batches = SyntheticBatches(vocab_size, config.max_seq_len, config.max_global_batch_tokens, config.seed)
         text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"

@@ -45,11 +45,14 @@ class Sampling(NamedTuple):
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
         """Choose a token by its logits [V], float32 on the CPU."""
-        probabilities = torch.softmax(logits.double() / self.temperature, dim=0)
-        likeliest, tokens = probabilities.sort(descending=True)
-        before = likeliest.cumsum(0) - likeliest
-        likeliest[before >= self.top_p] = 0.0
-        return int(tokens[torch.multinomial(likeliest, 1, generator=generator)])
+        probabilities, tokens = torch.softmax(logits.double() / self.temperature, dim=0), None
+        if self.top_p < 1.0:  # sorting a large vocabulary takes ten times what drawing does
+            probabilities, tokens = probabilities.sort(descending=True)
+            probabilities[probabilities.cumsum(0) - probabilities >= self.top_p] = 0.0
+        sums = probabilities.cumsum(0)
+        place = torch.rand(1, dtype=torch.float64, generator=generator) * sums[-1]
+        index = min(int(torch.searchsorted(sums, place, right=True)), len(sums) - 1)  # a product may round up
+        return index if tokens is None else int(tokens[index])
 
 
 @dataclass

@@ -144,6 +144,10 @@ def test_draws_follow_the_probabilities():
     kept = torch.softmax(logits[1:3] / 0.5, 0)
     assert torch.bincount(draws, minlength=4)[[0, 3]].sum() == 0
     assert float((draws == 2).float().mean()) == pytest.approx(float(kept[1]), abs=0.03)
+    draws = torch.tensor([Sampling(temperature=2.0).choose(logits, generator) for _ in range(2000)])
+    torch.testing.assert_close(
+        torch.bincount(draws, minlength=4) / 2000, torch.softmax(logits / 2.0, 0), atol=0.03, rtol=0
+    )
 
 
 @pytest.mark.parametrize(

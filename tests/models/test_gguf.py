@@ -34,6 +34,7 @@ MODELS = {
     "qwen2": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 8, "num_hidden_layers": 7},
+    "qwen2_moe": {**EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 48},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
     "olmoe": {**EXPERTS, "intermediate_size": 32, "head_dim": 16, "num_key_value_heads": 4},
 }

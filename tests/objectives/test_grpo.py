@@ -107,6 +107,7 @@ def test_loss_and_gradients_are_those_of_trl(case, kind, beta, moved):
     out = engine.fwd_bwd(columns, loss=function)
     assert out.loss * out.num_target_tokens == pytest.approx(loss.item(), abs=1e-5)
     assert (function.clipped > 0) == moved
+    torch.testing.assert_close(function.log_probs, own)  # with which further updates on the same completions compare
     actual = {key: gradient * out.num_target_tokens for key, gradient in engine.gradients().items()}
     engine.step(lr=0.0)
     expected = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from flexengine import cli
+from flexengine import cli, from_pretrained
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS
 from flexengine.run import trainer
@@ -69,16 +71,23 @@ def logged(folder, name="train_log.jsonl"):
 
 
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(run, tmp_path, monkeypatch, capsys):
-    """Adapters, so that the model beneath is the reference; and rewards rise."""
+    """Adapters, so that the model beneath is the reference; and two updates on the same completions."""
     options = {"mode": "lora", "beta": 0.05, "temperature": 0.9, "val_fraction": 0.1, "eval_steps": 3, "save_steps": 2}
+    options |= {"num_iterations": 2}
     assert run("whole", **options) == 0
-    assert "reward" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "reward" in said.out
+    assert "completions of 6 tokens: " in said.out + said.err
     steps, evaluations = (logged(tmp_path / "whole", f"{name}_log.jsonl") for name in ("train", "eval"))
-    assert steps[0]["kl"] == pytest.approx(0, abs=1e-7)
+    assert 0 < steps[0]["kl"] < steps[-1]["kl"]  # of the second update on the same completions
+    assert steps[0]["loss"] != pytest.approx(0, abs=1e-7)
+    timed = [json.loads(line) for line in (tmp_path / "whole" / "train_log.jsonl").read_text().splitlines()]
+    for one in timed:
+        assert 0 < one["generation_s"] < one["step_s"]
+        assert 0 < one["predicted_generation_s"] < one["predicted_step_s"]
     assert steps[-1]["kl"] > 1e-5
     assert all(1 <= step["completion_tokens"] <= 6 and 0 <= step["reward"] <= 1 for step in steps)
     assert len({step["generation_seed"] for step in steps}) == len(steps)
-    assert evaluations[-1]["reward"] > evaluations[0]["reward"] > 0.1
     assert evaluations[0]["loss"] == -evaluations[0]["reward"]
     take_step = trainer.take_step
 
@@ -92,6 +101,83 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(run, tmp_path, monkeypa
         assert run("stopped", **options) != 0
     assert run("stopped", resume="auto", **options) == 0
     assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers as vLLM does, by an engine of its own with the adapter that was loaded last."""
+
+    base, loaded, asked, wrong = None, {}, [], None
+
+    def do_GET(self):
+        self.answer(200, {"data": [{"id": "base", "max_model_len": 64}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, body))
+        if self.path == self.wrong:
+            self.answer(400, {"error": {"message": "LoRA rank 8 is greater than max_lora_rank 4."}})
+        elif self.path == "/v1/load_lora_adapter":
+            sizes = {"max_seq_len": 64, "max_global_batch_tokens": 512, "dtype": "float32", "device": "cpu"}
+            self.loaded[body["lora_name"]] = from_pretrained(self.base, adapter=body["lora_path"], **sizes)
+            self.answer(200, "Success: added")  # vLLM answers with a text here
+        elif self.path == "/v1/unload_lora_adapter":
+            self.loaded.pop(body["lora_name"]).close()
+            self.answer(200, "Success: removed")
+        else:
+            prompts = [prompt for prompt in body["prompt"] for _ in range(body["n"])]
+            draws = {name: body[name] for name in ("temperature", "top_p", "seed")}
+            rows = self.loaded[body["model"]].generate(
+                prompts, body["max_tokens"], stop_ids=body["stop_token_ids"], keep_stop=True, **draws
+            )
+            self.answer(200, {"choices": [{"index": i, "token_ids": row} for i, row in enumerate(rows)][::-1]})
+
+    def answer(self, status, body):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode() if isinstance(body, str) else json.dumps(body).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(model, monkeypatch):
+    """The URL of a server."""
+    monkeypatch.setattr(Server, "base", model)
+    monkeypatch.setattr(Server, "asked", [])
+    monkeypatch.setattr(Server, "loaded", {})
+    with HTTPServer(("127.0.0.1", 0), Server) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}/v1"
+        listening.shutdown()
+        thread.join()
+    for engine in Server.loaded.values():
+        engine.close()
+
+
+def test_rewards_rise(run, tmp_path):
+    options = {"val_fraction": 0.1, "eval_steps": 4, "temperature": 0.9, "steps": 8, "lr": 0.5, "save": False}
+    assert run(**options) == 0
+    evaluations = logged(tmp_path / "run", "eval_log.jsonl")
+    assert evaluations[-1]["reward"] > evaluations[0]["reward"] > 0.1
+
+
+def test_a_server_that_is_handed_adapters_writes_what_the_engine_writes(run, server, tmp_path, monkeypatch, capsys):
+    options = {"mode": "lora", "steps": 3, "num_iterations": 2}
+    assert run("own", **options) == run("served", generator=server, **options) == 0
+    assert logged(tmp_path / "served") == logged(tmp_path / "own")
+    assert [path for path, _ in Server.asked].count("/v1/load_lora_adapter") == 3
+    assert len(Server.loaded) == len(list((tmp_path / "served" / "generator").iterdir())) == 1
+    body = next(body for path, body in Server.asked if path == "/v1/completions")
+    assert (body["n"], body["top_k"], body["repetition_penalty"], body["return_token_ids"]) == (4, -1, 1.0, True)
+    assert server not in (tmp_path / "served" / "final" / "flexengine_run.json").read_text()
+    monkeypatch.setattr(Server, "wrong", "/v1/load_lora_adapter")
+    capsys.readouterr()
+    assert run("refused", generator=server, **options) == 2
+    said = capsys.readouterr().err
+    assert f"--generator {server} refused /v1/load_lora_adapter (HTTP 400)" in said
+    assert "greater than max_lora_rank 4" in said
 
 
 @pytest.mark.parametrize(
@@ -127,6 +213,9 @@ def test_rewards_of_several_functions_are_weighed(tmp_path):
     [
         ({"reward_weights": "good"}, "--reward-weights good: a weight is a number"),
         ({"beta": 0.1, "mode": "full"}, "compares with the model beneath adapters, and --mode full trains all of it"),
+        ({"generator": "http://127.0.0.1:9"}, "--generator with --mode full: a vLLM server takes plain adapters"),
+        ({"generator": "localhost:8000", "mode": "lora"}, "give the URL of a vLLM server, as http://HOST:PORT"),
+        ({"generator": "http://127.0.0.1:9", "mode": "lora"}, "--generator http://127.0.0.1:9 does not answer"),
         ({"max_completion_length": 64}, "leaves nothing of --max-seq-len 64 for prompts"),
         ({"num_generations": 40}, "a prompt with its completions of"),
         ({"dataset": "answers.jsonl"}, "the conversation ends with a turn of the assistant"),

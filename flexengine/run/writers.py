@@ -1,0 +1,169 @@
+"""Who writes the completions of a batch: the engine itself, or a vLLM server that is handed the adapters.
+
+The server is spoken to by what vLLM documents: completions of token ids, and adapters that are loaded while it runs.
+Source: https://docs.vllm.ai, "LoRA Adapters" (load_lora_adapter) and "OpenAI-Compatible Server" (completions).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.error import HTTPError
+
+from flexengine.checkpoint.hub_errors import without_secrets
+from flexengine.options.train_config import TrainConfig
+from flexengine.parallel.team import Team
+from flexengine.run.ranks import told_by_first
+from flexengine.runtime.engine import Engine
+from flexengine.runtime.generation import Sampling
+from flexengine.wording import shown
+
+FOLDER = "generator"
+"""The folder of the run in which a server finds adapters."""
+ANSWER_S = 3600.0
+"""Longest wait for a server; it answers once all completions of a batch are written."""
+HOW_TO_START = "start it by VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve BASE --enable-lora --max-lora-rank RANK"
+
+
+class Draws(NamedTuple):
+    """How completions are drawn. stop_ids: tokens that end one, and are its last."""
+
+    most_tokens: int
+    stop_ids: frozenset[int]
+    sampling: Sampling
+
+
+class Writer(Protocol):
+    """Writes completions in the model as it is now."""
+
+    def write(self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws) -> list[list[int]]:
+        """Return `count` completions of each prompt, one behind the other. Raises: ValueError for what is in the way.
+
+        Of several ranks, all make this call and get the same.
+        """
+        ...
+
+
+class EngineWriter:
+    """Writes by the engine's own batched decoding."""
+
+    def write(self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws) -> list[list[int]]:
+        """See `Writer.write`."""
+        repeated = [prompt for prompt in prompts for _ in range(count)]
+        sampling = draws.sampling._asdict()
+        return engine.generate(repeated, draws.most_tokens, stop_ids=draws.stop_ids, keep_stop=True, **sampling)
+
+
+class ServerWriter:
+    """Has a vLLM server write, which reads the adapters of every update from a folder of the run."""
+
+    def __init__(self, url: str, run_folder: Path, team: Team | None) -> None:
+        self._server, self._team = Server(url), team
+        self._folder, self._prefix = run_folder.resolve() / FOLDER, f"flexengine-{secrets.token_hex(4)}"
+        self._name, self._update = "", -1
+        told_by_first(team, lambda: shutil.rmtree(self._folder, ignore_errors=True))
+
+    def write(self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws) -> list[list[int]]:
+        """See `Writer.write`."""
+        if self._update != engine.step_count:
+            self._hand_over(engine)
+        return told_by_first(self._team, lambda: self._ask(engine.model.vocab_size, prompts, count, draws))
+
+    def _hand_over(self, engine: Engine) -> None:
+        """Write the adapters, have the server read them, and drop those of before.
+
+        Every update has a name of its own, so that nothing that was computed with other adapters is found again.
+        """
+        name, before = f"{self._prefix}-{engine.step_count}", self._name
+        engine.save_pretrained(self._folder / name)
+        told_by_first(self._team, lambda: self._exchange(before, name))
+        self._name, self._update = name, engine.step_count
+
+    def _exchange(self, before: str, name: str) -> None:
+        if before:
+            self._server.call("/v1/unload_lora_adapter", {"lora_name": before})
+            shutil.rmtree(self._folder / before)
+        self._server.call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(self._folder / name)})
+
+    def _ask(self, vocab_size: int, prompts: Sequence[list[int]], count: int, draws: Draws) -> list[list[int]]:
+        """Ask for completions; what vLLM would take from the model's generation config is said."""
+        sampling = draws.sampling
+        asked = {
+            "model": self._name, "prompt": list(prompts), "n": count, "max_tokens": draws.most_tokens,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed,
+            "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+            "stop_token_ids": sorted(draws.stop_ids), "return_token_ids": True,
+        }  # fmt: skip
+        found = self._server.call("/v1/completions", asked)
+        try:
+            choices = sorted(found["choices"], key=lambda choice: choice["index"])
+            answers = [choice["token_ids"] for choice in choices]
+        except (LookupError, TypeError):
+            answers = []
+        if len(answers) != count * len(prompts):
+            raise self._server.wrong(f"{len(answers)} completions, of {count * len(prompts)} that were asked for")
+        for answer in answers:
+            if not _are_tokens(answer, vocab_size) or len(answer) > draws.most_tokens:
+                raise self._server.wrong(
+                    f"{shown(answer)} for the tokens of a completion (return_token_ids, which vLLM has since 0.10.2)"
+                )
+        return answers
+
+
+def _are_tokens(answer: Any, vocab_size: int) -> bool:
+    return isinstance(answer, list) and bool(answer) and all(type(t) is int and 0 <= t < vocab_size for t in answer)
+
+
+class Server:
+    """A vLLM server at an address."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._shown = url.rstrip("/").removesuffix("/v1"), f"--generator {without_secrets(url)}"
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def check(self, max_seq_len: int) -> None:
+        """Raise ValueError where nothing answers, or what is served takes shorter sequences than the run has."""
+        found = self.call("/v1/models", None)
+        try:
+            longest = [model.get("max_model_len") for model in found["data"]]
+        except (LookupError, TypeError, AttributeError):
+            raise self.wrong("no list of models") from None
+        if any(isinstance(length, int) and length < max_seq_len for length in longest):
+            raise ValueError(
+                f"{self._shown} serves sequences of at most {min(filter(None, longest))} tokens, and --max-seq-len is"
+                f" {max_seq_len}; start it with --max-model-len {max_seq_len}"
+            )
+
+    def call(self, path: str, body: dict[str, Any] | None) -> Any:
+        """Post a body, or get where there is none; returns what is answered, a text where that is no JSON.
+
+        Raises: ValueError for a server that is not there or refuses.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        try:
+            with self._opener.open(asked, timeout=ANSWER_S) as response:
+                text = response.read().decode()
+        except HTTPError as error:
+            said = error.read().decode(errors="replace")[:500]
+            raise ValueError(f"{self._shown} refused {path} (HTTP {error.code}): {said}; {HOW_TO_START}") from None
+        except OSError as error:
+            raise ValueError(f"{self._shown} does not answer ({error}); {HOW_TO_START}") from None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def wrong(self, what: str) -> ValueError:
+        """Say that the server answered what it should not."""
+        return ValueError(f"{self._shown} answered {what}; is it a vLLM server?")
+
+
+def writer_of(config: TrainConfig, team: Team | None) -> Writer:
+    """Choose who writes, as the options say."""
+    return EngineWriter() if config.generator is None else ServerWriter(config.generator, config.run_folder, team)
