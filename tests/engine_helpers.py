@@ -124,11 +124,9 @@ def make_plan(
 
 
 def streamed_plan(spec: ModelSpec, **decisions: Any) -> Plan:
-    """A plan that keeps nothing on the GPU but adapters: weights stream, layer inputs wait on the host, the rest is
-    recomputed."""
+    """A plan that keeps nothing on the GPU: weights stream, layer inputs wait on the host, the rest is recomputed."""
     blocks = [LayerPlan((), (), "host")] * len(spec.blocks)
-    groups = [ON_GPU if group.adapter else GroupPlan() for group in spec.groups]
-    return make_plan(spec, blocks=blocks, groups=groups, **decisions)
+    return make_plan(spec, blocks=blocks, **{"groups": [GroupPlan()] * len(spec.groups), **decisions})
 
 
 class NanEngine(Engine):

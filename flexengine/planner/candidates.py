@@ -148,6 +148,7 @@ class CandidateMemory:
         tables, residencies = self.tables, candidates.choices % NUM_RESIDENCIES
         resident = self.edge_gpu[candidates.edges] + tables.residency_gpu.at(residencies).sum(axis=1)
         tiled = tables.needs_tiles.at(residencies).any(axis=1) | self.edge_tiles[candidates.edges]
+        tiled |= self.buffers.adapters.uses_tiles
         region, scratch = self.region_bytes(candidates), self.buffers.update_scratch_bytes
         if self.buffers.round_tile_bytes:
             region = region + np.where(tiled, self.buffers.round_tile_bytes, scratch)
@@ -189,9 +190,8 @@ class CandidateMemory:
         edges = zip(buffers.edge_groups, buffers.edge_residencies, edge.residencies, strict=True)
         for group, residencies, residency in edges:
             groups[group] = residencies[residency]
-        for group in buffers.adapter_groups:
-            home = buffers.adapter_home
-            groups[group] = home.of_frozen() if tables.model.groups[group].frozen else home
+        for member in buffers.adapters.members:
+            groups[member.number] = member.home
         weight, grad, save = self._used_slots(one)
         count, tile = buffers.tiles(int(self.region_bytes(one)[0]), SlotCounts().optimizer)
         size = (tables.chunk_tokens, tables.chunks_per_round)

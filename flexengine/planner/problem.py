@@ -33,12 +33,16 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model that is planned for a request on a machine, and how far is searched."""
+    """A model that is planned for a request on a machine, and how far is searched.
+
+    streams_adapters: what is trained beside frozen groups lives on the host, too. Of ranks of a node it does so always.
+    """
 
     model: ModelSpec
     request: Request
     profile: HardwareProfile
     limits: SearchLimits = field(default_factory=lambda: limits.LIMITS)
+    streams_adapters: bool = False
 
     def layout(self, plan: Plan) -> Layout:
         """Lay out a plan of the model."""

@@ -21,6 +21,7 @@ from flexengine.models.keep_dtype import check_keep_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
+from flexengine.planner.adapter_groups import updated_by_cpu
 from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, speed_of_light_s
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import process_bytes
@@ -80,7 +81,7 @@ class Search:
         best = self.searched(started) or self.simulated(self.last_resort())
         if best is None:
             return None
-        waiting = self.touched_only(*best)
+        waiting = self.adapters_by_cpu(*self.touched_only(*best))
         self.bold = Speculation(self.problem, self.pricer, waiting)
         if waiting[0].may_speculate:
             self.speculate(self.bold, started)
@@ -167,7 +168,7 @@ class Search:
 
     def last_resort(self) -> list[Plan]:
         """Plans where the search found none: the largest chunks that fit, else that of least GPU memory, which may."""
-        feasibility = Feasibility(self.problem)
+        feasibility = Feasibility(self.problem, as_given=True)
         return list(feasibility.fitting())[-2:] or [feasibility.least_gpu().plan]
 
     def simulated(self, plans: Iterable[Plan]) -> Priced | None:
@@ -197,6 +198,17 @@ class Search:
         sparing = replace(plan, touched_only=True)
         found = self.pricer.step(self.problem.layout(sparing))
         return (sparing, found) if found.step_s < estimate.step_s else (plan, estimate)
+
+    def adapters_by_cpu(self, plan: Plan, estimate: StepEstimate) -> Priced:
+        """Have the CPU update adapters that live on the host where that is faster: the GPU need not fetch them then."""
+        if self.profile.device_type != "cuda" or self.request.shares_node:
+            return plan, estimate
+        by_cpu = replace(plan, groups=updated_by_cpu(plan.groups, self.buffers.adapters))
+        layout = self.problem.layout(by_cpu)
+        if by_cpu.groups == plan.groups or not self.problem.fits(layout):
+            return plan, estimate
+        found = self.pricer.step(layout)
+        return (by_cpu, found) if found.step_s < estimate.step_s else (plan, estimate)
 
     def speculate(self, bold: Speculation, started: Iterable[SizeSearch]) -> None:
         """Update groups before the norm is known, where that is faster and host memory is left for second planes."""

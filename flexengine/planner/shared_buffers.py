@@ -16,19 +16,18 @@ import numpy as np
 
 from flexengine.models.spec import BLOCK_CLASSES, ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan
+from flexengine.planner.adapter_groups import AdapterGroups
 from flexengine.planner.blocks import block_kinds
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.cost.save_sets import SaveSets
 from flexengine.planner.cost.stream_loads import (
     GPU_RESIDENCIES,
-    RESIDENCIES,
     RESIDENT,
     RESIDENT_BOTH,
     STREAMED,
     UNSTORED_RESIDENCIES,
     UPDATED_BY_CPU,
-    plane_bytes_in,
     residencies_of,
 )
 from flexengine.planner.inputs_again import InputsAgain
@@ -100,8 +99,9 @@ class SharedBuffers:
         self._acc_bytes = max(4, DTYPE_BYTES[request.numerics.compute])
         self.block_layers = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
         self.block_groups = [model.layers[i].groups[0] for i in self.block_layers]
-        self.adapter_groups = [g for g, group in enumerate(model.groups) if group.adapter]
-        others = {*self.block_groups, *self.adapter_groups}
+        self.streams_adapters = problem.streams_adapters or request.shares_node
+        self.adapters = AdapterGroups(model, request, self.streams_adapters)
+        others = {*self.block_groups, *(member.number for member in self.adapters.members)}
         self.edge_groups = [g for g in range(len(model.groups)) if g not in others]
         self.kinds, self.kind_of = block_kinds(model, request.segment_blocks or 1)
         self.again = InputsAgain(model, request, self.kinds, self.kind_of)
@@ -111,14 +111,10 @@ class SharedBuffers:
         self.kind_layouts = [group_storage(model.groups[kind.group], request.numerics) for kind in self.kinds]
         self.edge_layouts = [group_storage(model.groups[g], request.numerics) for g in self.edge_groups]
         by_cpu = profile.device_type == "cuda" and not any(layout.on_gpu_only for layout in self.kind_layouts)
-        # what blocks may have: on the CPU both updates are one, and several ranks share one copy on the host. Adapters
-        # live on the GPU otherwise: they are small, and every chunk reads them
+        # what blocks may have: on the CPU both updates are one, and several ranks share one copy on the host
         self.unstored = request.gpu_updates == "unstored"
         on_gpu = (STREAMED,) if request.shares_node else UNSTORED_RESIDENCIES if self.unstored else GPU_RESIDENCIES
         self.residencies = np.array([*on_gpu, UPDATED_BY_CPU] if by_cpu else on_gpu)
-        self.adapter_residency = STREAMED if request.shares_node else RESIDENT
-        self.adapter_home = RESIDENCIES[self.adapter_residency]
-        self.adapter_layouts = [group_storage(model.groups[g], request.numerics) for g in self.adapter_groups]
         homes = self._residencies(model)
         self.kind_residencies = [homes[kind.group] for kind in self.kinds]
         self.edge_residencies = [homes[g] for g in self.edge_groups]
@@ -139,21 +135,19 @@ class SharedBuffers:
     def _residencies(self, model: ModelSpec, unstored: bool | None = None) -> list[tuple[GroupPlan, ...]]:
         """What the numbers of homes mean for each group.
 
-        A gradient that is never whole at one place is stored in any case, and adapters' small ones.
+        A gradient that is never whole at one place is stored in any case, and those of adapters on the GPU.
         """
         unstored = self.unstored if unstored is None else unstored
-        whole = (use.gradients == 1 for use in group_uses(model))
+        whole = (
+            use.gradients == 1 and (self.streams_adapters or not g.adapter)
+            for g, use in zip(model.groups, group_uses(model), strict=True)
+        )
         return [
-            residencies_of(group, unstored and once and group.num_parts == 1 and not group.adapter)
+            residencies_of(group, unstored and once and group.num_parts == 1)
             for group, once in zip(model.groups, whole, strict=True)
         ]
 
     # -- parameters --------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def adapter_bytes(self) -> int:
-        """GPU bytes of the adapters' planes."""
-        return sum(plane_bytes_in("gpu", group, self.adapter_home) for group in self.adapter_layouts)
 
     @cached_property
     def spilled_bytes(self) -> tuple[int, int]:
@@ -204,19 +198,22 @@ class SharedBuffers:
             edge = EdgeChoice(False, False, (RESIDENT,) * len(self.edge_groups))
             layout = Layout(self.small, self._plan(size, edge, SlotCounts(), RESIDENT, keep_all=True))
             scalars = align(self._acc_bytes * len(self.model.groups)) - align(self._acc_bytes * len(self.small.groups))
-            groups = [*(self.kind_layouts[kind] for kind in self.kind_of), *self.edge_layouts, *self.adapter_layouts]
+            groups = [*(self.kind_layouts[kind] for kind in self.kind_of), *self.edge_layouts, *self.adapters.layouts]
             scalars += align(norm_square_bytes(groups)) - align(norm_square_bytes(layout.groups))
             again = {self.again.home(*size): self.again.num_bytes(*size)}
             self._activations[size] = ActivationBytes(
                 _bytes_of(layout, "batch", "scalars")
                 + scalars
-                + (self.adapter_bytes + self.spilled_bytes[0])
+                + (self.adapters.plane_bytes_in("gpu") + self.spilled_bytes[0])
                 + gpu_overhead_bytes(layout, self.profile)
                 + replay_bytes(self.model, layout.plan)
                 - replay_bytes(self.small, layout.plan),
                 _bytes_of(layout, "hidden states", "key/value window") + again.get("gpu", 0),
                 layout.place("scratch").num_bytes,
-                host_required_bytes(layout, self.profile) + self.spilled_bytes[1] + again.get("host", 0),
+                host_required_bytes(layout, self.profile)
+                + self.spilled_bytes[1]
+                + self.adapters.host_bytes_beyond(self.small)
+                + again.get("host", 0),
             )
         return self._activations[size]
 
@@ -242,7 +239,7 @@ class SharedBuffers:
         nothing = LayerPlan((), (), "host")
         blocks = (LayerPlan(keepable_ops(b.ops) if b.keeps else ()) if keep_all else nothing for b in self.small.blocks)
         homes = (
-            self.adapter_residency if g.adapter else residency if g.slot_class == "block" else next(edges)
+            self.adapters.residency if g.adapter else residency if g.slot_class == "block" else next(edges)
             for g in self.small.groups
         )
         of_groups = self._residencies(self.small, unstored)
@@ -292,7 +289,7 @@ class SharedBuffers:
     def _tile_bytes(self, tile: int) -> int:
         """Bytes of an optimizer slot for tiles of at most so many elements, as far as matrices may be cut."""
         if tile not in self._tiles:
-            layouts = [*self.kind_layouts, *self.edge_layouts, *self.adapter_layouts]
+            layouts = [*self.kind_layouts, *self.edge_layouts, *self.adapters.layouts]
             self._tiles[tile] = align(tile_offsets(layouts, tile, self.request.gpu_updates)["end"])
         return self._tiles[tile]
 

@@ -224,6 +224,7 @@ class BlockTables:
         self.sharing = max(1, len(mine) // max(1, len(set(mine.tolist()))))  # blocks that take turns in slots
         self.residencies, self.options = buffers.kind_residencies[number], options
         self.cost, self.shape, self.sliced = tables.cost, tables.shape, tables.sliced
+        self.adapters = buffers.adapters.of_layer(kind.layer)
         self.rounds, self.full_rounds, self.second_planes = tables.rounds, tables.full_rounds, buffers.second_planes
         self.hidden_bytes = buffers.again.hidden_bytes(tables.chunk_tokens)
 
@@ -296,8 +297,10 @@ class BlockTables:
 
     @cached_property
     def residency_loads(self) -> np.ndarray:
-        """Loads [V, 12] of the parameters."""
-        return np.array([group_loads(self.group, home, self.use, self.rounds, self.cost) for home in self.residencies])
+        """Loads [V, 12] of the parameters, with those of adapters beside them."""
+        own = [group_loads(self.group, home, self.use, self.rounds, self.cost) for home in self.residencies]
+        beside = [group_loads(a.layout, a.home, a.use, self.rounds, self.cost) for a in self.adapters]
+        return np.array(own) + np.sum(beside, axis=0) if beside else np.array(own)
 
     @cached_property
     def residency_gpu(self) -> np.ndarray:

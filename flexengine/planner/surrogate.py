@@ -7,11 +7,14 @@ program's simulation where plans are fast; only the simulation of real programs 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from flexengine.plan import GroupPlan
+from flexengine.planner.adapter_groups import AdapterGroup
 from flexengine.planner.batched_simulator import Batch, BatchedSimulator, ChoiceCosts, EdgeCosts, RoundCosts
 from flexengine.planner.blocks import PerKind
 from flexengine.planner.candidates import CandidateMemory, Candidates
@@ -25,9 +28,18 @@ from flexengine.planner.cost.stream_loads import (
     tile_times_in_round,
 )
 from flexengine.planner.shared_buffers import SlotCounts
-from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS
+from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, BlockTables
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.pieces import PIECE_BYTES
+
+
+class _Copies(NamedTuple):
+    """Copies of a block's adapters in a round: seconds of weights and of gradients each way, and how many of these."""
+
+    weights_s: float
+    grads_h2d_s: float
+    grads_d2h_s: float
+    num_grads: int
 
 
 class Surrogate:
@@ -114,11 +126,15 @@ class Surrogate:
         return RoundCosts(
             tables.of_blocks(lambda kind: np.array([s.forward_s for s in kind.seconds])).each(),
             tables.of_blocks(lambda kind: np.array([s.backward_s for s in kind.seconds])).each(),
-            tables.of_blocks(lambda kind: np.array(self._finish_s(kind.group, kind.use.gradients))).each(),
+            tables.of_blocks(lambda kind: np.array(self._finish_of_block_s(kind))).each(),
             tables.sliced,
             np.array([tables.model.groups[layer.groups[0]].num_parts > 1 for layer in tables.model.blocks]),
             sum(not layer.has_backward for layer in tables.model.blocks),
         )
+
+    def _finish_of_block_s(self, kind: BlockTables) -> float:
+        beside_s = sum(self._finish_s(one.layout, one.use.gradients) for one in kind.adapters)
+        return self._finish_s(kind.group, kind.use.gradients) + beside_s
 
     def _finish_s(self, group: GroupStorage, gradients: int) -> float:
         """Seconds to round a group's gradient, adding what was stored; 0 where it has none."""
@@ -149,10 +165,11 @@ class Surrogate:
         options, option, residency = kind.options, tables.choice_option, tables.choice_residency
         copy_s, chunks, planes = issue_s(cost, "copy"), len(tables.shape.chunks), kind.group.plane_bytes
         staged = options.staged_bytes[option]
+        gradients = kind.use.gradients + sum(one.use.gradients for one in kind.adapters)
         inputs = options.host_bytes[option] - staged
         weights = STREAMS_WEIGHTS[residency] * planes["weights"]
         streams = tables.streams_grads.by_kind[number][residency]
-        copies_s = copy_s * kind.copies[option]
+        copies_s, beside = copy_s * kind.copies[option], self._copies_of_adapters(kind.adapters)
         forward_s = sum(s.forward_issue_s for s in kind.seconds) / chunks
         backward_s = sum(s.backward_issue_s for s in kind.seconds) / chunks + kind.issue_s[option]
         return ChoiceCosts(
@@ -161,23 +178,34 @@ class Surrogate:
             save_d2h_s=self._copy_s(staged, False),
             input_h2d_s=self._copy_s(inputs, True),
             save_h2d_s=self._copy_s(staged, True),
-            weights_h2d_s=self._copy_s(weights, True),
-            grad_h2d_s=self._copy_s(streams * planes["grad"], True),
-            grad_d2h_s=self._copy_s(streams * planes["grad"], False),
+            weights_h2d_s=self._copy_s(weights, True) + beside.weights_s,
+            grad_h2d_s=self._copy_s(streams * planes["grad"], True) + beside.grads_h2d_s,
+            grad_d2h_s=self._copy_s(streams * planes["grad"], False) + beside.grads_d2h_s,
             forward_issue_s=forward_s + copies_s,
             backward_issue_s=backward_s + (2 if tables.sliced else 1) * copies_s,
-            fetch_issue_s=np.full(len(option), copy_s),
-            finish_issue_s=kind.use.gradients * issue_s(cost, "finish_gradient") + 2 * copy_s * streams,
+            fetch_issue_s=np.full(len(option), copy_s * (1 + len(kind.adapters))),
+            finish_issue_s=gradients * issue_s(cost, "finish_gradient") + 2 * copy_s * (streams + beside.num_grads),
             cpu_update_s=np.array([cpu_update_s(kind.group, home, cost) for home in kind.residencies])[residency],
-            **self._update_costs(kind.group, kind.residencies, residency),
+            **self._update_costs(kind.group, kind.residencies, residency, kind.adapters),
         )
 
+    def _copies_of_adapters(self, adapters: list[AdapterGroup]) -> _Copies:
+        """What adapters of a block that stream add to the copies of a round."""
+        weights = np.array([a.layout.plane_bytes["weights"] for a in adapters if a.home.weights == "host"])
+        grads = np.array([a.layout.plane_bytes["grad"] for a in adapters if a.home.streams_grads])
+        seconds = (self._copy_s(weights, True), self._copy_s(grads, True), self._copy_s(grads, False))
+        weights_s, h2d_s, d2h_s = (float(each.sum()) for each in seconds)
+        return _Copies(weights_s, h2d_s, d2h_s, len(grads))
+
     def _update_costs(
-        self, group: GroupStorage, homes: tuple[GroupPlan, ...], residency: np.ndarray
-    ) -> dict[str, np.ndarray]:
+        self, group: GroupStorage, homes: tuple[GroupPlan, ...], residency: np.ndarray,
+        adapters: Sequence[AdapterGroup] = (),
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         """What updates by the GPU inside the last round cost under each of some residencies."""
         tile = self.buffers.tiles(0, SlotCounts().optimizer)[1]
         times = np.array([tile_times_in_round(group, home, tile, self.cost) for home in homes])[residency]
+        for one in adapters:
+            times = times + np.array(tile_times_in_round(one.layout, one.home, tile, self.cost))
         return dict(zip(("update_h2d_s", "update_s", "update_d2h_s", "update_issue_s"), times.T, strict=False))
 
     @cached_property
@@ -250,6 +278,8 @@ class Surrogate:
             parts = np.array([[times.seconds(slots, self.cost) for times in of_group] for of_group in found])
             kinds = len(buffers.kinds)
             edges = parts[np.arange(kinds, len(groups)), self.memory.edge_residencies].sum(axis=1)
+            for one in buffers.adapters.members:
+                edges = edges + np.array(tile_times(one.layout, one.home, tile, self.cost).seconds(slots, self.cost))
             first_s = next((of_group[STREAMED].first_s for of_group in found if of_group[STREAMED].first_s), 0.0)
             self._updates[key] = PerKind(parts[:kinds], buffers.kind_of), edges, first_s
         return self._updates[key]

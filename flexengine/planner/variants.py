@@ -15,6 +15,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
+from flexengine.planner.adapter_groups import resident_adapter_bytes
 from flexengine.planner.bound.speed_of_light import size_bounds
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.stream_loads import issue_s
@@ -37,6 +38,9 @@ LEAST_IN_ROUND_GAIN = 0.02
 """Updates by the GPU inside the last round are tried where their bound is this share below the best plan's seconds."""
 LEAST_AGAIN_GAP = 0.1
 """Inputs are made again, which takes more searches, where the best plan is this share above the bound."""
+LARGE_ADAPTERS = 0.1
+"""Plans with adapters on the host are searched where those on the GPU take more than this share of its budget, or where
+no plan with them there fits: to stream small ones frees little, and searching takes as long again."""
 LEAST_LEFT_GAIN = 0.02
 """Second planes are counted in a search where they have no room and would gain more than this share."""
 
@@ -172,9 +176,9 @@ SECOND_PLANES = Variant[Problem, Found](
 
 
 def _in_round_applies(problem: Problem, best: Found | None) -> bool:
-    """Where nothing is clipped, and what trains is more than adapters, whose updates are short."""
-    trained = any(not group.frozen and not group.adapter for group in problem.model.groups)
-    return trained and problem.request.may_update_in_round
+    """Where nothing is clipped, and what trains is more than adapters on the GPU, whose updates are short."""
+    groups = (group for group in problem.model.groups if problem.streams_adapters or not group.adapter)
+    return not all(group.frozen for group in groups) and problem.request.may_update_in_round
 
 
 def _in_round(problem: Problem, best: Found | None, way: Literal["in_round", "unstored"]) -> Found | None:
@@ -240,9 +244,36 @@ def _that_fit(problem: Problem) -> Iterator[Problem]:
 
 
 def _fits(model: ModelSpec, request: Request, problem: Problem) -> bool:
-    return any(Feasibility(replace(problem, model=model, request=way)).fits() for way in ways_of(request))
+    return any(
+        Feasibility(replace(problem, model=model, request=way), as_given=True).fits() for way in ways_of(request)
+    )
 
 
 OF_SEGMENTS = (WHOLE, IN_PARTS, NO_CLIPPING, SECOND_PLANES, UNSTORED, IN_ROUND)
 IN_SEGMENTS = Variant[Problem, Found](_in_segments_applies, _in_segments)
-OF_ONE_RANK = (*OF_KEPT_INPUTS, IN_SEGMENTS)
+OF_ONE_HOME = (*OF_KEPT_INPUTS, IN_SEGMENTS)
+"""With all adapters on the GPU, or all on the host."""
+
+# -- where adapters live -----------------------------------------------------------------------------------------------
+
+
+def _adapters_take(problem: Problem) -> float:
+    """The share of the GPU's budget that adapters take with their gradients and states, if they live there."""
+    if problem.request.shares_node:
+        return 0.0
+    return resident_adapter_bytes(problem.model, problem.request) / problem.request.max_gpu_bytes
+
+
+def _streamed_may_pay(problem: Problem, best: Found | None) -> bool:
+    share = _adapters_take(problem)
+    return share > 0 and (best is None or share > LARGE_ADAPTERS)
+
+
+ADAPTERS_ON_GPU = Variant[Problem, Found](
+    lambda problem, _: _adapters_take(problem) < 1, lambda problem, _: fastest(OF_ONE_HOME, problem)
+)
+ADAPTERS_ON_HOST = Variant[Problem, Found](
+    _streamed_may_pay, lambda problem, _: fastest(OF_ONE_HOME, replace(problem, streams_adapters=True))
+)
+
+OF_ONE_RANK = (ADAPTERS_ON_GPU, ADAPTERS_ON_HOST)

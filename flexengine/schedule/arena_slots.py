@@ -255,8 +255,10 @@ class _GpuSlots:
         most_bytes: of all of them.
         """
         largest = max((self._groups[i].part_bytes("weights") for i in groups), default=0)
-        most = self._plan.weight_slots if most_bytes is None or not largest else most_bytes // align(largest)
-        for k in range(min(self._num_parts(groups), self._at_most(groups, self._plan.weight_slots), max(1, most))):
+        most = self._at_most(groups, self._plan.weight_slots)
+        if most_bytes is not None and largest:
+            most = max(1, min(most, most_bytes // align(largest)))
+        for k in range(min(self._num_parts(groups), most)):
             region.add("weights", largest, "weight slots", name, k)
 
     def _at_most(self, groups: list[int], slots: int) -> int:

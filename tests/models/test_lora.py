@@ -37,8 +37,10 @@ from flexengine.ops.base import DropoutDraws
 from flexengine.optim import AdamW
 from flexengine.options.job import Job
 from flexengine.options.lora import ALL_LINEAR
-from flexengine.plan import Numerics, Request
+from flexengine.plan import GroupPlan, Numerics, PlanError, Request
 from flexengine.planner import planner
+from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.problem import Problem
 from flexengine.request import with_read_adapter
 from flexengine.schedule.layout import Layout
 
@@ -101,10 +103,12 @@ def test_the_plan_changes_no_bit(family, base):
     numerics = replace(FLOAT32, base=base)
     sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": numerics}
     everywhere = [ON_GPU] * len(source.spec.groups)
-    losses, state = bits_of_three_steps(source, streamed_plan(source.spec, **sizes))
-    others, other_state = bits_of_three_steps(source, make_plan(source.spec, groups=everywhere, **sizes))
-    assert losses == others
-    same_bits(other_state, state)
+    losses, state = bits_of_three_steps(source, make_plan(source.spec, groups=everywhere, **sizes))
+    by_cpu = [GroupPlan(update="cpu")] * len(source.spec.groups)
+    for plan in (streamed_plan(source.spec, **sizes), streamed_plan(source.spec, groups=by_cpu, **sizes)):
+        others, other_state = bits_of_three_steps(source, plan)
+        assert losses == others
+        same_bits(other_state, state)
     assert losses[2] != losses[0]
 
 
@@ -114,7 +118,26 @@ def test_planned_bytes_are_those_of_the_layout():
         request = Request(48, 480, gpu_mib << 20, 3 * GIB, numerics=Numerics())
         plan = planner.make_plan(spec, request, named_profile("cpu-test"))
         assert plan.predicted.gpu_bytes == Layout(spec, plan).gpu_bytes <= gpu_mib << 20
-        assert [home for home, group in zip(plan.groups, spec.groups, strict=True) if group.adapter] == [ON_GPU] * 6
+        assert adapter_homes(spec, plan) == [ON_GPU] * 6
+
+
+def adapter_homes(spec, plan):
+    return [home for home, group in zip(plan.groups, spec.groups, strict=True) if group.adapter]
+
+
+def test_adapters_live_on_the_host_where_they_do_not_fit_the_gpu():
+    spec = with_lora(build_model("small", tiny_config(num_hidden_layers=12)), LoRA(rank=24))
+    request, profile = Request(48, 480, GIB, 3 * GIB, numerics=Numerics()), named_profile("cpu-test")
+    problem = Problem(spec, request, profile)
+    on_gpu, least = (Feasibility(problem, as_given=given).least_gpu().gpu_bytes for given in (True, False))
+    assert least < 0.5 * on_gpu
+    request = replace(request, max_gpu_bytes=(least + on_gpu) // 2)
+    plan = planner.make_plan(spec, request, profile)
+    assert adapter_homes(spec, plan) == [GroupPlan()] * 12
+    assert plan.predicted.gpu_bytes == Layout(spec, plan).gpu_bytes <= request.max_gpu_bytes
+    assert 0 < plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    with pytest.raises(PlanError, match="smallest plan needs"):
+        planner.make_plan(spec, replace(request, max_gpu_bytes=int(0.9 * least)), profile)
 
 
 def test_targets(monkeypatch):

@@ -29,6 +29,7 @@ from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.optim import AdamW
 from flexengine.options.job import Job
+from flexengine.plan import GroupPlan
 from flexengine.request import with_read_adapter
 
 RANK = 3
@@ -141,12 +142,12 @@ def test_neither_plan_nor_parts_change_a_bit(family, base, use_dora, monkeypatch
     lora = LoRA(["all-linear", "all-experts", *router], rank=4, use_dora=use_dora)
     source = source._replace(spec=with_base_dtype(with_lora(source.spec, lora), base))
     sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": replace(FLOAT32, base=base)}
-    streamed = streamed_plan(source.spec, **sizes)
+    streamed, by_cpu = streamed_plan(source.spec, **sizes), [GroupPlan(update="cpu")] * len(source.spec.groups)
     plans = [
         streamed,
         make_plan(source.spec, groups=[ON_GPU] * len(source.spec.groups), **sizes),
         replace(streamed, in_parts=True),
-        replace(streamed, in_parts=True, weight_slots=4, touched_only=True),
+        replace(streamed_plan(source.spec, groups=by_cpu, **sizes), in_parts=True, weight_slots=4, touched_only=True),
     ]
     found = []
     for plan in plans:

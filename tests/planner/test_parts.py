@@ -8,9 +8,12 @@ import pytest
 
 from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
+from flexengine.models.in_parts import in_parts
+from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.ops.base import Work
-from flexengine.plan import Numerics, Request
+from flexengine.options.lora import LoRA
+from flexengine.plan import GroupPlan, Numerics, Request
 from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.cost_model import GROUPED_SHARE, CostModel, price, step_seconds
 from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
@@ -31,7 +34,7 @@ from flexengine.schedule.programs import lower_round
 from flexengine.schedule.save_sets import save_sets
 from tests.family_configs import CASES
 from tests.planner.oracle import slow_link
-from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
+from tests.schedule.small_plans import FLOAT32, divided_model, mixed_model, small_model
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -71,9 +74,11 @@ def test_the_dynamic_programme_of_two_kinds_is_that_of_all_blocks():
     assert frontier_of(num_bytes, cost, np.arange(4), [2, 3], -1, 48) is None
 
 
-def memory_of(model, profile, seq_len=32, chunk=64, chunks=2, numerics=FLOAT32, **request) -> CandidateMemory:
+def memory_of(
+    model, profile, seq_len=32, chunk=64, chunks=2, numerics=FLOAT32, streams_adapters=False, **request
+) -> CandidateMemory:
     asked = Request(seq_len, 512, 1 << 40, 1 << 40, numerics=numerics, **request)
-    buffers = SharedBuffers(Problem(model, asked, profile))
+    buffers = SharedBuffers(Problem(model, asked, profile, streams_adapters=streams_adapters))
     return CandidateMemory(
         SizeTables(buffers, chunk, chunks, ever_smaller_sets([kind.layer for kind in buffers.kinds]))
     )
@@ -134,6 +139,22 @@ def test_the_surrogate_is_near_the_simulator(seed, frozen):
     size = {"seq_len": 32 if seed % 3 else 128, "chunk": 256 if seed % 3 else 64}
     memory = memory_of(model, profile, **size, segment_blocks=SEGMENTS[seed % 5])
     check_surrogate(memory, random_candidate(memory, random))
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["on the GPU", "on the host"])
+@pytest.mark.parametrize("seed", range(4))
+def test_bytes_and_seconds_with_adapters(seed, streamed):
+    """As above; of experts' adapters, too, whose blocks are whole or come in parts."""
+    random = Random(seed)
+    profile, model = slow_link(random.choice([1e9, 4e9, 1e10])), divided_model(6) if seed % 2 else small_model(6)
+    model = with_lora(model, LoRA("all", rank=8))
+    model = in_parts(model) if seed % 4 == 3 else model
+    memory = memory_of(model, profile, chunk=256, streams_adapters=streamed)
+    candidate = random_candidate(memory, random)
+    check_bytes(memory, candidate)
+    check_surrogate(memory, candidate)
+    homes = [home for home, group in zip(memory.plan(candidate, 0).groups, model.groups, strict=True) if group.adapter]
+    assert homes == [GroupPlan() if streamed else GroupPlan("gpu", "gpu", "gpu")] * 6
 
 
 @pytest.mark.parametrize("clipping", [True, False], ids=["clipped", "updates in backward"])

@@ -36,9 +36,11 @@ from hypothesis import strategies as st
 
 from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
+from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ModelSource
 from flexengine.optim import AdamW
+from flexengine.options.lora import LoRA
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, PlanError
 from flexengine.planner import planner
 from flexengine.schedule.save_sets import savable_ops
@@ -233,7 +235,7 @@ FROZEN = (("embed", "block.0"), ("embed", "blocks"), ("block.1-2", "head"), ("bl
 
 @settings(SETTINGS, max_examples=10)
 @given(
-    kind=st.sampled_from(("tied", "mixed", "fp8")),
+    kind=st.sampled_from(("tied", "mixed", "fp8", "adapters")),
     names=st.sampled_from(FROZEN),
     lengths=batches(),
     size=sizes(),
@@ -250,7 +252,8 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_with_frozen_lay
     elif kind == "fp8":
         config = tiny_config(num_hidden_layers=3, hidden_size=32, intermediate_size=48, head_dim=8)
         spec, numerics = with_fp8_linears(spec_of(config)), FP8
-    source = ModelSource(with_frozen(spec, names), None, None)
+    frozen = with_lora(spec, LoRA(rank=3)) if kind == "adapters" else with_frozen(spec, names)
+    source = ModelSource(frozen, None, None)
     check_planned_and_drawn(source, numerics, tokens_of(lengths, source.spec), size, data, share, seed)
 
 

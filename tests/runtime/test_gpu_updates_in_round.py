@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.models import blocks
+from flexengine.models.lora import with_lora
 from flexengine.optim import AdamW, Muon
+from flexengine.options.lora import LoRA
 from flexengine.plan import GroupPlan, Numerics, PlanError, Request
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan as make_best
@@ -69,10 +71,12 @@ def trained(engine, tokens, num_steps=2):
 @settings(SETTINGS, max_examples=30)
 @given(
     model=models(), lengths=batches(), size=sizes(), data=st.data(), rule=st.sampled_from(list(RULES)),
-    stored=st.booleans(), seed=st.integers(0, 99),
+    stored=st.booleans(), adapted=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_any_plan_gives_the_bits_of_the_resident_plan(model, lengths, size, data, rule, stored, seed):
+def test_any_plan_gives_the_bits_of_the_resident_plan(model, lengths, size, data, rule, stored, adapted, seed):
     source = random_weights(model)
+    if adapted and rule != "muon":
+        source = source._replace(spec=with_lora(source.spec, LoRA(rank=3)))
     spec, tokens = source.spec, tokens_of(lengths, source.spec)
     chunks = size[1] if stored else 24
     options = {"chunk_tokens": size[0], "chunks_per_round": chunks, "max_seq_len": MAX_SEQ_LEN, "numerics": RULES[rule]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -58,24 +59,31 @@ class ShortageError(PlanError):
 
 
 class Feasibility:
-    """Smallest plans of one model and request, without regard to speed."""
+    """Smallest plans of one model and request, without regard to speed.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.request = problem, problem.request
+    as_given: with adapters where the problem has them, on the GPU or on the host; else on either.
+    """
+
+    def __init__(self, problem: Problem, as_given: bool = False) -> None:
+        self.problem, self.request, self._as_given = problem, problem.request, as_given
         sizes = chunk_sizes(problem.request)  # the shortest rounds of a chunk size take the least of both memories
         self.sizes = sorted({chunk: min(n for c, n in sizes if c == chunk) for chunk, _ in sizes}.items())
         self._memories: list[CandidateMemory] = []
 
     @cached_property
-    def _buffers(self) -> SharedBuffers:
-        return SharedBuffers(self.problem)
+    def _buffers(self) -> list[SharedBuffers]:
+        """With adapters as the problem has them, and else on the host."""
+        as_given = SharedBuffers(self.problem)
+        if self._as_given or as_given.streams_adapters or not as_given.adapters.members:
+            return [as_given]
+        return [as_given, SharedBuffers(replace(self.problem, streams_adapters=True))]
 
     def memories(self) -> Iterator[CandidateMemory]:
         """Bytes of candidates at every chunk size, smallest first, made when first asked for."""
-        for i, (chunk, chunks) in enumerate(self.sizes):
+        for i, ((chunk, chunks), buffers) in enumerate(product(self.sizes, self._buffers)):
             if i == len(self._memories):
-                sets = ever_smaller_sets([kind.layer for kind in self._buffers.kinds])
-                self._memories.append(CandidateMemory(SizeTables(self._buffers, chunk, chunks, sets)))
+                sets = ever_smaller_sets([kind.layer for kind in buffers.kinds])
+                self._memories.append(CandidateMemory(SizeTables(buffers, chunk, chunks, sets)))
             yield self._memories[i]
 
     def least_gpu(self) -> Needs:
@@ -103,7 +111,7 @@ class Feasibility:
         return (needs.plan for needs in within)
 
     def _least_host_plans(self) -> Iterator[Needs]:
-        """For every chunk size the plan within the GPU budget that takes the least host memory."""
+        """For every chunk size and home of adapters the plan within the GPU budget that takes the least host memory."""
         for memory in self.memories():
             seeds = list(Seeder(Surrogate(memory)).least_memory())
             if not seeds:
