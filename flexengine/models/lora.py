@@ -1,7 +1,7 @@
 """Describes a model whose blocks are frozen and have low-rank adapters beside their linear layers.
 
-Each block gets a second parameter group, `adapter.N`, which is trained and always lives on the GPU; everything else of
-the model is frozen (models/freezing.py). Names are PEFT's, so that files of both match.
+Each block gets a second parameter group, `adapter.N`, which is trained; everything else of the model is frozen
+(models/freezing.py). Names are PEFT's, so that files of both match.
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ def test_plans_of_adapters_are_proven(parts, split, monkeypatch):
     lora = LoRA(["all-linear", *(["all-experts"] if parts else [])], rank=2, modules_to_save=["norm"])
     model = with_lora(model, lora)
     plan = replace(streamed_plan(model, chunk_tokens=64, max_seq_len=64), in_parts=parts, weight_slots=1, grad_slots=1)
-    homes = tuple(GroupPlan() if group.trained else group for group in plan.groups)
-    plan = replace(of_ranks(replace(plan, groups=homes), 2), transport="split" if split else "relay")
+    plan = replace(of_ranks(plan, 2), transport="split" if split else "relay")
     layout = Layout(model, plan)
     assert any(len(group.parts) > 1 for group in layout.groups) == parts
     for num_rounds in (1, 2, 3):
