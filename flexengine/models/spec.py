@@ -109,7 +109,7 @@ class GroupSpec:
     frozen: the group is not trained and has weights alone: no gradient, no optimizer states, no update. divisions: the
     parameters named `cut` may be cut into this many equal parts of their first dimension. num_parts: `divisions` when
     they are cut, else 1. Parts cross the link one by one, after all other parameters of the group (in backward before
-    them). adapter: the group is trained beside a frozen one of its layer (or the other way round). All of a model's live
+    them). adapter: the group is trained beside a frozen one of its layer (or the other way round). All of them live
     on the GPU, or all on the host, from where they stream.
     """
 
