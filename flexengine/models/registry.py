@@ -176,10 +176,9 @@ MAX_PARAMETERS = 2**43
 class ModelSource(NamedTuple):
     """Where a model comes from.
 
-    weights_folder: None for random initial weights. support_folder: the folder with files such as the tokenizer, None
-    if there are none. new_tokens: tokens that are added to the tokenizer. texts: files, by name, that an export has in
-    place of those in support_folder. other_tokenizer: a folder whose tokenizer and chat template take the place of the
-    model's, such as that of an adapter.
+    weights_folder: None for random initial weights. support_folder: with files such as the tokenizer, if there are any.
+    new_tokens: that are added to the tokenizer. texts: files, by name, that an export has in place of those in
+    support_folder. other_tokenizer: a folder with the tokenizer and chat template to use, such as that of an adapter.
     """
 
     spec: ModelSpec
