@@ -17,6 +17,8 @@ BENCH = ASSETS.parent.parent / "bench" / "make_demo_assets.py"
 PARAMETERS = {
     "tiny-llama3-50m": 50_606_592,
     "tiny-llama3-150m": 149_840_640,
+    "tiny-llama3-100m": 99_889_664,
+    "tiny-llama3-300m": 297_689_856,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
