@@ -260,7 +260,7 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True, trust_rem
     config = _read_config(folder)
     check_acted_on(folder)
     config = _as_stored(folder, config)
-    if isinstance(config, dict) and config.get("model_type") not in FAMILIES and needs_code(config):
+    if isinstance(config, dict) and str(config.get("model_type")) not in FAMILIES and needs_code(config):
         if not trust_remote_code:
             raise not_trusted(name, config)
         trust(name, _with_code(folder, text), config)

@@ -47,7 +47,6 @@ SAME = {
     "cutoff_len": "max_seq_len",
     "total_batch_size": "max_global_batch_tokens",
     "max_steps": "steps",
-    "num_iterations": "steps",
     "max_iters": "steps",
     "num_train_epochs": "epochs",
     "num_epochs": "epochs",

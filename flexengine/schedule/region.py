@@ -33,7 +33,7 @@ class Region:
             self.add(key.role, most_bytes, category, key.owner, key.index)
             self._shared[whole] = self.slots[-1]
         if key not in self._shared:
-            self._shared[key] = self._shared[whole].subslot(key.within, 0, num_bytes, RUN)
+            self._shared[key] = self._shared[whole].subslot(key.within, 0, num_bytes, category)
             self.slots.append(self._shared[key])
 
     def add_pieces(self, pieces: Iterable[tuple[int, int, int]], within: str = "piece") -> None:

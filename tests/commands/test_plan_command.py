@@ -264,6 +264,7 @@ LARGEST = {
 
 def test_sizes_and_budgets_have_limits():
     sizes = {"max_seq_len", "max_global_batch_tokens", "chunk_tokens", "round_tokens", "round_multiple"}
+    sizes.add("max_image_tokens")
     assert set(LARGEST) == {*sizes, "max_gpu_mem_gib", "max_host_mem_gib", "lora_rank", "lora_alpha", "lora_dropout"}
 
 

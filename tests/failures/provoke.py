@@ -16,7 +16,7 @@ from flexengine import cli, from_pretrained
 from flexengine.checkpoint.writer import TensorSource, write_checkpoint
 from flexengine.models.registry import build_model
 
-MAX_LINES = 24
+MAX_LINES = 27
 """Lines of one screen."""
 CONFIG = {
     "model_type": "llama",

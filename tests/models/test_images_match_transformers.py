@@ -178,33 +178,45 @@ def test_plans_change_no_bits_and_text_alone_needs_no_images(tmp_path):
         assert [engine.evaluate(plain).loss] * 2 == told
 
 
+GOOD = [IMAGE] * 8 + [1, 2]
 TWO = {"pixel_values": torch.zeros(2, 3, 28, 28)}
 WRONG = {
-    "too many tokens": ([IMAGE] * 17 + [1], TWO, "the batch has 17 tokens of images, more than max_image_tokens=16"),
-    "more rows than tokens": ([IMAGE] * 5 + [1], TWO, "5 tokens that stand for images .id 66., but .* give 8 rows"),
-    "fewer rows than tokens": ([IMAGE] * 9 + [1], TWO, "9 tokens that stand for images .id 66., but .* give 8 rows"),
-    "another size": ([IMAGE] * 8 + [1], {"pixel_values": torch.zeros(2, 3, 14, 14)}, "pictures of .3, 28, 28.; use"),
+    "too_many_tokens": ([IMAGE] * 17 + [1], TWO, "the batch has 17 tokens of images, more than max_image_tokens=16"),
+    "more_rows_than_tokens": ([IMAGE] * 5 + [1], TWO, "5 tokens that stand for images .id 66., but .* give 8 rows"),
+    "fewer_rows_than_tokens": ([IMAGE] * 9 + [1], TWO, "9 tokens that stand for images .id 66., but .* give 8 rows"),
+    "another_size": ([IMAGE] * 8 + [1], {"pixel_values": torch.zeros(2, 3, 14, 14)}, "pictures of .3, 28, 28.; use"),
     "numbers": ([IMAGE] * 8 + [1], {"pixel_values": torch.zeros(2, 3, 28, 28, dtype=torch.uint8)}, "are torch.uint8"),
 }
 
 
-def test_what_goes_wrong_with_images(tmp_path):
-    """Nothing of a batch that is refused remains."""
-    saved("internvl", tmp_path)
-    source, alone = opened(tmp_path, most=16), open_model(tmp_path)
-    good = [IMAGE] * 8 + [1, 2]
+@pytest.fixture(scope="module")
+def internvl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("internvl")
+    saved("internvl", folder)
+    source = opened(folder, most=16)
     with build_engine(source, make_plan(source.spec, chunk_tokens=32)) as engine:
-        loss = engine.evaluate(input_ids=[good], **TWO).loss
-        for ids, columns, message in WRONG.values():
-            with pytest.raises(ValueError, match=message):
-                engine.fwd_bwd(input_ids=[ids], labels=[ids], **columns)
-        assert not engine.has_gradients
-        assert engine.evaluate(input_ids=[good], **TWO).loss == loss
+        yield folder, engine
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_images(internvl, case):
+    """Nothing of a batch that is refused remains."""
+    ids, columns, message = WRONG[case]
+    _, engine = internvl
+    loss = engine.evaluate(input_ids=[GOOD], **TWO).loss
+    with pytest.raises(ValueError, match=message):
+        engine.fwd_bwd(input_ids=[ids], labels=[ids], **columns)
+    assert not engine.has_gradients
+    assert engine.evaluate(input_ids=[GOOD], **TWO).loss == loss
+
+
+def test_text_alone_takes_no_images(internvl):
+    alone = open_model(internvl[0])
     with (
         build_engine(alone, make_plan(alone.spec, chunk_tokens=32)) as engine,
         pytest.raises(ValueError, match="has pixel_values, but this engine trains the text alone"),
     ):
-        engine.fwd_bwd(input_ids=[good], **TWO)
+        engine.fwd_bwd(input_ids=[GOOD], **TWO)
 
 
 def test_grids_that_do_not_go_with_tokens(tmp_path):

@@ -66,8 +66,8 @@ def test_a_missing_theta_is_ten_thousand():
 
 
 def test_an_unknown_kind_is_refused_with_those_supported():
-    with pytest.raises(ValueError, match=r"'proportional'.*supported: default, linear, dynamic, llama3, yarn"):
-        rope_parameters({"rope_scaling": {"rope_type": "proportional"}}, 8)
+    with pytest.raises(ValueError, match=r"'spiral'.*supported: default, linear, dynamic, llama3, yarn"):
+        rope_parameters({"rope_scaling": {"rope_type": "spiral"}}, 8)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi3"])

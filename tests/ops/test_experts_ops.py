@@ -55,11 +55,11 @@ def check_router(h, checks, tokens, per_token, normalised, tolerance=1e-12, bias
     by_row[place.flatten()] = indices.flatten()
     assert torch.equal(by_row, by_row.sort().values)
     assert torch.equal(outputs[op.bounds].long().cpu(), torch.searchsorted(by_row, torch.arange(EXPERTS + 1)))
-    checks.close(outputs[op.weight].cpu().flatten()[place.flatten()].view(tokens, per_token), values, tolerance)
+    checks.close(outputs[op.row_weight].cpu().flatten()[place.flatten()].view(tokens, per_token), values, tolerance)
     by_rows = torch.empty(tokens * per_token, dtype=grad.dtype).to(grad.device)
     by_rows[place.flatten().to(grad.device)] = grad.flatten()
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-    given = {op.weight: by_rows.view(tokens, per_token).to(wide)}
+    given = {op.row_weight: by_rows.view(tokens, per_token).to(wide)}
     result = h.run(op, h.chunk((tokens,)), inputs, params, given)
     wanted = torch.autograd.grad(values, operands, grad.double().cpu())
     if per_token > 1 or not normalised:  # one weight made to be 1 has no gradient
@@ -78,12 +78,12 @@ def test_a_normalised_router_is_a_softmax_over_the_chosen(harness, checks):
     op, inputs, params = router(harness, 9, 2, normalised=True, bias=True)
     outputs = harness.run(op, harness.chunk((9,)), inputs, params).outputs
     chosen = (inputs["x"] @ params["w"].t() + params["b"]).topk(2, dim=-1).values.softmax(-1)
-    checks.close(outputs[op.weight].flatten()[outputs[op.place].long()], chosen)
+    checks.close(outputs[op.row_weight].flatten()[outputs[op.place].long()], chosen)
 
 
 def test_router_adds_to_what_is_there(harness, checks):
     op, inputs, params = router(harness, 5, 2, normalised=False, bias=True)
-    given = {op.weight: harness.randn(5, 2)}
+    given = {op.row_weight: harness.randn(5, 2)}
     before, before_p = harness.randn(5, D), {"w": harness.randn(EXPERTS, D), "b": harness.randn(EXPERTS)}
     fresh = harness.run(op, harness.chunk((5,)), inputs, params, given)
     added = harness.run(op, harness.chunk((5,)), inputs, params, given, {"x": before}, before_p)
@@ -180,11 +180,11 @@ def check_style(h, checks, tokens, style, normalised, tolerance=1e-12, previous=
     outputs = h.run(op, h.chunk((tokens,)), inputs, params).outputs
     place = outputs[op.place].long().cpu()
     assert torch.equal(outputs[op.expert].long().cpu(), indices)
-    checks.close(outputs[op.weight].cpu().flatten()[place.flatten()].view(tokens, per_token), values, tolerance)
+    checks.close(outputs[op.row_weight].cpu().flatten()[place.flatten()].view(tokens, per_token), values, tolerance)
     grad = torch.randn(tokens, per_token, dtype=torch.float64)
     by_rows = torch.empty(tokens * per_token, dtype=torch.float64)
     by_rows[place.flatten()] = grad.flatten()
-    given = {op.weight: by_rows.view(tokens, per_token).to(outputs[op.weight])}
+    given = {op.row_weight: by_rows.view(tokens, per_token).to(outputs[op.row_weight])}
     before, before_w = h.randn(tokens, D), h.randn(experts, D)
     earlier = ({"x": before}, {"w": before_w}) if previous else (None, None)
     result = h.run(op, h.chunk((tokens,)), inputs, params, given, *earlier)
@@ -337,7 +337,7 @@ def chain(per_token):
         route_op,
         Dispatch("dispatch", "x", route_op.place, "rows", D, per_token),
         GroupedLinear("gate_up", "rows", route_op.bounds, "gate_up", D, 2 * F, EXPERTS, per_token, "w_gate_up"),
-        WeightedGLU("glu", "gate_up", route_op.weight, "a", F, per_token, "silu"),
+        WeightedGLU("glu", "gate_up", route_op.row_weight, "a", F, per_token, "silu"),
         GroupedLinear("down", "a", route_op.bounds, "results", F, D, EXPERTS, per_token, "w_down"),
         Combine("combine", "results", route_op.place, "y", D, per_token, "x"),
     ]
@@ -364,15 +364,15 @@ def test_kernels_in_a_row_are_the_mixture(make_harness, checks):
     params, x, ops = random_params(h), h.randn(8, D), chain(2)
     tensors = run_chain(h, ops, 8, {"x": x}, params)
     checks.close(tensors["y"], mixture(x, *params.values(), per_token=2), 1e-5)
-    glu, (gate_up, weight) = ops[3], leaves(tensors["gate_up"], tensors["router_weight"])
+    glu, (gate_up, weight) = ops[3], leaves(tensors["gate_up"], tensors[ops[0].row_weight])
     gate, up = gate_up.view(-1, 2 * F).chunk(2, dim=-1)
     a = weight.view(-1, 1) * torch.nn.functional.silu(gate) * up
     grad = h.randn(8, 2 * F)
-    grads = {"a": grad, "gate_up": h.nan(8, 4 * F), "router_weight": h.nan(8, 2)}
+    grads = {"a": grad, "gate_up": h.nan(8, 4 * F), ops[0].row_weight: h.nan(8, 2)}
     glu.backward_input(OpEnv(tensors, {}, grads, {}, h.chunk((8,))))
     wanted = torch.autograd.grad(a, (gate_up, weight), grad.double().view(-1, F))
     checks.close(grads["gate_up"], wanted[0], 1e-5)
-    checks.close(grads["router_weight"], wanted[1], 1e-5)
+    checks.close(grads[ops[0].row_weight], wanted[1], 1e-5)
 
 
 @pytest.mark.parametrize(("per_token", "normalised"), CASES)
@@ -409,7 +409,7 @@ def test_router_styles_never_synchronise(make_harness, style, normalised):
         {"x": h.randn(64, D)},
         {"w": h.randn(12, D), "router.choice_bias": torch.zeros(12, device=h.device)},
     )
-    env = h.env(op, h.chunk((64,)), inputs, params, {op.weight: torch.ones(64, 3, device=h.device)})
+    env = h.env(op, h.chunk((64,)), inputs, params, {op.row_weight: torch.ones(64, 3, device=h.device)})
     torch.cuda.set_sync_debug_mode("error")
     try:
         op.forward(env)

@@ -65,7 +65,7 @@ def test_random_plans_are_proven(seed, monkeypatch):
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
     random, size = Random(seed), 2 + seed % 2
     model = small_model(blocks=3 + seed % 3) if seed % 3 else mixed_model(blocks=5)
-    plan = in_stages(random_plan(random, model, sliced=seed % 4 == 1), size, random.choice(["cpu", "gpu"]))
+    plan = in_stages(random_plan(random, model, seed % 4 == 1, segments=False), size, random.choice(["cpu", "gpu"]))
     layouts = layouts_of(model, plan)
     assert len({layout.node_bytes for layout in layouts}) == 1
     for num_rounds in (1, size, size + 1):
@@ -83,7 +83,7 @@ def test_speculating_plans_are_proven_whatever_came_before(seed, ways, monkeypat
     monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 15)
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
     random, size, model = Random(seed), 2 + seed % 2, small_model(blocks=4)
-    plan = in_stages(random_plan(random, model, sliced=seed == 1), size, "gpu" if seed == 2 else "cpu")
+    plan = in_stages(random_plan(random, model, seed == 1, segments=False), size, "gpu" if seed == 2 else "cpu")
     bold = GroupPlan(update="cpu", speculative=True)
     groups = (plan.groups[0], bold, *(random.choice([bold, home]) for home in plan.groups[2:-1]), plan.groups[-1])
     plan = replace(plan, groups=groups, request=replace(plan.request, clipping=True))
@@ -99,7 +99,7 @@ def test_speculating_plans_are_proven_whatever_came_before(seed, ways, monkeypat
 def small_runs() -> tuple[StageLayout, list[list[RankRun]]]:
     """Four rounds on three ranks: a wave of three, and one of one."""
     model = small_model(blocks=4)
-    layout = layouts_of(model, in_stages(random_plan(Random(1), model, sliced=False), 3))[0]
+    layout = layouts_of(model, in_stages(random_plan(Random(1), model, sliced=False, segments=False), 3))[0]
     return layout, runs_of_ranks(layout, full_round(layout), 4)
 
 
@@ -313,7 +313,7 @@ def test_what_cannot_be_trained_in_stages_is_refused(what):
 
 def test_plans_that_cannot_be_are_refused():
     model = small_model()
-    plan = in_stages(random_plan(Random(1), model, sliced=False), 2)
+    plan = in_stages(random_plan(Random(1), model, sliced=False, segments=False), 2)
     with pytest.raises(ValueError, match="of several ranks of a node"):
         replace(plan, request=replace(plan.request, ranks=1))
     with pytest.raises(ValueError, match="which lie on the host"):

@@ -14,7 +14,7 @@ def test_final_tells_no_local_place(tmp_path):
     free = {"device", "lora_init"} | {"sample_prompts", "report_to", "lr_groups", "weight_decay_groups"}
     free |= {"freeze", "lora_targets", "modules_to_save"}  # names of parts of a model, questions, trackers
     free |= {"add_tokens", "labels", "template_date", "columns"}
-    of_objectives = {"teacher", "rewards", "reward_weights"}
+    of_objectives = {"teacher", "rewards", "reward_weights", "generator"}
     places = (texts.keys() | lists | {"trace"}) - free - of_objectives
     assert {"model", "dataset", "val_dataset", "adapter", "plan_json", "data_cache", "output_dir"} <= places
     values = {name: f"/home/ann/secret/{name}" for name in places - {"resume"}}
@@ -29,7 +29,7 @@ def test_final_tells_no_local_place(tmp_path):
     data = {"model": "preset:demo", "data_source": "json_sft", "dataset": ("/home/ann/secret/x.jsonl",)}
     for own in (
         {"objective": "distill", "teacher": "/home/ann/secret/teacher"},
-        {"objective": "grpo", "rewards": ("/home/ann/secret/rewards.py:short",)},
+        {"objective": "grpo", "rewards": ("/home/ann/secret/rewards.py:short",), "generator": "http://secret:8000"},
     ):
         text = run_folder.run_record(TrainConfig(**data, **own), 3)
         assert "secret" not in text

@@ -234,7 +234,7 @@ def test_another_optimizer_is_answered_before_anything_loads(tmp_path):
 WRONG = {
     "columns_that_are_not_read": (
         {"batch": {"input_ids": BATCH, "pixel_values": [1]}},
-        "the batch has pixel_values, which would be ignored; leave it out",
+        "the batch has pixel_values, but this engine trains the text alone; make it with max_image_tokens=",
     ),
     "keywords_that_are_not_read": (
         {"input_ids": BATCH, "rewards": [1], "loss_fn": max},

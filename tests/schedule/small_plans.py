@@ -68,19 +68,16 @@ def homes_of(model: ModelSpec, groups: Sequence[GroupPlan]) -> tuple[GroupPlan, 
     return tuple(home.of_frozen() if g.frozen else home for g, home in zip(model.groups, groups, strict=True))
 
 
-def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
-    """Any legal mixture of placements, levels and slot counts."""
+def random_plan(random: Random, model: ModelSpec, sliced: bool, segments: bool = True) -> Plan:
+    """Any legal mixture of placements, levels and slot counts; segments: inputs may be made again."""
     request = Request(128 if sliced else 32, 512, 1 << 30, 1 << 40, numerics=random.choice([FLOAT32, Numerics()]))
 
     def layer(number: int, block: LayerSpec) -> LayerPlan:
         names = savable_ops(block.ops)
         homes = {name: random.choice(["gpu", "host", "recompute"]) for name in names}
         parts = (tuple(n for n in names if homes[n] == home) for home in ("gpu", "host"))
-        return LayerPlan(
-            *parts,
-            random.choice(["gpu", "host"]),
-            number > 0 and model.blocks[number - 1].keeps and random.random() < 0.5,
-        )
+        again = segments and number > 0 and model.blocks[number - 1].keeps and random.random() < 0.5
+        return LayerPlan(*parts, random.choice(["gpu", "host"]), again)
 
     def group() -> GroupPlan:
         weights, grads = random.choice(["gpu", "host"]), random.choice(["gpu", "host"])

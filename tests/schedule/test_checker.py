@@ -59,7 +59,7 @@ def test_slots_at_one_address_are_rejected(seed):
     program = programs(layout)[0]
     scratch = layout.place("scratch")
     used = {access.slot for command in program.commands for access in (*command.reads, *command.writes)}
-    waiting = ("kept activations", "resident weights", "run")
+    waiting = ("kept activations", "resident weights")
     kept = [i for i in used if layout.slots[i].memory == "gpu" and layout.slots[i].category in waiting]
     for i in kept or [layout.slot("hidden", index=0)]:
         moved = tuple(s._replace(offset=scratch.offset) if j == i else s for j, s in enumerate(program.slots))
