@@ -78,7 +78,7 @@ def test_a_part_has_the_bytes_of_its_experts():
 def test_a_layer_is_decoded_once_in_each_direction(over_blocks):
     """What the last block read in forward is still there in backward, unless the head's slots lie over it."""
     model = stored_model("nf4", small_model(3, vocab=4096), frozen=("block.0", "block.2"))
-    plan = random_plan(Random(0), model, sliced=False)
+    plan = random_plan(Random(0), model, sliced=False, segments=False)
     request = replace(plan.request, numerics=replace(plan.request.numerics, base="nf4"))
     streamed = homes_of(model, [GroupPlan()] * len(model.groups))
     layout = Layout(model, replace(plan, request=request, groups=streamed, share_edge_slots=over_blocks))
