@@ -181,7 +181,11 @@ def test_plans_change_no_bits_and_text_alone_needs_no_images(tmp_path):
 GOOD = [IMAGE] * 8 + [1, 2]
 TWO = {"pixel_values": torch.zeros(2, 3, 28, 28)}
 WRONG = {
-    "too_many_image_tokens": ([IMAGE] * 17 + [1], TWO, "the batch has 17 tokens of images, more than max_image_tokens=16"),
+    "too_many_image_tokens": (
+        [IMAGE] * 17 + [1],
+        TWO,
+        "the batch has 17 tokens of images, more than max_image_tokens=16",
+    ),
     "more_rows_than_tokens": ([IMAGE] * 5 + [1], TWO, "5 tokens that stand for images .id 66., but .* give 8 rows"),
     "fewer_rows_than_tokens": ([IMAGE] * 9 + [1], TWO, "9 tokens that stand for images .id 66., but .* give 8 rows"),
     "another_size": ([IMAGE] * 8 + [1], {"pixel_values": torch.zeros(2, 3, 14, 14)}, "pictures of .3, 28, 28.; use"),
