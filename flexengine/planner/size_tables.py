@@ -318,5 +318,7 @@ class BlockTables:
 
 def _run_again(seconds: LayerSeconds) -> LayerSeconds:
     """A chunk's seconds with its forward in backward once more."""
-    again = {"backward_s": seconds.backward_s + seconds.forward_s}
-    return seconds._replace(**again, backward_issue_s=seconds.backward_issue_s + seconds.forward_issue_s)
+    return seconds._replace(
+        backward_s=seconds.backward_s + seconds.forward_s,
+        backward_issue_s=seconds.backward_issue_s + seconds.forward_issue_s,
+    )

@@ -45,9 +45,9 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
 def segment_lengths(model: ModelSpec) -> list[int]:
     """Blocks of a segment worth a look, up to the length that keeps the fewest inputs at one time."""
     count = len(model.blocks)
-    shortest = min(range(1, count + 1), key=lambda blocks: -(-count // blocks) + blocks, default=1)
-    usual = [blocks for blocks in SEGMENT_BLOCKS if blocks < shortest]
-    return [*usual, shortest] if shortest > 1 else []
+    longest = min(range(1, count + 1), key=lambda blocks: -(-count // blocks) + blocks, default=1)
+    usual = [blocks for blocks in SEGMENT_BLOCKS if blocks < longest]
+    return [*usual, longest] if longest > 1 else []
 
 
 def ways_of(request: Request) -> list[Request]:

@@ -219,7 +219,7 @@ def _in_segments_applies(problem: Problem, best: Found | None) -> bool:
     return bound is not None and bound.again > 0
 
 
-def _in_segments(problem: Problem, best: Found | None) -> Found | None:
+def _in_segments(problem: Problem, _: Found | None) -> Found | None:
     """The fastest plan in segments, tried from short ones on until longer ones are slower; None where none fits."""
     found: Found | None = None
     for asked in _that_fit(problem):
@@ -236,11 +236,10 @@ def _that_fit(problem: Problem) -> Iterator[Problem]:
     requests = [
         replace(problem.request, segment_blocks=blocks, graphs="never") for blocks in segment_lengths(problem.model)
     ]
-    fits = False
-    for request in requests if requests and _fits(model, requests[-1], problem) else ():
-        fits = fits or _fits(model, request, problem)
-        if fits:
-            yield replace(problem, request=request)
+    if not requests or not _fits(model, requests[-1], problem):  # the last takes the least memory
+        return
+    first = next((i for i, request in enumerate(requests[:-1]) if _fits(model, request, problem)), -1)
+    yield from (replace(problem, request=request) for request in requests[first:])
 
 
 def _fits(model: ModelSpec, request: Request, problem: Problem) -> bool:
