@@ -114,7 +114,7 @@ def _run_empty(tower: TransformersTower, call: Columns) -> torch.Tensor:
 def _cost(tower: TransformersTower, layout: Layout) -> TowerCost:
     """What the largest call costs, traced."""
     call = layout.probe(tower.most)
-    count = sum(len(_rows(tower, part)) for part in [call])
+    count = len(_rows(tower, call))
     work, peak = traced_forward(lambda: _run_empty(tower, call))
     column_bytes = sum(c.numel() * c.element_size() for c in call.values())
     weights = sorted((torch.Size(shape).numel() for shape in tower.shapes.values()), reverse=True)
