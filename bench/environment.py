@@ -36,11 +36,12 @@ def _commit() -> str:
 
 
 def _command() -> str:
-    """The command line from the repository's root; the path of the output file is left out."""
+    """The command line from the repository's root; the path of the output file is left out, and folders are."""
     arguments = list(sys.argv[1:])
     if "--json" in arguments:
         at = arguments.index("--json")
         arguments[at : at + 2] = ["--json", "OUT.json"]
+    arguments = [Path(text).name if os.path.isabs(text) else text for text in arguments]
     return " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *arguments])
 
 

@@ -82,6 +82,7 @@ class GroupSteps:
         predicted = self._forecast.predict(engine, written.prompts, written.lengths)
         self._forecast.learn(parts)
         seconds = {"generation_s": parts.generation_s, "predicted_generation_s": predicted.generation_s}
+        seconds["rewarding_s"] = parts.rewarding_s
         details = {**self._details(written, total), **taken.details, "generation_seed": float(seed), **seconds}
         return taken._replace(details=details, predicted_s=sum(predicted))
 
