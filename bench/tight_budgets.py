@@ -2,8 +2,8 @@
 
 python -m bench.tight_budgets --json out.json
 
-Full fine-tuning with 8-bit states and rounded masters, without clipping; every step is one call. One row of sequences
-is exact but for bf16 states, with clipping.
+Full fine-tuning with 8-bit states and rounded masters, without clipping; every step is one call. Some rows of sequences
+are exact but for bf16 states, with clipping; one trains adapters of rank 16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import NamedTuple
 from bench.environment import write_json
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
+from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
+from flexengine.options.lora import LoRA
 from flexengine.plan import Numerics, PlanError, Request
 from flexengine.planner.planner import make_plan
 
@@ -30,6 +32,7 @@ class Row(NamedTuple):
     tokens: int
     seq_len: int
     small: bool = True
+    mode: str = "full"
 
 
 ROWS = (
@@ -41,6 +44,7 @@ ROWS = (
     Row("llama-3.1-8b", "h200", 24, 110, 131072, 131072, small=False),
     Row("llama-3.1-8b", "h200", 24, 110, 262144, 262144, small=False),
     Row("llama-3.1-8b", "h200", 24, 110, 524288, 524288),
+    Row("llama-3.1-8b", "h200", 24, 110, 1 << 20, 1 << 20, small=False, mode="lora"),
 )
 
 
@@ -52,8 +56,9 @@ def planned(row: Row) -> dict[str, object]:
         row.seq_len, row.tokens, *budgets, numerics=numerics, clipping=not row.small, whole_steps=row.small
     )
     began = time.process_time()
+    model = open_model(f"preset:{row.model}", needs_weights=False).spec
     try:
-        plan = make_plan(open_model(f"preset:{row.model}", needs_weights=False).spec, request, preset(row.card))
+        plan = make_plan(with_lora(model, LoRA()) if row.mode == "lora" else model, request, preset(row.card))
     except PlanError as error:
         return {**row._asdict(), "says": str(error)}
     found = plan.predicted
@@ -66,6 +71,7 @@ def planned(row: Row) -> dict[str, object]:
         "host_gib_used": round(found.host_bytes / GIB, 2),
         "segment_blocks": plan.request.segment_blocks or 1,
         "gradients": plan.request.gpu_updates,
+        "hidden_home": plan.request.hidden_home,
         "planning_cpu_s": round(time.process_time() - began, 1),
     }
 

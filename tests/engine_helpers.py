@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -107,11 +107,12 @@ def make_plan(
     numerics: Numerics = FLOAT32,
     blocks: Sequence[LayerPlan] | None = None,
     groups: Sequence[GroupPlan] | None = None,
+    hidden_home: Literal["auto", "host"] = "auto",
     **decisions: Any,
 ) -> Plan:
     """A plan made by hand; by default everything stays on the GPU and nothing is recomputed."""
     blocks, homes = blocks or resident_layers(spec), groups or [ON_GPU] * len(spec.groups)
-    request = Request(max_seq_len, max_tokens, GIB, GIB, numerics=numerics)
+    request = Request(max_seq_len, max_tokens, GIB, GIB, numerics=numerics, hidden_home=hidden_home)
     return Plan(
         model=spec.name,
         request=request,

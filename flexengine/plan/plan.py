@@ -12,6 +12,8 @@ from typing import Any, Literal
 from flexengine.plan.request import TRANSPORTS, Numerics, Request, TransportName
 
 Home = Literal["gpu", "host"]
+DECIDED = ("graphs", "gpu_updates", "segment_blocks", "hidden_home")
+"""Fields of a request that say in a plan's request what the planner decided."""
 MOST_ROUNDED = 64
 """Rounds of a step whose sum in 16 bits is within 1% of the exact one: each rounds it again. Random gradients are off
 by 0.95% after 64 rounds, 1.7% after 256 and 6.5% after 1024; gradients of one sign lose more."""
@@ -312,11 +314,8 @@ class Plan:
         return self.request.replays(self.chunk_tokens)
 
     def for_request(self, request: Request) -> Plan:
-        """The plan for a request that differs in budgets; whether it replays graphs, where the GPU updates, and which
-        inputs are kept stays decided."""
-        own = self.request
-        kept = {"graphs": own.graphs, "gpu_updates": own.gpu_updates, "segment_blocks": own.segment_blocks}
-        return replace(self, request=replace(request, **kept))
+        """The plan for a request that differs in budgets; what the planner decided of a request stays decided."""
+        return replace(self, request=replace(request, **{name: getattr(self.request, name) for name in DECIDED}))
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives it back equal."""

@@ -88,7 +88,9 @@ class Request:
     that every step is one round ("unstored"); auto is where the planner finds one of them faster, or finds nothing
     else, and its plan's request then says which. segment_blocks: of so many blocks, one after the other, only the first
     one's input is kept, and backward makes the others' again (`schedule/segments.py`); 1 keeps every block's, None is
-    as the planner finds what fits, and its plan's request then says which.
+    as the planner finds what fits, and its plan's request then says which. hidden_home: where a round's tensor between
+    layers and its gradient wait; auto is on the GPU, or on the host where nothing else fits or that is faster, and its
+    plan's request then says host.
     """
 
     max_seq_len: int
@@ -110,6 +112,7 @@ class Request:
     whole_steps: bool = False
     gpu_updates: Literal["auto", "in_round", "unstored"] = "auto"
     segment_blocks: int | None = None
+    hidden_home: Literal["auto", "host"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -124,20 +127,30 @@ class Request:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        if self.ranks < 1:
-            raise ValueError(f"ranks must be at least 1, got {self.ranks}")
-        if self.nodes < 1:
-            raise ValueError(f"nodes must be at least 1, got {self.nodes}")
-        if self.recompute not in ("auto", "none", "full"):
-            raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
-        if self.graphs not in ("auto", "never", "always"):
-            raise ValueError(f"graphs={self.graphs!r}; choose auto, never or always")
-        if self.updates_in_round and not self.may_update_in_round:
-            raise ValueError("the GPU updates inside a round on one rank, and where gradients are not clipped")
-        if (self.segment_blocks or 1) > 1 and not self.may_make_inputs_again:
-            raise ValueError("inputs are made again on one rank, and where recomputation is allowed")
-        if self.gpu_updates == "unstored" and not self.whole_steps:
-            raise ValueError("gradients are stored where a step may be several calls: whole_steps is false")
+        for name in ("ranks", "nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, choices in (("recompute", ("auto", "none", "full")), ("graphs", ("auto", "never", "always"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}; choose {', '.join(choices[:-1])} or {choices[-1]}")
+        conflicts = (
+            (
+                self.updates_in_round and not self.may_update_in_round,
+                "the GPU updates inside a round on one rank, and where gradients are not clipped",
+            ),
+            (
+                (self.segment_blocks or 1) > 1 and not self.may_make_inputs_again,
+                "inputs are made again on one rank, and where recomputation is allowed",
+            ),
+            (self.hidden_on_host and self.shares_node, "hidden states wait on the host on one rank"),
+            (
+                self.gpu_updates == "unstored" and not self.whole_steps,
+                "gradients are stored where a step may be several calls: whole_steps is false",
+            ),
+        )
+        for holds, why in conflicts:
+            if holds:
+                raise ValueError(why)
 
     @property
     def updates_in_round(self) -> bool:
@@ -153,6 +166,11 @@ class Request:
     def may_make_inputs_again(self) -> bool:
         """Whether backward may make inputs of blocks again."""
         return not self.shares_node and self.recompute != "none" and self.segment_blocks != 1
+
+    @property
+    def hidden_on_host(self) -> bool:
+        """Whether the tensor between layers and its gradient wait on the host."""
+        return self.hidden_home == "host"
 
     def replays(self, chunk_tokens: int) -> bool:
         """Whether blocks' commands on chunks of so many tokens are replayed: slices of a sequence are not."""

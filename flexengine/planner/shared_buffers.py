@@ -184,7 +184,7 @@ class SharedBuffers:
     def _reference(self, edge: EdgeChoice, residency: int, unstored: bool | None = None) -> Layout:
         """Lay out the small model with one slot of each kind, to read parameter bytes off. unstored: as of plans, or as
         given."""
-        chunk = min(256, self.request.max_seq_len)
+        chunk = max(min(256, self.request.max_seq_len), -(-self.request.max_seq_len // 64))
         size = (chunk, -(-self.request.max_seq_len // chunk))
         plan = self._plan(size, edge, SlotCounts(1, 1), residency, keep_all=False, unstored=unstored)
         return Layout(self.small, plan)

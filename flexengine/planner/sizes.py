@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flexengine.models.in_parts import may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import MOST_ROUNDED, PlanError, PlanReason, Request, rounds_of_step
+from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.packing import most_chunks
 
 CHUNK_TOKENS = tuple(1 << i for i in range(8, 15))
@@ -15,6 +17,8 @@ ALIGNED_TOKENS = 64
 """Chunks are multiples of it where sequences do not decide: matrix products run at full rate then."""
 SEGMENT_BLOCKS = (2, 3, 4, 6, 8, 12)
 """Lengths of segments whose first block's input alone is kept."""
+LARGE_HIDDEN = 8
+"""The tensor between layers may wait on the host where it and its gradient take this part of the GPU's budget."""
 MOST_PARTS = 6
 """A batch that is no power of two is also tried in up to so many equal chunks."""
 
@@ -48,6 +52,20 @@ def segment_lengths(model: ModelSpec) -> list[int]:
     longest = min(range(1, count + 1), key=lambda blocks: -(-count // blocks) + blocks, default=1)
     usual = [blocks for blocks in SEGMENT_BLOCKS if blocks < longest]
     return [*usual, longest] if longest > 1 else []
+
+
+def may_wait_on_host(model: ModelSpec, request: Request) -> bool:
+    """Whether plans are worth a look whose tensor between layers waits on the host: it and its gradient take much of
+    the GPU's budget for one of the longest sequences, and no block runs part by part."""
+    if request.shares_node or request.hidden_on_host or may_be_in_parts(model):
+        return False
+    row_bytes = 2 * model.hidden_size * DTYPE_BYTES[request.numerics.compute]
+    return request.max_seq_len * row_bytes * LARGE_HIDDEN >= request.max_gpu_bytes
+
+
+def hidden_on_host(request: Request) -> Request:
+    """The same with the tensor between layers on the host, which no graph replays."""
+    return replace(request, hidden_home="host", graphs="never")
 
 
 def ways_of(request: Request) -> list[Request]:

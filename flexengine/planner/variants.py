@@ -22,7 +22,7 @@ from flexengine.planner.cost.stream_loads import issue_s
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.problem import Problem
 from flexengine.planner.search import MOST_TOUCHED, Search
-from flexengine.planner.sizes import chunk_sizes, segment_lengths, ways_of
+from flexengine.planner.sizes import chunk_sizes, hidden_on_host, may_wait_on_host, segment_lengths, ways_of
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.packing import full_round
@@ -250,7 +250,25 @@ def _fits(model: ModelSpec, request: Request, problem: Problem) -> bool:
 
 OF_SEGMENTS = (WHOLE, IN_PARTS, NO_CLIPPING, SECOND_PLANES, UNSTORED, IN_ROUND)
 IN_SEGMENTS = Variant[Problem, Found](_in_segments_applies, _in_segments)
-OF_ONE_HOME = (*OF_KEPT_INPUTS, IN_SEGMENTS)
+
+# -- hidden states that wait on the host -------------------------------------------------------------------------------
+
+
+def _hidden_on_host_applies(problem: Problem, best: Found | None) -> bool:
+    """Where nothing fits, or the best is far from its bound, and sequences are so long that hidden states of a round
+    take much of the GPU."""
+    if not may_wait_on_host(problem.model, problem.request):
+        return False
+    gap = 1.0 if best is None else 1.0 - best.predicted.speed_of_light_s / best.predicted.step_s
+    return gap >= LEAST_AGAIN_GAP
+
+
+def _hidden_on_host(problem: Problem, _: Found | None) -> Found | None:
+    return fastest((*OF_KEPT_INPUTS, IN_SEGMENTS), replace(problem, request=hidden_on_host(problem.request)))
+
+
+HIDDEN_ON_HOST = Variant[Problem, Found](_hidden_on_host_applies, _hidden_on_host)
+OF_ONE_HOME = (*OF_KEPT_INPUTS, IN_SEGMENTS, HIDDEN_ON_HOST)
 """With all adapters on the GPU, or all on the host."""
 
 # -- where adapters live -----------------------------------------------------------------------------------------------

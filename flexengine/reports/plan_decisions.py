@@ -208,7 +208,7 @@ def _activation_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     return [
         f"block{'' if len(members) == 1 else 's'} {number_ranges(members)}: {kept_words(kept)}"
         for kept, members in positions_by_value(blocks).items()
-    ]
+    ] + ["hidden states and their gradients wait on the host between layers"] * plan.request.hidden_on_host
 
 
 def kept_words(kept: LayerPlan | None) -> str:

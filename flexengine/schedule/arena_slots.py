@@ -120,6 +120,8 @@ class _HostSlots:
 
     def _offloaded_activations(self) -> None:
         sizes, region = self._sizes, self._region
+        for c in range(sizes.plan.num_chunks) if sizes.plan.request.hidden_on_host else ():
+            region.add("hidden", sizes.hidden_bytes, "offloaded activations", index=c)
         for layer, (kept, program) in enumerate(zip(sizes.plan.layers, sizes.programs, strict=True)):
             if not (sizes.model.layers[layer].keeps and sizes.trains(layer)):
                 continue
@@ -281,10 +283,10 @@ class _GpuSlots:
         for k in range(sizes.places.head_inputs(self._plan)):
             region.add("head_input", sizes.hidden_bytes, "hidden states", index=k)
         carried = max(p.carry_bytes for p in sizes.all_programs)
-        for c in chunks:
-            region.add("grad_hidden", sizes.hidden_bytes, "hidden states", index=c)
-            if carried:
-                region.add("carry", carried, "hidden states", index=c)
+        for k in range(sizes.num_hidden_gradients):
+            region.add("grad_hidden", sizes.hidden_bytes, "hidden states", index=k)
+        for c in chunks if carried else ():
+            region.add("carry", carried, "hidden states", index=c)
         bounds = max(p.bounds_bytes for p in sizes.all_programs)
         for c in chunks if bounds else ():
             region.add("bounds", bounds, "hidden states", index=c)

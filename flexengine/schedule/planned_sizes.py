@@ -21,6 +21,10 @@ from flexengine.schedule.segments import Segments
 from flexengine.schedule.shares import DealtStates
 from flexengine.schedule.window import WindowPlaces, window_places
 
+HIDDEN_SLOTS, HIDDEN_GRADIENTS = 6, 4
+"""Chunks of the tensor between layers, and of its gradient, in transit where they wait on the host: layers read one and
+write one while one more arrives and one leaves, each of both; backward writes gradients in place."""
+
 
 class PlannedSizes:
     """A model under a plan, in bytes.
@@ -45,6 +49,8 @@ class PlannedSizes:
         self.pieces = tuple(tuple(self._pieces_of(i, part) for part in g.parts) for i, g in enumerate(self.groups))
         self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
         self.segments = Segments(model, plan)
+        if plan.request.hidden_on_host and plan.in_parts:
+            raise ValueError(f"hidden states of {model.name} cannot wait on the host: its blocks run part by part")
 
     def _homes_of(self, plan: Plan) -> tuple[GroupPlan, ...]:
         return plan.groups
@@ -113,8 +119,13 @@ class PlannedSizes:
 
     @property
     def num_hidden_slots(self) -> int:
-        """Slots of the ring that carries hidden states: a round's chunks and two in transit."""
-        return self.plan.num_chunks + 2
+        """Slots of the ring that carries hidden states: a round's chunks and two in transit, or those in transit."""
+        return HIDDEN_SLOTS if self.plan.request.hidden_on_host else self.plan.num_chunks + 2
+
+    @property
+    def num_hidden_gradients(self) -> int:
+        """Slots for their gradients: one for each of a round's chunks, or those in transit."""
+        return HIDDEN_GRADIENTS if self.plan.request.hidden_on_host else self.plan.num_chunks
 
     @cached_property
     def all_programs(self) -> tuple[LayerProgram, ...]:

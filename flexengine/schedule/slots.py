@@ -22,6 +22,7 @@ Role = str
   input of the round whose head is this rank's;
 - norm_squares, partial_squares, run_squares, scales, grad_norm, scalars: numbers that the optimizer step depends on;
 - hidden, grad_hidden, carry, bounds, window, grad_window: between layers, stages of a layer, and slices of a sequence;
+  a chunk's slot `hidden` on the host, where it has one, holds its gradient as well, once the head has read it;
 - input, save_gpu, save_host, save: what a layer keeps for backward: its input, its outputs on the GPU, staged for the
   host, and on the host;
 - scratch, tile, update_scratch: temporaries of a layer; what an optimizer tile is updated in, and its temporaries.

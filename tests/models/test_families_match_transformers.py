@@ -84,8 +84,9 @@ def planned_engine(folder, spec):
 
 @pytest.mark.parametrize("family", OF_BLOCKS)
 def test_plans_give_the_same_bits(family, tmp_path):
-    """Everything on the GPU, everything streamed, every other block kept, inputs made again in segments of three, and
-    what the planner chooses for a small budget: it takes blocks of any kind, and of several kinds."""
+    """Everything on the GPU, everything streamed, every other block kept, inputs made again in segments of three with
+    hidden states on the host, and what the planner chooses for a small budget: it takes blocks of any kind, and of
+    several kinds."""
     config = CASES[FAMILY_CASES[family]]
     saved_model(tmp_path, config)
     spec = spec_of(config)
@@ -94,7 +95,10 @@ def test_plans_give_the_same_bits(family, tmp_path):
     resident = make_plan(spec, **sizes)
     blocks = [(resident if i % 2 else streamed).layers[i + 1] for i in range(len(spec.blocks))]
     segments = [replace(kept, input_again=i % 3 > 0) for i, kept in enumerate(blocks)]
-    plans = (streamed, resident, *(make_plan(spec, blocks=kept, **sizes) for kept in (blocks, segments)))
+    plans = (
+        streamed, resident, make_plan(spec, blocks=blocks, **sizes),
+        make_plan(spec, blocks=segments, hidden_home="host", **sizes),
+    )  # fmt: skip
     engines = [build_engine(open_model(tmp_path), plan, AdamW(lr=1e-2)) for plan in plans]
     found = []
     for engine in (*engines, planned_engine(tmp_path, spec)):

@@ -73,3 +73,31 @@ def test_where_inputs_do_not_fit_they_are_made_again(seq_len):
     for changed in ({"segment_blocks": 1}, {"recompute": "none"}):
         with pytest.raises(PlanError):
             make_plan(model, replace(tight, **changed), profile)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_hidden_states_wait_on_the_host_where_the_gpu_has_no_room_for_a_rounds():
+    model, profile = small_model(3), slow_link(1e9)
+    request = Request(2048, 2048, 1 << 20, 1 << 40, 64, 2048, numerics=FLOAT32)
+    least = {
+        home: Feasibility(Problem(model, replace(request, hidden_home=home), profile)).least_gpu().gpu_bytes
+        for home in ("auto", "host")
+    }
+    assert least["host"] < least["auto"]
+    plan = make_plan(model, replace(request, max_gpu_bytes=least["host"]), profile)
+    assert plan.request.hidden_on_host
+    assert plan.predicted.gpu_bytes <= least["host"]
+    with pytest.raises(PlanError, match=r"(?s)smallest plan needs .*fits with") as refused:
+        make_plan(model, replace(request, max_gpu_bytes=least["host"] // 2), profile)
+    assert refused.value.needs.gpu_bytes <= least["host"]
+
+
+def test_hidden_states_on_the_host_are_of_one_rank_and_of_whole_blocks():
+    model, plan = in_segments(set(), input_home="host")
+    request = replace(plan.request, hidden_home="host")
+    slots = Layout(model, replace(plan, request=request)).slots
+    assert sum(s.key.role == "hidden" and s.memory == "host" for s in slots) == plan.chunks_per_round
+    with pytest.raises(ValueError, match="on one rank"):
+        replace(request, ranks=2)
+    with pytest.raises(ValueError, match="cannot wait on the host"):
+        Layout(model, replace(plan, request=request, in_parts=True))

@@ -158,6 +158,7 @@ def plan_decisions(draw, spec):
         "optimizer_tile": draw(st.sampled_from((257, 1000, 1 << 14))),
         "share_edge_slots": draw(st.booleans()),
         "grads_over_weights": draw(st.booleans()),
+        "hidden_home": draw(st.sampled_from(("auto", "host"))),
         **slots,
     }
 

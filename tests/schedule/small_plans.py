@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Literal
 from unittest.mock import patch
 
 from flexengine.models import blocks as block_parts
@@ -68,9 +69,12 @@ def homes_of(model: ModelSpec, groups: Sequence[GroupPlan]) -> tuple[GroupPlan, 
     return tuple(home.of_frozen() if g.frozen else home for g, home in zip(model.groups, groups, strict=True))
 
 
-def random_plan(random: Random, model: ModelSpec, sliced: bool, segments: bool = True) -> Plan:
+def random_plan(
+    random: Random, model: ModelSpec, sliced: bool, segments: bool = True, hidden_home: Literal["auto", "host"] = "auto"
+) -> Plan:
     """Any legal mixture of placements, levels and slot counts; segments: inputs may be made again."""
-    request = Request(128 if sliced else 32, 512, 1 << 30, 1 << 40, numerics=random.choice([FLOAT32, Numerics()]))
+    numerics = random.choice([FLOAT32, Numerics()])
+    request = Request(128 if sliced else 32, 512, 1 << 30, 1 << 40, numerics=numerics, hidden_home=hidden_home)
 
     def layer(number: int, block: LayerSpec) -> LayerPlan:
         names = savable_ops(block.ops)

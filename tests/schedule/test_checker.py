@@ -18,7 +18,7 @@ from tests.schedule.small_plans import full_round, random_plan, small_model
 def random_layout(seed: int) -> Layout:
     random = Random(seed)
     model = small_model(blocks=random.randint(1, 4), tied=random.random() < 0.5)
-    plan = random_plan(random, model, sliced=seed % 3 == 0)
+    plan = random_plan(random, model, sliced=seed % 3 == 0, hidden_home="host" if seed % 4 == 1 else "auto")
     groups = tuple(GroupPlan(update="cpu") if random.random() < 0.4 else group for group in plan.groups)
     return Layout(model, replace(plan, groups=groups))
 

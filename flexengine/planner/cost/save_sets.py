@@ -13,12 +13,17 @@ from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op, Work
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layer_compiler import compile_layer
-from flexengine.schedule.layer_program import LayerProgram, align
+from flexengine.schedule.layer_program import Half, LayerProgram, OpStep, align
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.save_sets import recomputed, refilled, savable_ops, save_sets
 
 ROUNDING_S = 1e-12
 """Sums of the same seconds in another order differ by less."""
+FEW_SHAPES = 8
+"""Chunks of so many shapes are priced one by one, whatever steps programs share."""
+
+Counts = tuple[tuple[tuple[int, int, bool], int], ...]
+"""Shapes of a round's chunks, as (tokens, tokens of the longest sequence, whether it is a slice), with how many."""
 
 SaveSets = tuple[tuple[tuple[str, ...], ...], ...]
 """Save sets by kind [C][S]; those of one number go together."""
@@ -119,7 +124,27 @@ def _op_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[l
 def recompute_s(program: LayerProgram, shape: RoundShape, cost: CostModel) -> float:
     """Seconds per round that backward spends on recomputation, refilling the key/value window included."""
     counts = Counter((chunk.tokens, chunk.seq_len, chunk.is_slice) for chunk in shape.chunks)
+    if len(counts) > FEW_SHAPES:
+        return cost.work_s(_work_of_slices(program, tuple(counts.items()), cost.compute_bytes))
     return sum(n * cost.work_s(_recompute_work(program, *key, cost.compute_bytes)) for key, n in counts.items())
+
+
+def _work_of_slices(program: LayerProgram, counts: Counts, compute_bytes: int) -> Work:
+    """The sum of `_recompute_work` over chunks, step by step: programs share steps, and a long sequence's slices are
+    all different."""
+    total = Work()
+    for step in (*(s for s in program.backward if s.recompute), *program.window):
+        total = total.plus(_step_work(step.op, step.half, counts, compute_bytes))
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _step_work(op: Op, half: Half, counts: Counts, compute_bytes: int) -> Work:
+    total, step = Work(), OpStep(op, half, ())
+    for (tokens, seq_len, is_slice), n in counts:
+        if is_slice or half != "window":
+            total = total.plus(step.work(tokens, seq_len, compute_bytes).times(n))
+    return total
 
 
 @lru_cache(maxsize=4096)

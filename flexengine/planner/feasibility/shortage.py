@@ -21,7 +21,7 @@ from flexengine.planner.problem import Problem
 from flexengine.planner.seeds import LEAST_SLOTS, Seeder
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_tables import SizeTables
-from flexengine.planner.sizes import chunk_sizes, segment_lengths, ways_of
+from flexengine.planner.sizes import chunk_sizes, hidden_on_host, may_wait_on_host, segment_lengths, ways_of
 from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.layer_program import align
 
@@ -156,9 +156,13 @@ def shortage(problem: Problem) -> ShortageError:
         return known[changed]
 
     def ways(changed: Request) -> Iterator[Request]:
-        yield from ways_of(changed)
-        for blocks in longest if changed.may_make_inputs_again and changed.segment_blocks is None else ():
-            yield from ways_of(replace(changed, segment_blocks=blocks))
+        lengths = [changed]
+        if changed.may_make_inputs_again and changed.segment_blocks is None:
+            lengths += [replace(changed, segment_blocks=blocks) for blocks in longest]
+        for each in lengths:
+            yield from ways_of(each)
+        if may_wait_on_host(problem.model, changed):
+            yield from ways_of(hidden_on_host(lengths[-1]))
 
     def smallest(changed: Request) -> tuple[Needs, Needs | None]:
         """The plan that takes the least GPU memory, and of those within its budget that of the least host memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexengine.plan import Home
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream, Subject
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.slots import Memory
@@ -17,7 +18,9 @@ class ActivationLowering:
         self._context, self._builder, self._layout = context, context.builder, context.layout
         self._hidden = SlotRing(self._layout.ring("hidden"))
         self._staging = SlotRing(self._layout.ring("save_host"))
+        self._gradients = SlotRing(self._layout.ring("grad_hidden"))
         self._inputs: dict[tuple[int, int], int] = {}  # (layer, chunk) -> slot
+        self._waiting: dict[tuple[int, int], int] = {}  # the same of inputs that wait on the host
         self._made_again: dict[tuple[int, int], int] = {}  # the same of inputs that backward has made again
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -26,7 +29,8 @@ class ActivationLowering:
         """The input of layer `index` for chunk c where the layer before wrote it; the embedding has none."""
         if self._context.model.layers[index].input is None:
             return {}, []
-        slot = self._inputs[index, c]
+        waiting = self._waiting.get((index, c))
+        slot = self._inputs[index, c] if waiting is None else self._fetch_from(waiting, index, c)
         return {"input": slot}, [Access(slot, f"input {index} {c}")]
 
     def output_of(self, index: int, c: int, keeps: bool) -> Access:
@@ -38,9 +42,24 @@ class ActivationLowering:
 
     def _input_slot(self, index: int, c: int) -> int:
         """The slot that keeps a layer's input, or the next of the ring where it is not kept on the GPU."""
+        return self._place_of_input(index, c) if self._keeps_input(index, "gpu") else self._hidden.take()
+
+    def _keeps_input(self, index: int, home: Home) -> bool:
+        """Whether a layer's input is kept there from forward to backward."""
         kept = self._context.plan.layers[index]
-        stays = self._context.model.layers[index].keeps and kept.input_home == "gpu" and not kept.input_again
-        return self._place_of_input(index, c) if stays else self._hidden.take()
+        return self._context.model.layers[index].keeps and kept.input_home == home and not kept.input_again
+
+    def send_output(self, index: int, c: int, keeps: bool) -> None:
+        """Send what layer `index` wrote to the host where it waits there for the next one. keeps: as of `output_of`."""
+        following = index + 1
+        if not self._context.plan.request.hidden_on_host or (keeps and self._keeps_input(following, "gpu")):
+            return
+        if keeps and self._keeps_input(following, "host"):
+            place = self._place_of_input(following, c, "host")
+        else:
+            place = self._layout.slot("hidden", index=c, memory="host")
+        self._waiting[following, c] = place
+        self._offload_to(place, "input", following, c, self._inputs[following, c])
 
     def kept_by(self, index: int, c: int) -> dict[str, Access]:
         """Where forward of a layer writes the outputs that it keeps, by area."""
@@ -52,15 +71,14 @@ class ActivationLowering:
         return kept
 
     def offload(self, index: int, c: int, areas: dict[str, int]) -> None:
-        """Send a chunk's input and kept outputs to the host where the plan says so."""
-        kept = self._context.plan.layers[index]
-        if self._context.model.layers[index].keeps and kept.input_home == "host" and not kept.input_again:
-            self._offload_input(index, c, areas["input"])
+        """Send a chunk's input and kept outputs to the host where the plan says so, unless they wait there already."""
+        if self._keeps_input(index, "host") and (index, c) not in self._waiting:
+            self._offload_to(self._place_of_input(index, c, "host"), "input", index, c, areas["input"])
         self.offload_saved(index, c, areas)
 
-    def _offload_input(self, index: int, c: int, slot: int) -> None:
-        regions = [CopyRegion(slot, 0, self._place_of_input(index, c, "host"), 0, self._hidden_bytes(c))]
-        self._builder.copy(self._name("offload", "input", index, c), Stream.D2H, f"input {index} {c}", regions)
+    def _offload_to(self, place: int, subject: Subject, index: int, c: int, slot: int) -> None:
+        regions = [CopyRegion(slot, 0, place, 0, self._hidden_bytes(c))]
+        self._builder.copy(self._name("offload", subject, index, c), Stream.D2H, f"{subject} {index} {c}", regions)
 
     def offload_saved(self, index: int, c: int, areas: dict[str, int]) -> None:
         """Send a chunk's kept outputs to the host where the plan says so."""
@@ -88,7 +106,8 @@ class ActivationLowering:
     def offload_again(self, index: int, c: int) -> None:
         """Send what block `index` wrote when it ran again to the host where the plan says so."""
         if self._context.plan.layers[index + 1].input_home == "host":
-            self._offload_input(index + 1, c, self._made_again[index + 1, c])
+            place = self._place_of_input(index + 1, c, "host")
+            self._offload_to(place, "input", index + 1, c, self._made_again[index + 1, c])
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -109,10 +128,29 @@ class ActivationLowering:
     def _fetch_input(self, index: int, c: int) -> int:
         if self._context.plan.layers[index].input_home == "gpu":
             return self._place_of_input(index, c)
-        slot, content = self._hidden.take(), f"input {index} {c}"
-        regions = [CopyRegion(self._place_of_input(index, c, "host"), 0, slot, 0, self._hidden_bytes(c))]
-        self._builder.copy(self._name("fetch", "input", index, c), Stream.H2D, content, regions)
+        return self._fetch_from(self._place_of_input(index, c, "host"), index, c)
+
+    def _fetch_from(self, place: int, index: int, c: int) -> int:
+        slot = self._hidden.take()
+        regions = [CopyRegion(place, 0, slot, 0, self._hidden_bytes(c))]
+        self._builder.copy(self._name("fetch", "input", index, c), Stream.H2D, f"input {index} {c}", regions)
         return slot
+
+    def gradient(self, index: int, c: int) -> int:
+        """The slot of the gradient of layer `index`'s output, which its input's replaces; the head makes the first."""
+        if not self._context.plan.request.hidden_on_host:
+            return self._layout.slot("grad_hidden", index=c)
+        slot = self._gradients.take()
+        if self._context.model.layers[index].kind != "head":
+            place = self._layout.slot("hidden", index=c, memory="host")
+            regions = [CopyRegion(place, 0, slot, 0, self._hidden_bytes(c))]
+            self._builder.copy(self._name("fetch", "grad", index, c), Stream.H2D, f"grad {index + 1} {c}", regions)
+        return slot
+
+    def send_gradient(self, index: int, c: int, slot: int) -> None:
+        """Send the gradient of layer `index`'s input to the host where it waits there for the layer below."""
+        if self._context.plan.request.hidden_on_host and self._context.model.layers[index].kind != "embedding":
+            self._offload_to(self._layout.slot("hidden", index=c, memory="host"), "grad", index, c, slot)
 
     def _name(self, verb: str, subject: Subject, index: int, c: int) -> CommandName:
         return CommandName(verb, subject, self._context.model.layers[index].name, c)

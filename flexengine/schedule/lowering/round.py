@@ -74,6 +74,8 @@ class EvaluationLowering(LayerWalk):
         elif "output" in at.stage.areas:
             call.writes_area("output", self.activations.output_of(index, c, keeps=False))
         self.compute.add(call)
+        if "output" in at.stage.areas and self.model.layers[index].kind != "head":
+            self.activations.send_output(index, c, keeps=False)
 
 
 class RoundLowering(LayerWalk):
@@ -130,6 +132,8 @@ class RoundLowering(LayerWalk):
             for area, access in self.activations.kept_by(index, c).items():
                 call.writes_area(area, access)
         self.compute.add(call)
+        if "output" in at.stage.areas:
+            self.activations.send_output(index, c, keeps=True)
         if at.opens:
             self.activations.offload(index, c, call.areas)
 
@@ -238,11 +242,12 @@ class RoundLowering(LayerWalk):
                 call.reads.append(access)
             call.writes.append(access)
         self.compute.add(call)
+        self.activations.send_gradient(index, c, call.areas["grad"])
 
     def _bind_activations(self, call: ComputeCall) -> None:
         """Bind the gradient of a layer's output, which its input's replaces, and what the layer kept."""
         index, c, kind = call.layer, call.chunk, self.model.layers[call.layer].kind
-        grad = self.layout.slot("grad_hidden", index=c)
+        grad = self.activations.gradient(index, c)
         grad_read, grad_write = Access(grad, f"grad {index + 1} {c}"), Access(grad, f"grad {index} {c}")
         if kind == "head":
             call.areas, call.reads = self.activations.input_of(index, c)
