@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flexengine.commands.generate import add_longest, add_sampling, add_taken, job_of, plan_for, sampling_of
-from flexengine.commands.places import add_place, find_place
+from flexengine.commands.generate import add_longest, add_sampling, add_taken, opened, plan_for, sampling_of
+from flexengine.commands.places import add_place
 from flexengine.wording import FlagParser
 
 if TYPE_CHECKING:
@@ -23,20 +23,14 @@ def main(argv: Sequence[str]) -> int:
     Raises: ValueError for what a person can correct, PlanError where not even one conversation fits.
     """
     arguments = _parser().parse_args(argv)
-    arguments.model, arguments.adapter = find_place(arguments.model, arguments.adapter)
     from flexengine.api import build  # noqa: PLC0415, loads torch
-    from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415
-    from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
-    from flexengine.request import with_new_tokens  # noqa: PLC0415
 
-    source = with_new_tokens(open_model(arguments.model), job_of(arguments))
-    folder = source.tokenizer_folder or ASSETS / "demo"
-    tokenizer = TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens))
-    longest = min(arguments.max_seq_len, source.spec.longest_sequence or arguments.max_seq_len)
-    with build(plan_for(arguments, longest, longest, 1)) as engine:
+    model, tokenizer = opened(arguments)
+    longest = min(arguments.max_seq_len, model.longest_sequence or arguments.max_seq_len)
+    with build(plan_for(arguments, model, longest, longest, 1)) as engine:
         conversation = Conversation(engine, tokenizer, arguments.max_new_tokens, sampling_of(arguments))
         if sys.stdin.isatty():
-            print(f"{source.spec.name}: up to {longest} tokens; {BEGIN} begins again, {END} or Ctrl-D ends")
+            print(f"{model.name}: up to {longest} tokens; {BEGIN} begins again, {END} or Ctrl-D ends")
         for line in _lines(sys.stdin):
             if line == BEGIN:
                 conversation.messages.clear()

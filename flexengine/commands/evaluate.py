@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexengine.commands.generate import add_longest, add_taken, job_of, plan_for
-from flexengine.commands.places import add_place, find_place
+from flexengine.commands.generate import add_longest, add_taken, opened, plan_for
+from flexengine.commands.places import add_place
 from flexengine.options.flags import positive_count
 from flexengine.wording import FlagParser
 
@@ -28,25 +28,19 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     named = arguments.model
-    arguments.model, arguments.adapter = find_place(arguments.model, arguments.adapter)
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
     from flexengine.api import build  # noqa: PLC0415, loads torch
-    from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415
-    from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
-    from flexengine.request import with_new_tokens  # noqa: PLC0415
 
-    source = with_new_tokens(open_model(arguments.model), job_of(arguments))
-    folder = source.tokenizer_folder or ASSETS / "demo"
-    tokenizer = TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens))
+    spec, tokenizer = opened(arguments)
     lm_eval, lm_eval_tasks = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")  # an extra
     from flexengine.harness import FlexLM  # noqa: PLC0415
 
     tasks = _task_names(arguments.tasks)
     manager = lm_eval_tasks.TaskManager(include_defaults=not all(task.endswith(".yaml") for task in tasks))
     answers = DEFAULT_ANSWERS if _generates(manager, tasks) else 0
-    longest = min(arguments.max_seq_len, source.spec.longest_sequence or arguments.max_seq_len)
-    with build(plan_for(arguments, longest, max(longest, BATCH_TOKENS), answers)) as engine:
+    longest = min(arguments.max_seq_len, spec.longest_sequence or arguments.max_seq_len)
+    with build(plan_for(arguments, spec, longest, max(longest, BATCH_TOKENS), answers)) as engine:
         model = FlexLM(engine, tokenizer, arguments.seed)
         found = lm_eval.simple_evaluate(
             model, tasks=tasks, task_manager=manager, limit=arguments.limit, num_fewshot=arguments.num_fewshot,

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexengine.commands.places import add_place, find_place
 from flexengine.metrics import format_bytes
@@ -20,11 +20,15 @@ from flexengine.wording import FlagParser, parse_json
 
 if TYPE_CHECKING:
     from flexengine.api import PlannedRun
+    from flexengine.data import TokenizerProcess
+    from flexengine.models.spec import ModelSpec
 
 TAKEN = [
     options_of(TrainConfig)[name]
-    for name in ("max_gpu_mem_gib", "max_host_mem_gib", "device", "dtype", "base_dtype", "adapter", "seed")
-]
+    for name in (
+        "max_gpu_mem_gib", "max_host_mem_gib", "device", "dtype", "base_dtype", "adapter", "seed", "trust_remote_code",
+    )
+]  # fmt: skip
 """Options that mean what they mean to `train`."""
 DEFAULT_SEQ_LEN = 2048
 PREFILL_TOKENS = 4096
@@ -38,22 +42,16 @@ def main(argv: Sequence[str]) -> int:
     is read.
     """
     arguments = _parser().parse_args(argv)
-    arguments.model, arguments.adapter = find_place(arguments.model, arguments.adapter)
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else ())]
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT, or --prompts FILE")
     from flexengine.api import build  # noqa: PLC0415, loads torch
-    from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415
-    from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
-    from flexengine.request import with_new_tokens  # noqa: PLC0415
 
-    source = with_new_tokens(open_model(arguments.model), job_of(arguments))
-    folder = source.tokenizer_folder or ASSETS / "demo"
-    tokenizer = TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens))
+    model, tokenizer = opened(arguments)
     ids = [tokenizer.encode_prompt(prompt, arguments.raw) for prompt in prompts]
     longest = max(map(len, ids)) + arguments.max_new_tokens
     tokens = max(longest, min(PREFILL_TOKENS, sum(map(len, ids))))
-    planned = plan_for(arguments, longest, tokens, min(len(ids), arguments.batch_size or len(ids)))
+    planned = plan_for(arguments, model, longest, tokens, min(len(ids), arguments.batch_size or len(ids)))
     sampling = sampling_of(arguments)
     with build(planned) as engine:
         start_s = time.perf_counter()
@@ -65,20 +63,42 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def plan_for(arguments: argparse.Namespace, longest: int, tokens: int, count: int) -> PlannedRun:
+class Opened(NamedTuple):
+    """The description of a model that was named, and its tokenizer, which runs before anything is planned."""
+
+    model: ModelSpec
+    tokenizer: TokenizerProcess
+
+
+def opened(arguments: argparse.Namespace) -> Opened:
+    """Find what a command line names: of a run or an adapter the model beneath, which `arguments` then name.
+
+    Raises: ValueError as `find_place` and `open_model`.
+    """
+    from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415, loads torch
+    from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
+    from flexengine.request import with_new_tokens  # noqa: PLC0415
+
+    arguments.model, arguments.adapter = find_place(arguments.model, arguments.adapter)
+    found = open_model(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    source = with_new_tokens(found, job_of(arguments))
+    folder = source.tokenizer_folder or ASSETS / "demo"
+    return Opened(source.spec, TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens)))
+
+
+def plan_for(arguments: argparse.Namespace, model: ModelSpec, longest: int, tokens: int, count: int) -> PlannedRun:
     """Plan for as many sequences at a time as fit: `count`, half, a quarter ... Raises PlanError when one is too many.
 
     count: 0 where nothing is generated. longest: tokens of the longest sequence. tokens: of prompts that go through the
     model together.
     """
     from flexengine.api import prepare_job  # noqa: PLC0415
-    from flexengine.models.registry import open_model  # noqa: PLC0415
     from flexengine.plan import PlanError  # noqa: PLC0415
     from flexengine.schedule.decoding_cache import sequence_cache_bytes  # noqa: PLC0415
     from flexengine.schedule.group_storage import DTYPE_BYTES  # noqa: PLC0415
 
     job = job_of(arguments, max_seq_len=longest, max_global_batch_tokens=tokens)
-    sequence_bytes = sequence_cache_bytes(open_model(arguments.model).spec, longest, DTYPE_BYTES[job.dtype])
+    sequence_bytes = sequence_cache_bytes(model, longest, DTYPE_BYTES[job.dtype])
     while True:
         try:
             return prepare_job(arguments.model, job, cache_bytes=count * sequence_bytes)

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexengine.commands.generate import add_longest, add_sampling, add_taken, job_of, plan_for, sampling_of
-from flexengine.commands.places import add_place, find_place
+from flexengine.commands.generate import add_longest, add_sampling, add_taken, opened, plan_for, sampling_of
+from flexengine.commands.places import add_place
 from flexengine.options.flags import positive_count
 from flexengine.wording import FlagParser
 
@@ -22,11 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     named = arguments.model
-    arguments.model, arguments.adapter = find_place(arguments.model, arguments.adapter)
     from flexengine.api import build  # noqa: PLC0415, loads torch
-    from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415
-    from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
-    from flexengine.request import with_new_tokens  # noqa: PLC0415
     from flexengine.serving.answering import Jobs  # noqa: PLC0415
     from flexengine.serving.protocol import Defaults  # noqa: PLC0415
     from flexengine.serving.server import Server, is_loopback  # noqa: PLC0415
@@ -38,14 +34,12 @@ def main(argv: Sequence[str]) -> int:
         )
     defaults = Defaults(arguments.name or Path(named).name, arguments.max_new_tokens, **sampling_of(arguments))
     defaults.check()
-    source = with_new_tokens(open_model(arguments.model), job_of(arguments))
-    folder = source.tokenizer_folder or ASSETS / "demo"
-    tokenizer = TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens))
-    longest = min(arguments.max_seq_len, source.spec.longest_sequence or arguments.max_seq_len)
+    model, tokenizer = opened(arguments)
+    longest = min(arguments.max_seq_len, model.longest_sequence or arguments.max_seq_len)
     jobs = Jobs(arguments.queue)
     with (
         Server(arguments.host, arguments.port, jobs, defaults, not arguments.allow_other_hosts) as server,
-        build(plan_for(arguments, longest, longest, 1)) as engine,
+        build(plan_for(arguments, model, longest, longest, 1)) as engine,
     ):
         server.listen()
         print(f"{defaults.model}: up to {longest} tokens, at {server.url}; for trying, not for production", flush=True)

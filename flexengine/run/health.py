@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from flexengine.checkpoint.state_files import Fields
-from flexengine.data.batches import Batch
+from flexengine.data.batches import Batch, PromptBatch
 from flexengine.metrics import StepMetrics
+from flexengine.run.steps import Steps
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import first_bad_weight
 from flexengine.runtime.outputs import StepOutput
@@ -27,8 +28,8 @@ MOST_NAMED = 10
 class RunHealth:
     """Follows the steps of one run. most_in_a_row: bad steps after which it ends; None = it never ends for them."""
 
-    def __init__(self, engine: Engine, most_in_a_row: int | None) -> None:
-        self.engine, self.most_in_a_row = engine, most_in_a_row
+    def __init__(self, engine: Engine, steps: Steps, most_in_a_row: int | None) -> None:
+        self.engine, self._steps, self.most_in_a_row = engine, steps, most_in_a_row
         self.bad_steps: list[int] = []
         self.in_a_row = 0
         self.num_steps = 0
@@ -76,8 +77,10 @@ class RunHealth:
             return False
         if self.must_end or self.good_batch is None:
             return True
-        batch = self.good_batch
-        return not math.isfinite(float(self.engine.evaluate(input_ids=batch.input_ids, labels=batch.labels).loss))
+        batch, engine = self.good_batch, self.engine
+        if isinstance(batch, PromptBatch):  # a reward is finite whatever the model has become
+            return not math.isfinite(engine.evaluate(input_ids=batch.input_ids, labels=batch.input_ids).loss)
+        return not math.isfinite(self._steps.evaluate(engine, [batch]).loss)
 
     def describe(self) -> str:
         """Describe the bad steps in one line; empty when there were none."""

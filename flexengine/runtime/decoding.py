@@ -6,13 +6,16 @@ for each sequence, with a window that is the sequence's own cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine.ops.base import ChunkContext, Op, OpEnv, Window
+from flexengine.ops.custom_loss import call_tokens
 from flexengine.runtime.arena import Arenas
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.decoding_cache import CachedTensor, place_in
@@ -25,14 +28,14 @@ Cache = dict[int, dict[str, Tensor]]
 class Piece(NamedTuple):
     """Tokens [start, start + length) of a sequence in a chunk. number: of the pieces of the sequence before it.
 
-    is_last: the logits after its last token are wanted.
+    choose: takes the logits [V] after its last token, float32, and returns the next one; None where more pieces follow.
     """
 
     cache: Cache
     start: int
     length: int
     number: int
-    is_last: bool
+    choose: Callable[[Tensor], int] | None
 
 
 @dataclass
@@ -49,55 +52,64 @@ class DecodingWindow(Window):
 
 
 class Decoder:
-    """Runs the ops of one chunk of pieces. logits: after the last token of every last piece, in order [N, V]."""
+    """Runs the ops of one chunk of pieces. tokens: those that follow every last piece, in order."""
 
     def __init__(self, pieces: list[Piece], chunk_tokens: int) -> None:
         self._pieces, self._chunk_tokens = pieces, chunk_tokens
-        self.logits: Tensor | None = None
+        self.tokens: list[int] = []
+        self._parts: list[tuple[slice, ChunkContext]] = []
 
     def runs(self, op: Op, env: OpEnv, call: LayerCall) -> bool:
         """Run an op that is not run as in training; returns False for others."""
         if hasattr(op, "logits_of"):
-            self._take_logits(op, env)
+            self._choose_tokens(op, env)
         elif op.carried:
             self._run_by_sequence(op, env, call.layer)
         else:
             return False
         return True
 
-    def _take_logits(self, op: Op, env: OpEnv) -> None:
-        ends, rows = 0, []
-        for piece in self._pieces:
-            ends += piece.length
-            rows += [ends - 1] if piece.is_last else []
-        hidden = env.t[op.inputs[0]]
-        if rows:
-            taken = hidden[torch.tensor(rows, device=hidden.device)]
-            self.logits = op.logits_of(taken, env.p).float()  # type: ignore[attr-defined]
+    def _choose_tokens(self, op: Op, env: OpEnv) -> None:
+        """Choose the next tokens by the logits of a few pieces at a time, as however many never fill the memory."""
+        ends = accumulate(piece.length for piece in self._pieces)
+        last = [(end - 1, piece.choose) for end, piece in zip(ends, self._pieces, strict=True) if piece.choose]
+        hidden, most = env.t[op.inputs[0]], call_tokens(op.vocab_size)  # type: ignore[attr-defined]
+
+        def chosen(few: list[tuple[int, Callable[[Tensor], int]]]) -> list[int]:
+            rows = hidden[torch.tensor([row for row, _ in few], device=hidden.device)]
+            logits = op.logits_of(rows, env.p).float()  # type: ignore[attr-defined]
+            return [choose(row) for (_, choose), row in zip(few, logits, strict=True)]
+
+        for first in range(0, len(last), most):
+            self.tokens += chosen(last[first : first + most])
 
     def _run_by_sequence(self, op: Op, env: OpEnv, layer: int) -> None:
-        first = 0
+        self._parts = self._parts or self._cut(env.chunk)  # once for all layers: it makes tensors on the device
         names = {*op.inputs, *(spec.name for spec in op.outputs)}
+        for piece, (rows, chunk) in zip(self._pieces, self._parts, strict=True):
+            tensors = {name: tensor[rows] if name in names else tensor for name, tensor in env.t.items()}
+            window = DecodingWindow(piece.start, piece.number, self._chunk_tokens, piece.cache[layer])
+            op.forward(replace(env, t=tensors, chunk=replace(chunk, window=window)))
+
+    def _cut(self, chunk: ChunkContext) -> list[tuple[slice, ChunkContext]]:
+        """The rows of each piece, and the context of the piece alone."""
+        parts, first = [], 0
         for piece in self._pieces:
             rows = slice(first, first + piece.length)
-            tensors = {name: tensor[rows] if name in names else tensor for name, tensor in env.t.items()}
-            op.forward(replace(env, t=tensors, chunk=self._chunk_of(env.chunk, piece, rows, layer)))
+            ends = torch.tensor([0, piece.length], dtype=chunk.cu_seqlens.dtype, device=chunk.cu_seqlens.device)
+            own = replace(
+                chunk,
+                tokens=piece.length,
+                input_ids=chunk.input_ids[rows],
+                labels=chunk.labels[rows],
+                positions=chunk.positions[rows],
+                cu_seqlens=ends,
+                seq_lens=(piece.length,),
+                losses=chunk.losses[rows],
+            )
+            parts.append((rows, own))
             first = rows.stop
-
-    def _chunk_of(self, chunk: ChunkContext, piece: Piece, rows: slice, layer: int) -> ChunkContext:
-        """The context of one sequence's piece."""
-        ends = torch.tensor([0, piece.length], dtype=chunk.cu_seqlens.dtype, device=chunk.cu_seqlens.device)
-        return replace(
-            chunk,
-            tokens=piece.length,
-            input_ids=chunk.input_ids[rows],
-            labels=chunk.labels[rows],
-            positions=chunk.positions[rows],
-            cu_seqlens=ends,
-            seq_lens=(piece.length,),
-            losses=chunk.losses[rows],
-            window=DecodingWindow(piece.start, piece.number, self._chunk_tokens, piece.cache[layer]),
-        )
+        return parts
 
 
 class CacheRoom(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -44,8 +45,10 @@ class Sampling(NamedTuple):
             )
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Choose a token by its logits [V], float32 on the CPU."""
-        probabilities, tokens = torch.softmax(logits.double() / self.temperature, dim=0), None
+        """Choose a token by its logits [V], float32; it is drawn on the CPU."""
+        if self.temperature == 0.0:
+            return int(logits.argmax())
+        probabilities, tokens = torch.softmax(logits.cpu().double() / self.temperature, dim=0), None
         if self.top_p < 1.0:  # sorting a large vocabulary takes ten times what drawing does
             probabilities, tokens = probabilities.sort(descending=True)
             probabilities[probabilities.cumsum(0) - probabilities >= self.top_p] = 0.0
@@ -132,8 +135,8 @@ class Generator:
         while waiting or active:
             while waiting and caches:
                 active.append(self._admitted(*waiting.pop(), caches.pop(), request))
-            for sequence, logits in zip(active, self._forward(active), strict=True):
-                self._extend(sequence, logits, request)
+            for sequence, token in zip(active, self._forward(active, request.sampling), strict=True):
+                self._extend(sequence, token, request)
             for sequence in [s for s in active if len(s.ids) >= s.most_tokens or s.ids[-1] in request.stop_ids]:
                 active.remove(sequence)
                 caches.append(sequence.cache)
@@ -161,11 +164,9 @@ class Generator:
         generator = torch.Generator().manual_seed((request.sampling.seed << 20) + index)
         return _Sequence(index, list(prompt), most, cache, generator)
 
-    def _extend(self, sequence: _Sequence, logits: Tensor, request: GenerationRequest) -> None:
+    def _extend(self, sequence: _Sequence, token: int, request: GenerationRequest) -> None:
         """Append the next token; a stop token ends the sequence and is not part of the answer."""
-        max_seq_len, sampling = self._layout.plan.request.max_seq_len, request.sampling
-        greedy = sampling.temperature == 0.0
-        token = int(logits.argmax()) if greedy else sampling.choose(logits.cpu(), sequence.generator)
+        max_seq_len = self._layout.plan.request.max_seq_len
         sequence.ids.append(token)
         sequence.most_tokens = min(sequence.most_tokens, max_seq_len)
         if token not in request.stop_ids:
@@ -177,26 +178,27 @@ class Generator:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, active: list[_Sequence]) -> list[Tensor]:
-        """Run forward of all tokens that are not cached; returns the logits [V] after the last one of each sequence."""
+    def _forward(self, active: list[_Sequence], sampling: Sampling) -> list[int]:
+        """Run forward of all tokens that are not cached; returns the one that follows each sequence."""
         ids = [torch.tensor(sequence.ids) for sequence in active]
         batch = Sequences(ids, [torch.full_like(row, IGNORE_INDEX) for row in ids])
-        found: list[Tensor] = []
+        found: list[int] = []
         for ranges in self._chunks(active):
-            pieces = [self._piece(active[r.sequence], r) for r in ranges]
+            pieces = [self._piece(active[r.sequence], r, sampling) for r in ranges]
             self._layers.decoder = decoder = Decoder(pieces, self._chunk_tokens)
             try:
                 self._rounds.forward_chunk(batch, PackedChunk(tuple(ranges)))
             finally:
                 self._layers.decoder = None
-            found += [] if decoder.logits is None else decoder.logits.unbind(0)
+            found += decoder.tokens
         return found
 
     @staticmethod
-    def _piece(sequence: _Sequence, taken: SequenceRange) -> Piece:
+    def _piece(sequence: _Sequence, taken: SequenceRange, sampling: Sampling) -> Piece:
         number, end = sequence.pieces, taken.start + taken.length
         sequence.pieces, sequence.done = number + 1, end
-        return Piece(sequence.cache, taken.start, taken.length, number, end == len(sequence.ids))
+        choose = partial(sampling.choose, generator=sequence.generator) if end == len(sequence.ids) else None
+        return Piece(sequence.cache, taken.start, taken.length, number, choose)
 
     def _chunks(self, active: list[_Sequence]) -> list[list[SequenceRange]]:
         """Fill chunks with the tokens that are not cached, sequence after sequence; long prompts are cut.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_helpers import build_engine, random_batch, same_bits, saved_model, streamed_plan, tiny_config
+from engine_helpers import build_engine, peak_bytes, random_batch, same_bits, saved_model, streamed_plan, tiny_config
 from family_configs import CASES, OF_BLOCKS
 
 from flexengine.models.registry import open_model
@@ -47,6 +47,14 @@ def test_greedy_answers_equal_transformers(name, tmp_path):
     model = saved_model(tmp_path, config)
     prompts = random_batch(3, LENGTHS, config["vocab_size"])
     assert engine_on(tmp_path).generate(prompts, NEW_TOKENS) == answers_of(model, prompts)
+
+
+def test_a_large_vocabulary_with_many_prompts_takes_no_more_than_with_few(tmp_path):
+    """Plans count the logits of few sequences beside the caches, of a loss; the rest is the tokens of the prompts."""
+    saved_model(tmp_path, tiny_config(vocab_size=2**19, hidden_size=16, num_hidden_layers=1))
+    engine, prompt = engine_on(tmp_path), [1, 2]
+    few, many = (peak_bytes(lambda count=count: engine.generate([prompt] * count, 1)) for count in (4, 16))
+    assert many < 1.2 * few
 
 
 # ---- memory, order, stops, draws ---------------------------------------------------------------------------------

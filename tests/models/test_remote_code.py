@@ -10,6 +10,7 @@ from family_checks import last_logits
 from opaque_configs import RANDOM, config_of
 
 from flexengine import from_pretrained
+from flexengine.commands import chat, evaluate, generate, serve
 from flexengine.commands.check import check
 from flexengine.models.registry import open_model
 
@@ -75,6 +76,16 @@ def test_code_runs_where_it_is_trusted_and_goes_with_the_export(reference, tmp_p
     assert not check(folder, trust_remote_code=True).first
     with pytest.raises(ValueError, match="give --trust-remote-code"):  # trust is for a call, not for the process
         open_model(folder)
+
+
+@pytest.mark.parametrize("command", [generate, chat, serve, evaluate], ids=lambda module: module.__name__[20:])
+def test_commands_that_ask_a_model_run_its_code_where_they_are_told_to(command, reference, monkeypatch):
+    monkeypatch.setattr("flexengine.data.TokenizerProcess", lambda options: options)
+    given = [str(reference[0]), *(["--tasks", "any"] if command is evaluate else [])]
+    with pytest.raises(ValueError, match="give --trust-remote-code"):
+        generate.opened(command._parser().parse_args(given))
+    found = generate.opened(command._parser().parse_args([*given, "--trust-remote-code"]))
+    assert (found.model.family, found.tokenizer.folder) == ("own_gptj", reference[0])
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from flexengine import cli, from_pretrained
+from flexengine.data.batches import PromptBatch
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS
 from flexengine.run import trainer
+from flexengine.run.health import RunHealth
 from flexengine.run.rewards import Rewards
 from tests.failures.provoke import arguments, write_model
 
@@ -101,6 +103,17 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(run, tmp_path, monkeypa
         assert run("stopped", **options) != 0
     assert run("stopped", resume="auto", **options) == 0
     assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")
+
+
+def test_a_model_is_judged_by_prompts_after_bad_steps(model):
+    """They have no targets, and the reward of whatever a broken model writes is a number."""
+    sizes = {"max_seq_len": 16, "max_global_batch_tokens": 32, "dtype": "float32", "device": "cpu"}
+    with from_pretrained(model, max_grad_norm=None, **sizes) as engine:
+        health = RunHealth(engine, None, None)
+        health.in_a_row, health.good_batch = 1, PromptBatch([[5, 6, 7]], [[-100] * 3], columns=[{}])
+        assert not health.diverged()
+        engine.train_step([[1, 2, 3]], loss=lambda block: block.logits.sum() * float("nan"), lr=1.0)
+        assert health.diverged()
 
 
 class Server(BaseHTTPRequestHandler):

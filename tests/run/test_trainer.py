@@ -94,7 +94,7 @@ class FakeEngine:
 
     def evaluate(self, input_ids, labels):
         self.evaluated.append((input_ids, labels))
-        return SimpleNamespace(loss=self.loss)
+        return SimpleNamespace(loss=self.loss, num_target_tokens=1)
 
     def measure_next_step(self):
         self.measured_step = len(self.batches) + 1
@@ -361,7 +361,7 @@ def test_one_bad_last_batch_does_not_discard_a_good_run(use, tmp_path, capsys):
 
 def test_a_model_that_has_lost_good_batches_too_is_not_exported(use, tmp_path, capsys):
     engine = use(FakeEngine(nan_at=(4,)))
-    engine.evaluate = lambda input_ids, labels: SimpleNamespace(loss=math.inf)
+    engine.evaluate = lambda input_ids, labels: SimpleNamespace(loss=math.inf, num_target_tokens=1)
     assert trainer.train(config_in(tmp_path, save=True)) == trainer.DIVERGED
     err = capsys.readouterr().err
     assert "the run diverged at step 4 of 4; every weight is finite, and the first gradient that is not" in err
