@@ -16,6 +16,7 @@ from tqdm import tqdm
 from flexengine.metrics import format_seconds
 from flexengine.options.train_config import TrainConfig
 from flexengine.run.step_prediction import StepPredictor
+from flexengine.runtime.decoding import chosen_at_once
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.generation import Sampling
 
@@ -71,7 +72,7 @@ class GenerationPredictor:
         predictor = self._predictor
         full, rest = divmod(found.tokens, predictor.plan.chunk_tokens)
         chunks_s = full * self._simulated(predictor.plan.chunk_tokens) + (self._chunk_s(rest) if rest else 0.0)
-        calls = (found.sequences - 1) * predictor.num_carrying_ops * CALLS_OF_A_SEQUENCE
+        calls = (found.sequences - 1) * predictor.num_ops_by_sequence * CALLS_OF_A_SEQUENCE
         read_s = found.cached * predictor.cache_bytes_per_token / predictor.profile.memory.bytes_per_s
         return chunks_s + calls * predictor.profile.host.issue_s + read_s + found.sequences * self._choice_s
 
@@ -87,13 +88,14 @@ class GenerationPredictor:
         return self._seconds[tokens]
 
 
-def choice_s(sampling: Sampling, vocab_size: int) -> float:
-    """Seconds that this machine takes to draw a token of this vocabulary."""
-    logits, generator = torch.zeros(vocab_size), torch.Generator()
-    sampling.choose(logits, generator)
+def choice_s(sampling: Sampling, vocab_size: int, device: str) -> float:
+    """Seconds that this machine takes to draw a token of this vocabulary, as many at a time as an engine draws."""
+    count = chosen_at_once(vocab_size)
+    logits, generators = torch.zeros(count, vocab_size, device=device), [torch.Generator()] * count
+    sampling.choose(logits, generators)
     start_s = time.perf_counter()
-    sampling.choose(logits, generator)
-    return time.perf_counter() - start_s
+    sampling.choose(logits, generators)
+    return (time.perf_counter() - start_s) / count
 
 
 class Corrected:
@@ -125,7 +127,7 @@ class Forecast:
 
     def __init__(self, config: TrainConfig, predictor: StepPredictor) -> None:
         self._config, self._predictor = config, predictor
-        drawn_s = choice_s(sampling_of(config, 0), predictor.model.vocab_size)
+        drawn_s = choice_s(sampling_of(config, 0), predictor.model.vocab_size, predictor.profile.device_type)
         self._generation = GenerationPredictor(predictor, drawn_s)
         self._corrected, self._plain = (Corrected(), Corrected(), Corrected()), Parts(0.0, 0.0, 0.0)
         self._told = False

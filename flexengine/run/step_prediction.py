@@ -13,6 +13,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
+from flexengine.runtime.decoding import ops_by_sequence
 from flexengine.schedule.commands import Command, LayerCall, Program
 from flexengine.schedule.decoding_cache import free_ranges, sequence_cache_bytes
 from flexengine.schedule.layer_program import Stage
@@ -107,9 +108,9 @@ class StepPredictor:
         return lower_evaluation(self._layout, RoundShape((ChunkShape(full, full),)))
 
     @property
-    def num_carrying_ops(self) -> int:
-        """How many ops carry something along a sequence."""
-        return sum(bool(op.carried) for layer in self.model.layers for op in layer.ops)
+    def num_ops_by_sequence(self) -> int:
+        """How many ops run for each sequence alone where tokens are generated."""
+        return ops_by_sequence(self.model, self.profile.device_type == "cuda" and self._cost.compute_bytes == 2)
 
     @property
     def cache_bytes_per_token(self) -> int:

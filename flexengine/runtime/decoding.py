@@ -1,12 +1,13 @@
 """Runs forward on pieces of sequences whose earlier tokens are in a cache: prompts, and then token by token.
 
 All sequences share one chunk. Ops that carry nothing along a sequence see the chunk as in training. The others run once
-for each sequence, with a window that is the sequence's own cache.
+for each sequence, with a window that is the sequence's own cache; where our kernels of attention run, once for all new
+tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.models.spec import ModelSpec
+from flexengine.ops.attention.attention import CausalAttention
 from flexengine.ops.base import ChunkContext, Op, OpEnv, Window
 from flexengine.ops.custom_loss import call_tokens
 from flexengine.runtime.arena import Arenas
@@ -23,19 +26,20 @@ from flexengine.schedule.relocation import ByteRange
 
 Cache = dict[int, dict[str, Tensor]]
 """What one sequence left: layer -> name -> tensor."""
+Choose = Callable[[Tensor, Sequence[torch.Generator]], list[int]]
 
 
 class Piece(NamedTuple):
     """Tokens [start, start + length) of a sequence in a chunk. number: of the pieces of the sequence before it.
 
-    choose: takes the logits [V] after its last token, float32, and returns the next one; None where more pieces follow.
+    generator: of what its sequence draws; None where more pieces follow.
     """
 
     cache: Cache
     start: int
     length: int
     number: int
-    choose: Callable[[Tensor], int] | None
+    generator: torch.Generator | None
 
 
 @dataclass
@@ -52,41 +56,59 @@ class DecodingWindow(Window):
 
 
 class Decoder:
-    """Runs the ops of one chunk of pieces. tokens: those that follow every last piece, in order."""
+    """Runs the ops of one chunk of pieces. tokens: those that follow every last piece, in order.
 
-    def __init__(self, pieces: list[Piece], chunk_tokens: int) -> None:
-        self._pieces, self._chunk_tokens = pieces, chunk_tokens
+    choose: takes logits [N, V] in float32 and the sequences' generators, and returns the next tokens.
+    """
+
+    def __init__(self, pieces: list[Piece], chunk_tokens: int, choose: Choose) -> None:
+        self._pieces, self._chunk_tokens, self._choose = pieces, chunk_tokens, choose
         self.tokens: list[int] = []
         self._parts: list[tuple[slice, ChunkContext]] = []
+        self._new_tokens: tuple[Tensor, Tensor] | None = None
 
     def runs(self, op: Op, env: OpEnv, call: LayerCall) -> bool:
         """Run an op that is not run as in training; returns False for others."""
         if hasattr(op, "logits_of"):
             self._choose_tokens(op, env)
+        elif isinstance(op, CausalAttention) and op.decodes(env):
+            self._decode_together(op, env, call.layer)
+            self._run_by_sequence(op, env, call.layer, lambda piece: piece.length > 1)
         elif op.carried:
             self._run_by_sequence(op, env, call.layer)
         else:
             return False
         return True
 
+    def _decode_together(self, op: CausalAttention, env: OpEnv, layer: int) -> None:
+        """Run attention of all pieces of one token."""
+        starts = [piece.start for piece in self._pieces if piece.length == 1]
+        if not starts:
+            return
+        if self._new_tokens is None:
+            ends = accumulate(piece.length for piece in self._pieces)
+            rows = [end - 1 for end, piece in zip(ends, self._pieces, strict=True) if piece.length == 1]
+            rows, starts = (torch.tensor(x, dtype=torch.int32).to(env.chunk.positions.device) for x in (rows, starts))
+            self._new_tokens = rows, starts
+        caches = [piece.cache[layer] for piece in self._pieces if piece.length == 1]
+        op.decode(env, *self._new_tokens, [[cache[part.name] for cache in caches] for part in op.carried])
+
     def _choose_tokens(self, op: Op, env: OpEnv) -> None:
         """Choose the next tokens by the logits of a few pieces at a time, as however many never fill the memory."""
         ends = accumulate(piece.length for piece in self._pieces)
-        last = [(end - 1, piece.choose) for end, piece in zip(ends, self._pieces, strict=True) if piece.choose]
-        hidden, most = env.t[op.inputs[0]], call_tokens(op.vocab_size)  # type: ignore[attr-defined]
-
-        def chosen(few: list[tuple[int, Callable[[Tensor], int]]]) -> list[int]:
-            rows = hidden[torch.tensor([row for row, _ in few], device=hidden.device)]
-            logits = op.logits_of(rows, env.p).float()  # type: ignore[attr-defined]
-            return [choose(row) for (_, choose), row in zip(few, logits, strict=True)]
-
+        last = [(end - 1, piece.generator) for end, piece in zip(ends, self._pieces, strict=True) if piece.generator]
+        hidden, most = env.t[op.inputs[0]], chosen_at_once(op.vocab_size)  # type: ignore[attr-defined]
         for first in range(0, len(last), most):
-            self.tokens += chosen(last[first : first + most])
+            rows, generators = zip(*last[first : first + most], strict=True)
+            taken = hidden[torch.tensor(rows, device=hidden.device)]
+            self.tokens += self._choose(op.logits_of(taken, env.p).float(), generators)  # type: ignore[attr-defined]
 
-    def _run_by_sequence(self, op: Op, env: OpEnv, layer: int) -> None:
+    def _run_by_sequence(self, op: Op, env: OpEnv, layer: int, takes: Callable[[Piece], bool] = lambda _: True) -> None:
         self._parts = self._parts or self._cut(env.chunk)  # once for all layers: it makes tensors on the device
         names = {*op.inputs, *(spec.name for spec in op.outputs)}
         for piece, (rows, chunk) in zip(self._pieces, self._parts, strict=True):
+            if not takes(piece):
+                continue
             tensors = {name: tensor[rows] if name in names else tensor for name, tensor in env.t.items()}
             window = DecodingWindow(piece.start, piece.number, self._chunk_tokens, piece.cache[layer])
             op.forward(replace(env, t=tensors, chunk=replace(chunk, window=window)))
@@ -110,6 +132,17 @@ class Decoder:
             parts.append((rows, own))
             first = rows.stop
         return parts
+
+
+def chosen_at_once(vocab_size: int) -> int:
+    """How many sequences' next tokens are chosen at once: their logits take no more than those of a loss."""
+    return call_tokens(vocab_size)
+
+
+def ops_by_sequence(model: ModelSpec, own_kernels: bool) -> int:
+    """How many ops of a model run for each sequence alone. own_kernels: our kernels of attention run."""
+    ops = (op for layer in model.layers for op in layer.ops if op.carried)
+    return sum(not (own_kernels and isinstance(op, CausalAttention)) for op in ops)
 
 
 class CacheRoom(NamedTuple):

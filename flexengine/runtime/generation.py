@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,9 @@ from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.schedule.decoding_cache import cached_tensors, free_ranges, sequence_cache_bytes
 from flexengine.schedule.packing import PackedChunk, SequenceRange
+
+BLOCK = 512
+"""Probabilities that are added up at once where tokens are drawn."""
 
 
 class Sampling(NamedTuple):
@@ -44,18 +46,41 @@ class Sampling(NamedTuple):
                 f"top_p={self.top_p} is about drawing tokens, got temperature=0; raise it, or leave it out"
             )
 
-    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Choose a token by its logits [V], float32; it is drawn on the CPU."""
+    def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
+        """Choose a token by each row of logits [N, V], float32, with draws of its own generator, on the CPU."""
         if self.temperature == 0.0:
-            return int(logits.argmax())
-        probabilities, tokens = torch.softmax(logits.cpu().double() / self.temperature, dim=0), None
+            return logits.argmax(dim=1).tolist()
+        logits = logits.cpu() if self.top_p < 1.0 else logits
+        probabilities, tokens = torch.softmax(logits.double() / self.temperature, dim=1), None
         if self.top_p < 1.0:  # sorting a large vocabulary takes ten times what drawing does
-            probabilities, tokens = probabilities.sort(descending=True)
-            probabilities[probabilities.cumsum(0) - probabilities >= self.top_p] = 0.0
-        sums = probabilities.cumsum(0)
-        place = torch.rand(1, dtype=torch.float64, generator=generator) * sums[-1]
-        index = min(int(torch.searchsorted(sums, place, right=True)), len(sums) - 1)  # a product may round up
-        return index if tokens is None else int(tokens[index])
+            probabilities, tokens = probabilities.sort(dim=1, descending=True)
+            probabilities[probabilities.cumsum(1) - probabilities >= self.top_p] = 0.0
+        draws = torch.cat([torch.rand(1, dtype=torch.float64, generator=one) for one in generators])
+        found = _drawn(probabilities, draws)
+        return found if tokens is None else [int(row[index]) for row, index in zip(tokens, found, strict=True)]
+
+
+def _drawn(probabilities: Tensor, draws: Tensor) -> list[int]:
+    """The index in each row of probabilities [N, V] at which running sums pass draws [N], of what a row sums to.
+
+    The block in which that is comes first, then its place there, so that a GPU hands over few numbers and adds none up
+    in an order of its own, as its running sums of a whole row do.
+    """
+    rows = torch.nn.functional.pad(probabilities, (0, -probabilities.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums = rows.sum(dim=2).cpu()
+    running = sums.cumsum(1)
+    places = draws[:, None] * running[:, -1:]
+    blocks = _passed(running, places)
+    rest = places - (running - sums).gather(1, blocks)
+    inside = rows[torch.arange(len(rows), device=rows.device), blocks[:, 0].to(rows.device)].cpu()
+    return (blocks * BLOCK + _passed(inside.cumsum(1), rest))[:, 0].tolist()
+
+
+def _passed(running: Tensor, places: Tensor) -> Tensor:
+    """Where running sums [N, K] first pass places [N, 1]; where rounding has these at or behind the end, the last place
+    at which a sum grew."""
+    last = torch.searchsorted(running, running[:, -1:].contiguous())
+    return torch.searchsorted(running, places.contiguous(), right=True).minimum(last)
 
 
 @dataclass
@@ -184,8 +209,8 @@ class Generator:
         batch = Sequences(ids, [torch.full_like(row, IGNORE_INDEX) for row in ids])
         found: list[int] = []
         for ranges in self._chunks(active):
-            pieces = [self._piece(active[r.sequence], r, sampling) for r in ranges]
-            self._layers.decoder = decoder = Decoder(pieces, self._chunk_tokens)
+            pieces = [self._piece(active[r.sequence], r) for r in ranges]
+            self._layers.decoder = decoder = Decoder(pieces, self._chunk_tokens, sampling.choose)
             try:
                 self._rounds.forward_chunk(batch, PackedChunk(tuple(ranges)))
             finally:
@@ -194,11 +219,11 @@ class Generator:
         return found
 
     @staticmethod
-    def _piece(sequence: _Sequence, taken: SequenceRange, sampling: Sampling) -> Piece:
+    def _piece(sequence: _Sequence, taken: SequenceRange) -> Piece:
         number, end = sequence.pieces, taken.start + taken.length
         sequence.pieces, sequence.done = number + 1, end
-        choose = partial(sampling.choose, generator=sequence.generator) if end == len(sequence.ids) else None
-        return Piece(sequence.cache, taken.start, taken.length, number, choose)
+        generator = sequence.generator if end == len(sequence.ids) else None
+        return Piece(sequence.cache, taken.start, taken.length, number, generator)
 
     def _chunks(self, active: list[_Sequence]) -> list[list[SequenceRange]]:
         """Fill chunks with the tokens that are not cached, sequence after sequence; long prompts are cut.

@@ -7,7 +7,7 @@ from family_configs import CASES, OF_BLOCKS
 
 from flexengine.models.registry import open_model
 from flexengine.runtime.decoding import CacheRoom
-from flexengine.runtime.generation import Sampling
+from flexengine.runtime.generation import BLOCK, Sampling, _drawn
 from flexengine.schedule.decoding_cache import free_ranges, place_in
 
 NEW_TOKENS = 6
@@ -148,14 +148,27 @@ def test_draws_depend_on_seed_and_prompt_alone(folder, expected):
 def test_draws_follow_the_probabilities():
     logits, generator = torch.tensor([0.0, 1.0, 2.0, -5.0]), torch.Generator().manual_seed(1)
     sampling = Sampling(temperature=0.5, top_p=0.95)
-    draws = torch.tensor([sampling.choose(logits, generator) for _ in range(2000)])
+    draws = torch.tensor(sampling.choose(logits.repeat(2000, 1), [generator] * 2000))
     kept = torch.softmax(logits[1:3] / 0.5, 0)
     assert torch.bincount(draws, minlength=4)[[0, 3]].sum() == 0
     assert float((draws == 2).float().mean()) == pytest.approx(float(kept[1]), abs=0.03)
-    draws = torch.tensor([Sampling(temperature=2.0).choose(logits, generator) for _ in range(2000)])
+    draws = torch.tensor(Sampling(temperature=2.0).choose(logits.repeat(2000, 1), [generator] * 2000))
     torch.testing.assert_close(
         torch.bincount(draws, minlength=4) / 2000, torch.softmax(logits / 2.0, 0), atol=0.03, rtol=0
     )
+
+
+def test_draws_of_a_large_vocabulary_are_where_its_sums_pass_them():
+    """In blocks of which the last is cut, with zeros around, and draws of next to nothing and of next to all."""
+    torch.manual_seed(3)
+    probabilities = torch.softmax(6 * torch.randn(6, 3 * BLOCK + 37, dtype=torch.float64), dim=1)
+    probabilities[3:, -BLOCK:] = probabilities[3:, : BLOCK + 3] = 0.0
+    draws = torch.tensor([0.0, 0.5, 1 - 2**-53, 0.0, 0.9, 1 - 2**-53], dtype=torch.float64)
+    sums = probabilities.cumsum(1)
+    wanted = torch.searchsorted(sums, (draws[:, None] * sums[:, -1:]).contiguous(), right=True)[:, 0].tolist()
+    found = _drawn(probabilities, draws)
+    assert all(probabilities[row, index] > 0 for row, index in enumerate(found))
+    assert found[:2] + found[3:5] == wanted[:2] + wanted[3:5]
 
 
 @pytest.mark.parametrize(

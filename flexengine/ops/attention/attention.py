@@ -217,6 +217,24 @@ class CausalAttention(Op):
         if sinks is not None:
             add_sinks(out, lse, sinks)
 
+    def decodes(self, env: OpEnv) -> bool:
+        """Whether new tokens of many sequences are computed in one call."""
+        qkv = env.t[self.qkv]
+        return qkv.is_cuda and can_serve("triton", qkv.dtype, self.head_dim, self.style, self.value_dim)
+
+    def decode(self, env: OpEnv, rows: Tensor, starts: Tensor, caches: list[list[Tensor]]) -> None:
+        """Attend from rows [B] of the chunk, the tokens after `starts` [B] others of a sequence each, which its cache
+        holds, and put theirs behind those. caches: keys [*, G, H] of all sequences, then values [*, G, V]."""
+        from flexengine.kernels import attention_decode as kernel  # noqa: PLC0415 (Triton is imported when first used)
+        from flexengine.kernels.attention_tilings import Scoring  # noqa: PLC0415
+
+        addresses = torch.tensor([[cache.data_ptr() for cache in part] for part in caches], dtype=torch.int64)
+        style, new = self.style, kernel.NewTokens(rows, starts, addresses.to(rows.device))
+        heads = kernel.Heads(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
+        scoring = Scoring(style.scale_of(self.head_dim), style.soft_cap, style.window)
+        sinks = env.p["sinks"] if style.sinks else None
+        kernel.attention_decode(env.t[self.qkv], new, heads, scoring, env.t[self.y], sinks)
+
     def backward_input(self, env: OpEnv) -> None:
         chunk, window = env.chunk, self.window(env)
         q, k, v = self.split(env.t[self.qkv])
