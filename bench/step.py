@@ -33,6 +33,8 @@ from bench.environment import require_native_code, write_json
 from bench.job_flags import add_job_flags, job_from
 from flexengine.api import build, prepare_job
 from flexengine.hardware.memory_usage import MemoryPeaks, forget_peak_resident
+from flexengine.models.registry import FAMILIES
+from flexengine.ops.opaque import OpaqueBlock
 from flexengine.optim import AdamW
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import Team, is_first, leave
@@ -45,7 +47,7 @@ GIB = 2**30
 PIECE_BYTES = 16 * 2**20
 """Of planes that are copied from a GPU to be digested."""
 OPTIONS = (
-    "max_seq_len", "max_global_batch_tokens", "max_host_mem_gib", "device", "dtype", "master_dtype",
+    "init", "max_seq_len", "max_global_batch_tokens", "max_host_mem_gib", "device", "dtype", "master_dtype",
     "optimizer_state_dtype", "matmul_dtype", "keep_dtype", "cuda_graphs", "freeze", "mode", "lora_rank", "lora_alpha",
     "lora_targets", "use_dora", "base_dtype", "max_grad_norm", "recompute", "chunk_tokens", "round_tokens",
     "round_multiple", "transport", "deterministic",
@@ -189,6 +191,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, tokens: int, first:
     step_s = statistics.median(timed.seconds)
     return {
         "model": args.model,
+        "opaque": any(isinstance(op, OpaqueBlock) for layer in planned.source.spec.layers for op in layer.ops),
         "gpu_cap_gib": cap_gib,
         "host_cap_gib": job.max_host_mem_gib,
         "seq_len": job.max_seq_len,
@@ -272,12 +275,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--opaque", action="store_true", help="run a native type as opaque blocks of transformers")
     parser.add_argument("--digest", action="store_true", help="tell a digest of all weights after the steps")
     parser.add_argument("--no-streams", dest="streams", action="store_false", help="leave out the step that is timed")
     add_job_flags(parser, *OPTIONS, optimizer_state_dtype="bfloat16")
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
     args.model = f"preset:{args.preset}" if args.preset else args.model
+    if args.opaque:
+        FAMILIES.clear()
     return args
 
 

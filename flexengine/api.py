@@ -6,7 +6,9 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -18,6 +20,7 @@ from flexengine.hardware.node_probe import with_ranks_at_work
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.probe import check_multiplies_fp8, mend, probe
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.timed_calls import CallRun
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
 from flexengine.models.task_heads import new_head_notice
@@ -34,6 +37,7 @@ from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import Team, join
 from flexengine.plan import Plan
 from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.planner.timed_blocks import with_timed_blocks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import step_timeline
 from flexengine.reports.plan_text import brief, describe, machine_line
@@ -118,16 +122,8 @@ class PrepareArguments(Job, ModelArgument):
             gib, num_bytes = f"max_{place}_mem_gib", f"max_{place}_mem_bytes"
             budget = budget_gib(place, getattr(self, gib), getattr(self, num_bytes))
             object.__setattr__(self, gib, budget)
-        names = (
-            "freeze",
-            "lora_targets",
-            "modules_to_save",
-            "lr_groups",
-            "weight_decay_groups",
-            "add_tokens",
-            "labels",
-        )
-        for name in names:
+        several = "freeze lora_targets modules_to_save lr_groups weight_decay_groups add_tokens labels"
+        for name in several.split():
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         self._take_adapters({} if lora is None else lora_options(lora))
@@ -221,20 +217,18 @@ def prepare_job(
     nothing will be built of the plan. tell: whether budgets that were found are logged. whole_steps: as of `prepare`.
     """
     team = join()
-    if team is None:
-        opened = _open(path_or_preset, job, None, needs_weights)
-        profile = _profile(hardware, opened)
-        plan = _plan(opened, profile, hardware is None, Ranks.alone(), cache_bytes, whole_steps)
-    else:
-        with team.control.all_or_none():
-            opened = _open(path_or_preset, job, team, needs_weights)
+    with nullcontext() if team is None else team.control.all_or_none():
+        opened = _open(path_or_preset, job, team, needs_weights)
+    if team is not None:
         _check_same_job(team, opened)
         gpus_of_ranks(team.control, opened.device).check_own()
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
-        profile = _told_by_first(team, lambda: _profile(hardware, opened), HardwareProfile)
-        if hardware is None:
-            profile = with_ranks_at_work(profile, team, opened.device, getattr(torch, opened.job.dtype))
-        plan = _told_by_first(team, lambda: _plan(opened, profile, hardware is None, team.ranks, cache_bytes), Plan)
+    profile = _told_by_first(team, lambda: _profile(hardware, opened), HardwareProfile)
+    if hardware is None:
+        opened, profile = _at_work(opened, profile, team)
+    ranks = Ranks.alone() if team is None else team.ranks
+    whole = whole_steps and team is None
+    plan = _told_by_first(team, lambda: _plan(opened, profile, hardware is None, ranks, cache_bytes, whole), Plan)
     planned = PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
     if tell and (found := budgets_found(opened.job, plan.request, profile, opened.device.type)):
         logger.info(found)
@@ -295,6 +289,15 @@ def _profile(hardware: HardwareProfile | str | Path | None, opened: _Opened) -> 
     return named_profile(hardware)
 
 
+def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tuple[_Opened, HardwareProfile]:
+    """What was measured, with what opaque blocks take here and what all ranks reach at once."""
+    dtype, limit_gib = getattr(torch, opened.job.dtype), opened.job.max_gpu_mem_gib
+    run = CallRun(opened.device, dtype, opened.job.max_seq_len, profile, limit_gib)
+    spec, profile = with_timed_blocks(opened.source.spec, run, partial(_told_by_first, team))
+    profile = profile if team is None else with_ranks_at_work(profile, team, opened.device, dtype)
+    return opened._replace(source=opened.source._replace(spec=spec)), profile
+
+
 def _plan(
     opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, cache_bytes: int, whole_steps: bool = False,
 ) -> Plan:  # fmt: skip
@@ -310,8 +313,10 @@ def _plan(
     return plan
 
 
-def _told_by_first(team: Team, find: Callable[[], T], record: type) -> T:
+def _told_by_first(team: Team | None, find: Callable[[], T], record: type) -> T:
     """Have rank 0 measure or plan, and tell the others; record: what it finds. Raises: on all, what it raises."""
+    if team is None:
+        return find()
     found = None
     with team.control.all_or_none():
         if team.ranks.rank == 0:

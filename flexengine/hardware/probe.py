@@ -142,7 +142,7 @@ def _measured(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale
 
 
 def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:
-    _release_cached_memory()
+    release_cached_memory()
     release_unused_heap()
     before_bytes, held_bytes = resident_bytes(), torch.cuda.memory_reserved(device)
     rates = measure_cuda(device, dtype, shape, host_memory().available_bytes, scale)
@@ -212,7 +212,7 @@ def _with_current_memory(profile: HardwareProfile, device: torch.device) -> Hard
     )
 
 
-def _release_cached_memory() -> None:
+def release_cached_memory() -> None:
     """Give back unused memory of torch's allocator, and cuBLAS workspaces that it would count as in use."""
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
@@ -228,13 +228,13 @@ def _nearby_size(size: int) -> int:
 def _path(device: torch.device, dtype: torch.dtype, shape: ProbeShape) -> Path | None:
     """Give the file of this machine's profile; None if the user has no cache folder."""
     readable = f"{_name(device)} {dtype} {' '.join(map(str, shape[:3]))}".replace("torch.", "")
-    return profile_path(readable, (PROBE_VERSION, *_machine(device), str(dtype), tuple(shape)))
+    return profile_path(readable, (PROBE_VERSION, *machine(device), str(dtype), tuple(shape)))
 
 
 def _samples_path(device: torch.device, dtype: torch.dtype) -> Path | None:
     """Give the file of what probes for any model found of the host; None as of a profile."""
     readable = f"host of {_name(device)} {dtype}".replace("torch.", "")
-    return profile_path(readable, (PROBE_VERSION, *_machine(device), str(dtype)), "hosts")
+    return profile_path(readable, (PROBE_VERSION, *machine(device), str(dtype)), "hosts")
 
 
 def node_path(device: torch.device, dtype: torch.dtype, ranks: int, nodes: int) -> Path | None:
@@ -244,10 +244,10 @@ def node_path(device: torch.device, dtype: torch.dtype, ranks: int, nodes: int) 
     """
     readable = f"{ranks} of {_name(device)} {dtype} on {nodes} nodes".replace("torch.", "")
     told = sorted((name, value) for name, value in os.environ.items() if name.startswith(("NCCL_", "FLEXENGINE_PEER_")))
-    return profile_path(readable, (NODE_VERSION, *_machine(device), str(dtype), ranks, nodes, *told))
+    return profile_path(readable, (NODE_VERSION, *machine(device), str(dtype), ranks, nodes, *told))
 
 
-def _machine(device: torch.device) -> tuple[object, ...]:
+def machine(device: torch.device) -> tuple[object, ...]:
     """What rates depend on besides what is measured: versions, device, host, threads."""
     cuda = device.type == "cuda"
     total_bytes = torch.cuda.get_device_properties(device).total_memory if cuda else 0

@@ -11,6 +11,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from operator import add
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from flexengine.ops.attention.choice import AttentionChoice, KernelName
@@ -75,20 +76,12 @@ class Work(NamedTuple):
     """FLOPs of products of many matrices, each with its own rows, which are not among matmul_flops."""
     head_flops: float = 0.0
     """FLOPs of the LM head's products, which are not among matmul_flops."""
+    timed_flops: float = 0.0
+    """FLOPs of calls that were timed as a whole: what these take is among memory_bytes, at the rate of memory."""
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""
-        return Work(
-            self.matmul_flops + other.matmul_flops,
-            self.attention_forward_flops + other.attention_forward_flops,
-            self.attention_backward_flops + other.attention_backward_flops,
-            self.memory_bytes + other.memory_bytes,
-            self.kernels + other.kernels,
-            self.fp8_flops + other.fp8_flops,
-            self.padding_flops + other.padding_flops,
-            self.grouped_flops + other.grouped_flops,
-            self.head_flops + other.head_flops,
-        )
+        return Work(*map(add, self, other))
 
     def times(self, factor: float) -> Work:
         """So many times this work."""
@@ -104,7 +97,8 @@ class Work(NamedTuple):
     def flops(self) -> float:
         """All floating-point operations that count as hardware FLOPs."""
         attention = self.attention_forward_flops + self.attention_backward_flops - self.padding_flops
-        return self.matmul_flops + self.grouped_flops + self.head_flops + self.fp8_flops + attention
+        products = self.matmul_flops + self.grouped_flops + self.head_flops + self.fp8_flops
+        return products + attention + self.timed_flops
 
 
 class Carried(NamedTuple):

@@ -17,13 +17,15 @@ from torch import Tensor
 from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.cross_entropy import LMHeadLoss
-from flexengine.ops.opaque_cost import CallCost, CostCurve
+from flexengine.ops.opaque_cost import CallCost, CostCurve, TimedCosts
 
 Weights = Mapping[str, Tensor]
 
 
 class LayerFunction(Protocol):
-    """What an opaque block computes."""
+    """What an opaque block computes. Functions of equal names compute the same."""
+
+    __qualname__: str
 
     def __call__(self, layer: int, weights: Weights, x: Tensor, adapters: tuple[Adapters, ...] = ()) -> Tensor:
         """y [T, D] of one sequence x [T, D]. layer: the layer's number in the model, the embedding being 0.
@@ -78,9 +80,11 @@ class OpaqueBlock(Op):
         cost_of: CostOf, rows_per_call: int | None = None,
     ) -> None:  # fmt: skip
         self.name, self.function, self.params = name, function, params
-        self.cost_of, self.cost = cost_of, cost_of((), params)
+        self.cost_of = cost_of
+        self.cost: CostCurve | TimedCosts = cost_of((), params)
         self.rows_per_call, self.whole_sequences = rows_per_call, rows_per_call is None
         self.x, self.y = io
+        self.width = width[0]
         self.inputs, self.outputs = (self.x,), (TensorSpec(self.y, (width[1],)),)
         self.needs_input = self.grad_inputs = self.inputs
         if width[0] <= width[1] and rows_per_call is None:
@@ -98,6 +102,17 @@ class OpaqueBlock(Op):
         """The same op of whose parameters these alone are trained."""
         op = copy.copy(self) if params else self.untrained()
         op.params, op.cost = params, op.cost_of(op.adapters, params)
+        return op
+
+    @property
+    def title(self) -> str:
+        """All that decides what it computes beside its weights: code and config, as a digest."""
+        return self.function.__qualname__
+
+    def costing(self, cost: CostCurve | TimedCosts) -> Self:
+        """The same op, whose calls cost something else."""
+        op = copy.copy(self)
+        op.cost = cost
         return op
 
     def forward(self, env: OpEnv) -> None:

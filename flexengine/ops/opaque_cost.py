@@ -107,6 +107,38 @@ class CostCurve:
         return total
 
 
+class TimedCall(NamedTuple):
+    """A call as a machine ran it: tokens, seconds of forward and backward, and most bytes taken (0: not known)."""
+
+    tokens: int
+    forward_s: float
+    backward_s: float
+    peak_bytes: int
+
+
+class TimedCosts:
+    """Costs of calls by length where one was timed: calls of other lengths take as much more as `curve` says.
+
+    seconds: what the machine is taken to need for work; bytes_per_s: the rate of its memory.
+    """
+
+    def __init__(self, curve: CostCurve, call: TimedCall, seconds: Callable[[Work], float], bytes_per_s: float) -> None:
+        self.curve, self.call, self._seconds, self._bytes_per_s = curve, call, seconds, bytes_per_s
+
+    def at(self, tokens: int, compute_bytes: int) -> CallCost:
+        """The cost of a call on a sequence of so many tokens, where an element takes compute_bytes."""
+        known, cost = (self.curve.at(count, compute_bytes) for count in (self.call.tokens, tokens))
+        return CallCost(
+            self._timed(cost.forward, known.forward, self.call.forward_s),
+            self._timed(cost.backward, known.backward, self.call.backward_s),
+            math.ceil(cost.peak_bytes * max(1.0, self.call.peak_bytes / max(1, known.peak_bytes))),
+        )
+
+    def _timed(self, work: Work, known: Work, known_s: float) -> Work:
+        seconds = known_s * self._seconds(work) / self._seconds(known)
+        return Work(memory_bytes=seconds * self._bytes_per_s, timed_flops=work.flops)
+
+
 def traced_call(
     call: TracedCall, shapes: Mapping[str, tuple[int, ...]], width: int, tokens: int, trained: Collection[str],
     device: str = "meta",

@@ -7,6 +7,9 @@ from family_checks import MAX_SEQ_LEN, check_against_transformers, check_export,
 from opaque_configs import CONFIGS, RANDOM, USUAL, config_of, folder_with
 
 from flexengine import from_pretrained
+from flexengine.hardware import timed_calls
+from flexengine.hardware.presets import named_profile
+from flexengine.hardware.timed_calls import CallRun
 from flexengine.models.opaque import loading
 from flexengine.models.opaque.checks import check_given, check_layer
 from flexengine.models.opaque.skeleton import Skeleton, StructureError, Unread
@@ -14,6 +17,8 @@ from flexengine.models.registry import build_model, open_model
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.optim import AdamW
 from flexengine.plan import PlanError
+from flexengine.planner.cost.cost_model import CostModel
+from flexengine.planner.timed_blocks import opaque_calls, with_timed_blocks
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -84,6 +89,25 @@ def test_what_opaque_blocks_cost_grows_with_the_length():
     assert once.matmul_flops == linear
     assert twice.matmul_flops == 2 * linear
     assert twice.attention_forward_flops < together.attention_forward_flops
+
+
+def test_calls_that_were_timed_are_priced_and_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
+    model, profile = build_model("gpt_neox", config_of("gpt_neox")), named_profile("cpu-test")
+    run, found = CallRun(torch.device("cpu"), torch.float32, 48, profile), []
+    timed, grown = with_timed_blocks(model, run, lambda find, record: found.append(find()) or found[0])
+    (call, norm), op, plain = found[0].calls, timed.blocks[0].ops[0], model.blocks[0].ops[0]
+    assert timed.blocks[1].ops is timed.blocks[0].ops
+    assert min(call.forward_s, call.backward_s, norm.forward_s, norm.backward_s) > 0
+    assert grown.memory.host_base_bytes >= profile.memory.host_base_bytes
+    seconds = CostModel(profile, 4, 48, 48).work_s
+    assert seconds(op.forward_work(96, 48, 4)) == pytest.approx(2 * call.forward_s)
+    assert seconds(op.backward_input_work(48, 48, 4)) == pytest.approx(call.backward_s)
+    assert op.forward_work(48, 48, 4).flops == plain.forward_work(48, 48, 4).flops
+    more = [seconds(work(64, 64, 4)) / seconds(work(48, 48, 4)) for work in (op.forward_work, plain.forward_work)]
+    assert more[0] == pytest.approx(more[1])
+    monkeypatch.setattr(timed_calls, "_timed_all", None)
+    assert timed_calls.timed_opaque_calls(opaque_calls(model), run) == found[0]
 
 
 def test_frozen_layers_stay_and_tokens_are_generated(tmp_path):

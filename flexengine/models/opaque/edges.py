@@ -29,7 +29,8 @@ def parameter(skeleton: Skeleton, local: str, p: Tensor) -> ParamSpec:
     """Describe a parameter of the skeleton under the name that ops use."""
     shape = tuple(p.shape)
     sources = sources_of(skeleton.model, skeleton.names[id(p)], shape)
-    return ParamSpec(local, shape, sources, "matrix" if p.dim() > 1 else "vector")
+    init = "normal" if p.dim() > 1 else "zeros" if local.endswith("bias") else "ones"
+    return ParamSpec(local, shape, sources, "matrix" if p.dim() > 1 else "vector", init)
 
 
 class Edges:

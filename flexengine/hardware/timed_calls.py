@@ -1,0 +1,199 @@
+"""Times one call of each kind of opaque block on this machine, and remembers it: nothing else tells what they take."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.hardware.cache import profile_path, read_remembered, write_remembered
+from flexengine.hardware.measure.timing import timed_calls
+from flexengine.hardware.memory_usage import gpu_used_bytes, hold_cublas_workspace, release_unused_heap, resident_bytes
+from flexengine.hardware.probe import machine, release_cached_memory
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.ops.base import ChunkContext, OpEnv
+from flexengine.ops.opaque import OpaqueBlock
+from flexengine.ops.opaque_cost import TimedCall
+from flexengine.wording import parse_json
+
+VERSION = 1  # part of the cache key: raise it when what is timed changes its meaning
+WARM_S, TIMED_S = {"cuda": 0.6, "cpu": 0.02}, {"cuda": 0.3, "cpu": 0.05}
+"""A card gets to the clock that it sustains before anything is timed."""
+MOST_TOKENS = 8192
+"""Calls of longer sequences take as much more as their counts say."""
+
+logger = logging.getLogger(__name__)
+
+
+class OpaqueCall(NamedTuple):
+    """An opaque block as one layer has it. shapes: of parameters; buffers: of what nothing trains, in float32."""
+
+    op: OpaqueBlock
+    layer: int
+    shapes: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, tuple[int, ...]]
+
+    def operand_bytes(self, tokens: int, compute_bytes: int) -> int:
+        """Bytes of weights, gradients, activations and what a call takes."""
+        weights = sum(math.prod(shape) for shape in self.shapes.values())
+        width = sum(math.prod(spec.shape) for spec in self.op.outputs)
+        rows = 5 * tokens * width * compute_bytes
+        return weights * (compute_bytes + max(4, compute_bytes)) + rows + self.op.workspace_bytes(tokens, compute_bytes)
+
+
+class TimedCalls(NamedTuple):
+    """What was timed, call by call; None where nothing fitted. gpu_bytes, host_bytes: of kernels that were loaded."""
+
+    calls: tuple[TimedCall | None, ...]
+    gpu_bytes: int = 0
+    host_bytes: int = 0
+
+    def to_json(self) -> str:
+        """JSON text; `from_json` is the inverse."""
+        return json.dumps(self._asdict())
+
+    @staticmethod
+    def from_json(text: str) -> TimedCalls:
+        """What is in `text`. Raises: ValueError if it is no JSON, or holds anything else."""
+        found = parse_json(text, "timed calls")
+        try:
+            calls = tuple(None if call is None else TimedCall(*call) for call in found["calls"])
+            return TimedCalls(calls, int(found["gpu_bytes"]), int(found["host_bytes"]))
+        except (KeyError, TypeError):
+            raise ValueError("timed calls: expected calls, gpu_bytes and host_bytes") from None
+
+    def with_kernels(self, profile: HardwareProfile) -> HardwareProfile:
+        """The profile of a process that has loaded these kernels, too."""
+        return profile.changed(
+            gpu_context_bytes=profile.memory.gpu_context_bytes + self.gpu_bytes,
+            gpu_free_bytes=max(0, profile.memory.gpu_free_bytes - self.gpu_bytes),
+            host_base_bytes=max(resident_bytes(), profile.memory.host_base_bytes + self.host_bytes),
+        )
+
+
+class CallRun(NamedTuple):
+    """What calls are timed on: sequences of so many tokens on an idle machine, within a GPU budget if there is one."""
+
+    device: torch.device
+    dtype: torch.dtype
+    tokens: int
+    profile: HardwareProfile
+    max_gpu_mem_gib: float | None = None
+
+    def length(self, call: OpaqueCall) -> int:
+        """Tokens of a call, half as many again and again until it fits; 0 where none do."""
+        memory, count = self.profile.memory, min(self.tokens, MOST_TOKENS, call.op.rows_per_call or MOST_TOKENS)
+        free = memory.gpu_free_bytes
+        if self.max_gpu_mem_gib is not None:
+            free = min(free, int(self.max_gpu_mem_gib * 2**30) - memory.gpu_context_bytes)
+        while count and call.operand_bytes(count, self.dtype.itemsize) > free:
+            count //= 2
+        return count
+
+
+def timed_opaque_calls(calls: Sequence[OpaqueCall], run: CallRun) -> TimedCalls:
+    """Time each call, or remember what it took.
+
+    Order: after the probe, before the arenas take their memory.
+    """
+    lengths = [run.length(call) for call in calls]
+    key = VERSION, *machine(run.device), str(run.dtype), tuple(lengths), tuple(map(_told, calls))
+    path = profile_path(f"opaque {calls[0].op.title}", key, "opaque")
+    found = read_remembered(path, TimedCalls.from_json)
+    if found is None or len(found.calls) != len(calls):
+        logger.info("timing opaque blocks on %s once (a few seconds)", run.device)
+        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+            found = _timed_all(calls, lengths, run.device, run.dtype)
+        write_remembered(path, found.to_json())
+    return found
+
+
+def _told(call: OpaqueCall) -> tuple[object, ...]:
+    """All that decides what a call takes, beside the machine and its length."""
+    op = call.op
+    backward = op.has_input_half, op.has_weight_half, op.params
+    return op.title, op.name, call.layer, op.adapters, backward, op.rows_per_call, *call.shapes.items()
+
+
+def _timed_all(
+    calls: Sequence[OpaqueCall], lengths: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> TimedCalls:
+    if device.type == "cuda":
+        hold_cublas_workspace(device, dtype)
+    before = _held(device)
+    found = tuple(_timed(call, n, device, dtype) if n else None for call, n in zip(calls, lengths, strict=True))
+    grown = [max(0, now - then) for now, then in zip(_held(device), before, strict=True)]
+    return TimedCalls(found, *grown)
+
+
+def _held(device: torch.device) -> tuple[int, int]:
+    """Bytes of GPU and host that this process holds for kernels and libraries."""
+    release_unused_heap()
+    if device.type != "cuda":
+        return 0, resident_bytes()
+    release_cached_memory()
+    return gpu_used_bytes(device) - torch.cuda.memory_reserved(device), resident_bytes()
+
+
+def _timed(call: OpaqueCall, tokens: int, device: torch.device, dtype: torch.dtype) -> TimedCall:
+    env, op = _operands(call, tokens, device, dtype), call.op
+    forward, backward = partial(op.forward, env), partial(op.backward_input, env) if op.has_input_half else None
+    peak_bytes = _peak_bytes(device, (forward, backward or forward))
+    start_s = time.perf_counter()
+    while time.perf_counter() - start_s < WARM_S[device.type]:
+        _seconds(device, backward or forward, 1)
+    forward_s = _mean_s(device, forward)
+    return TimedCall(tokens, forward_s, _mean_s(device, backward) if backward else 0.0, peak_bytes)
+
+
+def _operands(call: OpaqueCall, tokens: int, device: torch.device, dtype: torch.dtype) -> OpEnv:
+    """Random operands of one sequence."""
+
+    def random(shape: tuple[int, ...], scale: float, kind: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=kind) * scale
+
+    op, wide = call.op, torch.promote_types(dtype, torch.float32)
+    width = {op.y: math.prod(op.outputs[0].shape), op.x: op.width}
+    weights = {name: random(shape, 0.02) for name, shape in call.shapes.items()}
+    weights |= {name: random(shape, 0.02, torch.float32) for name, shape in call.buffers.items()}
+    rows = {name: random((tokens, columns), 1.0) for name, columns in width.items()}
+    grads = {name: random((tokens, columns), 1e-3) for name, columns in width.items()}
+    trained = op.params if op.has_weight_half else ()
+    totals = {name: torch.zeros(weights[name].shape, device=device, dtype=wide) for name in trained}
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    chunk = ChunkContext(tokens, ids, ids, ids, torch.tensor([0, tokens]), (tokens,), torch.zeros(tokens), {})
+    return OpEnv(rows, weights, grads, totals, chunk, first=False, layer=call.layer)
+
+
+def _peak_bytes(device: torch.device, halves: Sequence[Callable[[], None]]) -> int:
+    """Most bytes that the allocator takes from the device for first calls; 0 where nothing counts them."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for half in halves:
+        half()
+    return torch.cuda.max_memory_reserved(device) - before
+
+
+def _mean_s(device: torch.device, work: Callable[[], None]) -> float:
+    """Seconds per call of calls that follow each other, what issuing them takes among it."""
+    once_s = _seconds(device, work, 1)
+    return _seconds(device, work, max(1, math.ceil(TIMED_S[device.type] / once_s)))
+
+
+def _seconds(device: torch.device, work: Callable[[], None], calls: int) -> float:
+    if device.type == "cuda":
+        return timed_calls(work, calls)
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - start_s) / calls
