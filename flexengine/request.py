@@ -21,6 +21,7 @@ from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import with_lora
 from flexengine.models.lora_files import unread_by_peft
 from flexengine.models.matmul_dtype import with_matmul_dtype
+from flexengine.models.opaque.lengths import with_calls_up_to
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
@@ -60,7 +61,7 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     if job.trains and (unread := unread_by_peft(model)):
         logger.warning(unread)
     model = model if job.trains else forward_only(model)
-    model = with_base_dtype(model, job.stored_base)
+    model = with_calls_up_to(with_base_dtype(model, job.stored_base), job.max_seq_len)
     _check_sequence_length(model, job.max_seq_len)
     for option in ("lr_groups", "weight_decay_groups"):
         group_factors(model, option, getattr(job, option))

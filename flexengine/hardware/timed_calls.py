@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -128,7 +129,8 @@ def _timed_all(
     if device.type == "cuda":
         hold_cublas_workspace(device, dtype)
     before = _held(device)
-    found = tuple(_timed(call, n, device, dtype) if n else None for call, n in zip(calls, lengths, strict=True))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        found = tuple(_timed(call, n, device, dtype) if n else None for call, n in zip(calls, lengths, strict=True))
     grown = [max(0, now - then) for now, then in zip(_held(device), before, strict=True)]
     return TimedCalls(found, *grown)
 

@@ -60,9 +60,8 @@ def freeze_groups(model: ModelSpec, found: set[int]) -> ModelSpec:
 
 def forward_only(model: ModelSpec) -> ModelSpec:
     """Freeze all of a model, so that it has no backward. Layers that shared their ops go on sharing them."""
-    ops = {layer.ops: tuple(op.forward_only() for op in layer.ops) for layer in model.layers}
-    layers = tuple(replace(layer, ops=ops[layer.ops]) for layer in model.layers)
-    return replace(model, groups=tuple(replace(group, frozen=True) for group in model.groups), layers=layers)
+    frozen = tuple(replace(group, frozen=True) for group in model.groups)
+    return replace(model.with_ops(lambda op: op.forward_only()), groups=frozen)
 
 
 def _treated(op: Op, untrained: Sequence[str], backward: bool) -> Op:

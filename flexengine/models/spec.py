@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -241,6 +241,12 @@ class ModelSpec:
     def embedding_source(self) -> str:
         """Name of the embedding's tensor, which a tied head shares."""
         return self.groups[0].params[0].sources[0].name
+
+    def with_ops(self, changed: Callable[[Op], Op]) -> ModelSpec:
+        """The model with other ops; layers that shared theirs go on sharing, as what is derived from ops is cached."""
+        ops = {op: changed(op) for layer in self.layers for op in layer.ops}
+        known = {layer.ops: tuple(ops[op] for op in layer.ops) for layer in self.layers}
+        return replace(self, layers=tuple(replace(layer, ops=known[layer.ops]) for layer in self.layers))
 
     def named_as(self, names: Iterable[str]) -> ModelSpec:
         """Describe the sources as a checkpoint of these tensors holds them.

@@ -74,6 +74,7 @@ class OpaqueBlock(Op):
     replays = False
     linears: tuple[OpaqueLinear, ...] = ()
     adapters: tuple[Adapters, ...] = ()
+    longest: int | None = None
 
     def __init__(
         self, name: str, io: tuple[str, str], width: tuple[int, int], params: tuple[str, ...], function: LayerFunction,
@@ -102,6 +103,12 @@ class OpaqueBlock(Op):
         """The same op of whose parameters these alone are trained."""
         op = copy.copy(self) if params else self.untrained()
         op.params, op.cost = params, op.cost_of(op.adapters, params)
+        return op
+
+    def up_to(self, tokens: int) -> Self:
+        """The same op for sequences of at most so many tokens, which bounds what its calls take."""
+        op = copy.copy(self)
+        op.longest = tokens
         return op
 
     @property
@@ -163,7 +170,7 @@ class OpaqueBlock(Op):
         return halves * self._work(seq_len, seq_len, 2, lambda cost: cost.forward).flops
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return self.cost.at(min(tokens, self.rows_per_call or tokens), compute_bytes).peak_bytes
+        return self.cost.at(min(tokens, self.rows_per_call or self.longest or tokens), compute_bytes).peak_bytes
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return self.workspace_bytes(tokens, compute_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.hardware.timed_calls import CallRun, OpaqueCall, TimedCalls, timed_opaque_calls
@@ -44,10 +43,7 @@ def with_timed_blocks(
         for call, one in zip(calls, found.calls, strict=True)
         if one is not None
     }
-    # Equal blocks go on sharing one tuple of ops: everything derived from ops is cached by it.
-    known = {layer.ops: tuple(timed.get(op, op) for op in layer.ops) for layer in model.layers}
-    layers = tuple(replace(layer, ops=known[layer.ops]) for layer in model.layers)
-    return replace(model, layers=layers), found.with_kernels(run.profile)
+    return model.with_ops(lambda op: timed.get(op, op)), found.with_kernels(run.profile)
 
 
 def _costs(op: OpaqueBlock, call: TimedCall, run: CallRun) -> TimedCosts:

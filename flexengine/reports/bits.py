@@ -11,7 +11,7 @@ from typing import Any
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 
-NAMES = {"name", "sources", "fused", "matrices", "slot_class", "divisions", "num_parts", "cost"}
+NAMES = {"name", "sources", "fused", "matrices", "slot_class", "divisions", "num_parts", "cost", "longest"}
 """Fields of a model that say what something is called in a checkpoint, how it crosses the link, or what it costs."""
 
 
