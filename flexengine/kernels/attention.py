@@ -2,7 +2,7 @@
 
 Source: Dao 2023, "FlashAttention-2" (arXiv 2307.08691): softmax in one pass with a running maximum, float32 sums. What
 is new here is what the project's models need of it: soft caps, sinks, windows whose far keys are not read, values
-narrower than keys, heads of any width to 256, and queries that follow keys of earlier chunks.
+narrower than keys, heads of any width to 512, and queries that follow keys of earlier chunks.
 
 Shapes: q [T, N, H], out [T, N, V], k [K, G, H], v [K, G, V], where K = T, or K > T for one sequence whose last T keys
 are the queries' own; lse [N, T] float32; cu_seqlens [sequences + 1] int32, of the queries. Rows may be strided.
@@ -42,7 +42,7 @@ from flexengine.kernels.attention_tilings import (
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
-MOST_WIDTH = 256
+MOST_WIDTH = 512
 """Of a head's keys and values: the sums of a tile of wider ones would not stay in registers."""
 
 

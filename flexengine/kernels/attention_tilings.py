@@ -1,7 +1,8 @@
 """How kernels of attention are called: scores, widths of heads, and the tiles that a card's shared memory holds.
 
 The tiles are the fastest of some 200 that were timed on an H100 with Triton 3.6: Llama's heads, Gemma 2's, those of
-gpt-oss and of latent attention, in sequences of 2048 and 8192 tokens.
+gpt-oss and of latent attention, in sequences of 2048 and 8192 tokens. Those of more than 256 columns follow from memory
+alone: sums of 64 rows fill half the registers of eight warps, and operands the rest of shared memory.
 Cards with less shared memory get smaller ones.
 """
 
@@ -17,6 +18,8 @@ from flexengine.kernels.counts import next_power_of_2
 LOG2_E = math.log2(math.e)
 SHORT_WINDOW = 256
 """Keys of a window for which narrow tiles of keys are faster: wider ones would mostly hold hidden keys."""
+MANY_COLUMNS = 256
+"""Wider heads have tiles of half the rows."""
 STATISTICS_BYTES = 1024  # of shared memory, for rows' sums
 OWN_KEYS, MOST_FAR_KEYS = 16, 128
 """Of a tile in `attention_short.py`: those of its queries, and those before them, whose scores fill a warp's registers
@@ -157,7 +160,9 @@ def short_tiling(
 
 def forward_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Tiling:
     """The tile of the forward kernel, whose loop goes over keys and values."""
-    if widths.widest > 128:
+    if widths.widest > MANY_COLUMNS:
+        tiling = Tiling(64, 32, 8, 2)
+    elif widths.widest > 128:
         tiling = Tiling(128, 64, 8, 2) if widths.widest > 192 else Tiling(128, 64, 8, 3)
     else:
         tiling = Tiling(64, 32, 4, 3) if scoring.short else Tiling(64, 64, 4, 3)
@@ -166,7 +171,9 @@ def forward_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Ti
 
 def query_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Tiling:
     """The tile of the kernel of grad_q, whose loop goes over keys and values."""
-    if widths.widest > 64:
+    if widths.widest > MANY_COLUMNS:
+        tiling = Tiling(64, 16, 8, 2)
+    elif widths.widest > 64:
         tiling = Tiling(128, 32 if widths.widest > 192 else 64, 8, 3)
     else:
         tiling = Tiling(64, 32, 4, 3, apart=False) if scoring.short else Tiling(64, 64, 4, 3)
@@ -176,7 +183,9 @@ def query_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Tili
 
 def key_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Tiling:
     """The tile of the kernel of grad_k and grad_v, whose loop goes over queries and gradients of outputs."""
-    if widths.widest > 128:
+    if widths.widest > MANY_COLUMNS:
+        tiling = Tiling(16, 64, 8, 2, passes=2)
+    elif widths.widest > 128:
         tiling = Tiling(32, 128, 8, 3, passes=2 if widths.widest > 192 else 1)
     else:
         tiling = Tiling(32, 64, 4, 3) if widths.widest > 64 else Tiling(64, 64, 4, 3 if scoring.short else 4)

@@ -9,7 +9,16 @@ from attention_helpers import SMALL_TILE, use_tiles
 from flexengine.kernels import attention, attention_backward, attention_tilings
 from flexengine.kernels.attention import Operands, attention_forward
 from flexengine.kernels.attention_backward import Forward, Gradients
-from flexengine.kernels.attention_tilings import Scoring, Tiling, Widths, short_tiling
+from flexengine.kernels.attention_tilings import (
+    HOPPER_BYTES,
+    Scoring,
+    Tiling,
+    Widths,
+    forward_tiling,
+    key_tiling,
+    query_tiling,
+    short_tiling,
+)
 from flexengine.ops.attention.reference import attention_backward_reference, attention_forward_reference
 from flexengine.ops.attention.sinks import add_sinks
 from flexengine.ops.attention.style import AttentionStyle
@@ -126,6 +135,24 @@ def test_styles(device, seq_lens, style):
 @pytest.mark.usefixtures("small_tiles")
 def test_heads_and_widths(device, widths, heads, style):
     check(run(Case(heads, widths, (3, 19)), style, torch.float32, device), PRECISE)
+
+
+@pytest.mark.parametrize("style", [STYLES["window 5"], STYLES["all of them"]], ids=["window 5", "all of them"])
+def test_heads_of_512_columns(device, style):
+    check(run(Case((4, 1), (512, 512), (3, 19)), style, torch.float32, device), PRECISE)
+    check(run(Case((2, 2), (384, 272), (7,), before=20), style, torch.float32, device, add=True), PRECISE)
+
+
+@pytest.mark.parametrize("tiling_of", [forward_tiling, query_tiling, key_tiling])
+@pytest.mark.parametrize("card_bytes", [99 * 1024, HOPPER_BYTES])
+def test_tiles_of_512_columns_fit(monkeypatch, tiling_of, card_bytes):
+    monkeypatch.setattr(attention_tilings, "HOPPER_BYTES", card_bytes)
+    tiling, widths = tiling_of(Widths.of(512, 512), Scoring(1.0), torch.device("cpu")), 512
+    outer, loop = (tiling.keys, tiling.rows) if tiling_of is key_tiling else (tiling.rows, tiling.keys)
+    held = widths if tiling_of is forward_tiling else 2 * widths
+    assert 2 * (outer * held + tiling.stages * loop * 2 * widths) < card_bytes
+    assert min(outer, loop) >= 16
+    assert outer * widths <= 8 * 32 * 128  # sums take half of the registers at the most
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
@@ -250,8 +277,8 @@ def test_refuses_what_it_cannot_do(device):
     for scoring, message in ((Scoring(0.0), "scale is 0"), (both_ways, "window is for causal")):
         with pytest.raises(ValueError, match=message):
             attention_forward(operands, scoring, out, lse)
-    wide = torch.zeros(70, 4, 257, device=device)
-    with pytest.raises(ValueError, match="widths up to 256"):
+    wide = torch.zeros(70, 4, 513, device=device)
+    with pytest.raises(ValueError, match="widths up to 512"):
         attention_forward(Operands(wide, wide, wide, operands.cu_seqlens), Scoring(1.0), wide, lse)
     packed = operands._replace(q=operands.q[:40], cu_seqlens=torch.tensor((0, 20, 40), dtype=torch.int32))
     with pytest.raises(ValueError, match="earlier keys go with one sequence"):
@@ -267,6 +294,7 @@ def test_refuses_what_it_cannot_do(device):
         ((112, 112), (128, 0, 128)),
         ((7, 3), (16, 0, 16)),
         ((256, 256), (256, 0, 256)),
+        ((512, 300), (512, 0, 512)),
     ],
 )
 def test_heads_lie_in_powers_of_two(widths, parts):
@@ -276,6 +304,8 @@ def test_heads_lie_in_powers_of_two(widths, parts):
 GPU_CASES = [
     Case((32, 8), (128, 128), (700, 1, 129, 1213)),
     Case((8, 4), (256, 256), (700, 1, 129, 213)),
+    Case((16, 1), (512, 512), (700, 1, 129, 213)),
+    Case((8, 4), (512, 512), (513,), before=700),
     Case((16, 16), (192, 128), (700, 1, 129, 213)),
     Case((64, 8), (64, 64), (700, 1, 129, 213), sinks=True),
     Case((4, 2), (80, 80), (700, 1, 129, 213)),

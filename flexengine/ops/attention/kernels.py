@@ -23,7 +23,7 @@ from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 CUDNN_LENGTHS = 256
 """cuDNN serves lengths that are multiples of this: it prepares itself for every new one, which takes up to a second."""
 
-MOST_HEAD_DIM: dict[KernelName, int] = {"flash": 256, "cudnn": 128, "triton": 256}
+MOST_HEAD_DIM: dict[KernelName, int] = {"flash": 256, "cudnn": 128, "triton": 512}
 
 
 class Lengths(NamedTuple):
