@@ -44,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What the published configs say of microsoft/phi-2, EleutherAI/pythia-6.9b, LiquidAI/LFM2-1.2B, tiiuae/falcon-7b."""
 LLAMA = ("--preset", "llama-3.1-8b", "--seq-len", "4096")
-USUAL = ("--tokens-per-step", "65536", "--warmup", "5", "--steps", "8")
+USUAL = ("--tokens-per-step", "65536", "--warmup", "3", "--steps", "4", "--no-streams")
 BITS = ("--deterministic", "--digest", "--chunk-tokens", "16384", "--round-tokens", "65536", "--no-streams")
 
 
