@@ -73,7 +73,8 @@ class Decoder:
             self._choose_tokens(op, env)
         elif isinstance(op, CausalAttention) and op.decodes(env):
             self._decode_together(op, env, call.layer)
-            self._run_by_sequence(op, env, call.layer, lambda piece: piece.length > 1)
+            if any(piece.length > 1 for piece in self._pieces):
+                self._run_by_sequence(op, env, call.layer, lambda piece: piece.length > 1)
         elif op.carried:
             self._run_by_sequence(op, env, call.layer)
         else:
