@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import combinations
 
@@ -60,17 +60,18 @@ def makers(name: str, producer: Mapping[str, Op], at_hand: set[str]) -> Iterator
         at_hand.update(output.name for output in op.outputs)
 
 
+def needed_by_backward(ops: tuple[Op, ...]) -> list[str]:
+    """Names of the tensors that the backwards of a layer's ops read, in their order."""
+    return [name for op in reversed(ops) for name in (*op.needs_input, *op.needs_weight)]
+
+
+def needed_by_window(ops: tuple[Op, ...]) -> list[str]:
+    """Names of the tensors that the key/value window of a sliced sequence is filled from."""
+    return [name for op in ops if op.carried for name in op.inputs]
+
+
 def recomputed(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]) -> list[str]:
     """Names of the ops whose forward runs again in a backward that finds the outputs of the ops named in `kept`."""
-    return _run_again(ops, layer_input, kept, (n for op in reversed(ops) for n in (*op.needs_input, *op.needs_weight)))
-
-
-def refilled(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]) -> list[str]:
-    """The same for what the key/value window of a sliced sequence is filled from."""
-    return _run_again(ops, layer_input, kept, (n for op in ops if op.carried for n in op.inputs))
-
-
-def _run_again(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...], needed: Iterable[str]) -> list[str]:
     producer = {output.name: op for op in ops for output in op.outputs}
     at_hand = {layer_input or "", *(output.name for op in ops if op.name in kept for output in op.kept_outputs)}
-    return [op.name for name in needed for op in makers(name, producer, at_hand)]
+    return [op.name for name in needed_by_backward(ops) for op in makers(name, producer, at_hand)]

@@ -17,7 +17,7 @@ from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import GPU_SLACK_BYTES
-from flexengine.planner.cost.save_sets import Keeping, choice_places, lower_hull
+from flexengine.planner.cost.save_sets import Keeping, lower_hull, save_choices, totals
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
@@ -225,12 +225,12 @@ class SizeWork:
 
     def _keeps(self, block: LayerSpec) -> tuple[Keeping, ...]:
         """The lower convex hull of (bytes, recompute seconds) over all save sets that the request allows."""
-        kept, again = choice_places(block.ops, block.input)
+        kept, again, _ = save_choices(block.ops, block.input)
         if self.step.request.recompute == "full":
             kept, again = kept[:, :1], again[:, :1]
         seconds = [self._seconds(row) * self.full_rounds for row in self._round_work(block.ops)[:-1]]
         sizes = [self._output_bytes(op) * self.full_rounds for op in block.ops]
-        hull = lower_hull(_ever_faster(_totals(sizes, kept), _totals(seconds, again)))
+        hull = lower_hull(_ever_faster(totals(sizes, kept), totals(seconds, again)))
         return hull[-1:] if self.step.request.recompute == "none" else hull
 
     def _output_bytes(self, op: Op) -> int:
@@ -315,14 +315,6 @@ def plane_bytes(group: GroupSpec, numerics: Numerics) -> Counter[str]:
     if stored.stored is not None:
         planes["weights"] += sum(piece.total_bytes for piece in stored.stored.pieces)
     return planes
-
-
-def _totals(numbers: list[float], places: np.ndarray) -> np.ndarray:
-    """The sum [S] of the numbers at every column's places [N, S], added up from the first row to the last."""
-    found, total = np.array([*numbers, 0.0]), np.zeros(places.shape[1])
-    for row in places:
-        total += found[row]
-    return total
 
 
 def _ever_faster(num_bytes: np.ndarray, seconds: np.ndarray) -> list[Keeping]:

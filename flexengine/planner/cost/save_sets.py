@@ -15,7 +15,7 @@ from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import Half, LayerProgram, OpStep, align
 from flexengine.schedule.lowering import RoundShape
-from flexengine.schedule.save_sets import recomputed, refilled, savable_ops, save_sets
+from flexengine.schedule.save_sets import needed_by_backward, needed_by_window, savable_ops, save_sets
 
 ROUNDING_S = 1e-12
 """Sums of the same seconds in another order differ by less."""
@@ -40,13 +40,16 @@ class SaveSet(NamedTuple):
     ops: tuple[str, ...]
 
 
-class SaveChoice(NamedTuple):
-    """Ops whose outputs are kept, ops whose forward then runs again in backward, and those that run to fill a key/value
-    window again, by index."""
+class SaveChoices(NamedTuple):
+    """Every save set of a layer: ops whose outputs are kept, ops whose forward then runs again in backward, and those
+    that run to fill a key/value window again.
 
-    kept: tuple[int, ...]
-    recomputed: tuple[int, ...]
-    refilled: tuple[int, ...]
+    Each is [N, sets]: indices of ops in the order in which they run, filled up with the number of ops.
+    """
+
+    kept: np.ndarray
+    recomputed: np.ndarray
+    refilled: np.ndarray
 
 
 class Keeping(NamedTuple):
@@ -57,24 +60,44 @@ class Keeping(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def save_choices(ops: tuple[Op, ...], layer_input: str | None) -> tuple[SaveChoice, ...]:
+def save_choices(ops: tuple[Op, ...], layer_input: str | None) -> SaveChoices:
     """Every save set of a layer, the one that keeps nothing first."""
-    index, found = {op.name: i for i, op in enumerate(ops)}, []
-    for kept in save_sets(ops):
-        again = (recomputed(ops, layer_input, kept), refilled(ops, layer_input, kept))
-        found.append(SaveChoice(*(tuple(index[name] for name in names) for names in (kept, *again))))
-    return tuple(found)
+    sets, index = save_sets(ops), {op.name: i for i, op in enumerate(ops)}
+    kept = np.full((len(ops), len(sets)), len(ops))
+    for number, names in enumerate(sets):
+        kept[: len(names), number] = [index[name] for name in names]
+    again = _run_again(ops, layer_input, kept, needed_by_backward(ops))
+    return SaveChoices(_trimmed(kept, len(ops)), again, _run_again(ops, layer_input, kept, needed_by_window(ops)))
 
 
-@lru_cache(maxsize=64)
-def choice_places(ops: tuple[Op, ...], layer_input: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """The ops kept, and recomputed, in every save set, by index: both [N, sets], filled up with len(ops)."""
-    choices = save_choices(ops, layer_input)
-    kept, again = (np.full((len(ops), len(choices)), len(ops)) for _ in range(2))
-    for number, choice in enumerate(choices):
-        kept[: len(choice.kept), number] = choice.kept
-        again[: len(choice.recomputed), number] = choice.recomputed
-    return kept[: (kept < len(ops)).sum(axis=0).max()], again[: (again < len(ops)).sum(axis=0).max()]
+def _run_again(ops: tuple[Op, ...], layer_input: str | None, kept: np.ndarray, needed: Iterable[str]) -> np.ndarray:
+    """`schedule.save_sets.recomputed` for all sets [N, sets] at once: a tensor is looked at for those that lack it."""
+    producer = {output.name: i for i, op in enumerate(ops) for output in op.outputs}
+    is_kept = np.stack([(kept == i).any(axis=0) for i in range(len(ops))])
+    at_hand = {name: np.zeros(kept.shape[1], bool) for name in producer} | {layer_input: np.ones(kept.shape[1], bool)}
+    at_hand |= {output.name: is_kept[i].copy() for i, op in enumerate(ops) for output in op.kept_outputs}
+    again, lengths = np.full_like(kept, len(ops)), np.zeros(kept.shape[1], dtype=np.int64)
+
+    def make(name: str, lacking: np.ndarray) -> None:
+        lacking = lacking & ~at_hand[name]
+        if not lacking.any():
+            return
+        number = producer[name]
+        for source in ops[number].inputs:
+            make(source, lacking)
+        again[lengths[lacking], lacking] = number
+        lengths[lacking] += 1
+        for output in ops[number].outputs:
+            at_hand[output.name] |= lacking
+
+    for name in needed:
+        make(name, np.ones(kept.shape[1], bool))
+    return _trimmed(again, len(ops))
+
+
+def _trimmed(places: np.ndarray, absent: int) -> np.ndarray:
+    """Without the rows that no set fills."""
+    return places[: (places < absent).sum(axis=0).max(initial=0)]
 
 
 def frontier(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[SaveSet, ...]:
@@ -82,21 +105,34 @@ def frontier(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[Save
 
     Of equal sets it is the one with the least scratch.
     """
-    seconds, refill_s = _op_seconds(layer, shape, cost)
-    sizes = [output_bytes(op, cost.chunk_tokens, cost.compute_bytes) for op in layer.ops]
-    found = []
-    for choice in save_choices(layer.ops, layer.input):
-        again_s = sum(seconds[i] for i in choice.recomputed) + sum(refill_s[i] for i in choice.refilled)
-        names = tuple(layer.ops[i].name for i in choice.kept)
-        found.append(SaveSet(sum(sizes[i] for i in choice.kept), again_s, names))
     best: list[list[SaveSet]] = []  # those in one list are equal
-    for one in sorted(found):
+    for one in sorted(_promising(layer, shape, cost)):
         if not best or one.recompute_s < best[-1][0].recompute_s - ROUNDING_S:
             best.append([one])
         elif one.num_bytes == best[-1][0].num_bytes and one.recompute_s < best[-1][0].recompute_s + ROUNDING_S:
             best[-1].append(one)
     sizes, sliced = (cost.chunk_tokens, cost.compute_bytes), shape.chunks[0].is_slice
     return tuple(min(eq, key=lambda s: scratch_bytes(compile_layer(layer, s.ops, (), *sizes), sliced)) for eq in best)
+
+
+def _promising(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> list[SaveSet]:
+    """The save sets that no set of fewer bytes beats in recompute seconds by more than rounding."""
+    choices, (seconds, refill_s) = save_choices(layer.ops, layer.input), _op_seconds(layer, shape, cost)
+    sizes = [output_bytes(op, cost.chunk_tokens, cost.compute_bytes) for op in layer.ops]
+    num_bytes = totals(sizes, choices.kept)
+    again_s = totals(seconds, choices.recomputed) + totals(refill_s, choices.refilled)
+    order = np.lexsort((again_s, num_bytes))
+    near = order[again_s[order] < np.minimum.accumulate(again_s[order]) + 2 * ROUNDING_S]
+    names = [[layer.ops[i].name for i in choices.kept[:, n] if i < len(layer.ops)] for n in near]
+    return [SaveSet(int(num_bytes[n]), float(again_s[n]), tuple(kept)) for n, kept in zip(near, names, strict=True)]
+
+
+def totals(numbers: Sequence[float], places: np.ndarray) -> np.ndarray:
+    """The sum [S] of the numbers at every column's places [N, S], added up from the first row to the last."""
+    found, total = np.array([*numbers, 0.0]), np.zeros(places.shape[1])
+    for row in places:
+        total += found[row]
+    return total
 
 
 def scratch_bytes(program: LayerProgram, sliced: bool) -> int:
