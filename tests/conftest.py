@@ -99,8 +99,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _tokenizers_are_imported() -> None:
-    """Processes with a tokenizer are forked: what they would import, a second of it, hundreds of times, is there."""
+    """Processes with a tokenizer are forked: what they would import, a second of it, hundreds of times, is there.
+
+    No search for garbage goes through what has been imported until here, which takes it two seconds.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, PLC0415 (with Triton's variable set)
+
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,6 +8,8 @@ import pytest
 
 from bench import recipes
 from flexengine.plan import Plan
+from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.problem import Problem
 
 RECIPES = recipes.recipes()
 
@@ -20,10 +22,26 @@ def plan_of(recipe: str) -> Plan:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe_fits_its_machine(recipe):
-    """Its plan keeps to the budgets, which leave room for the system."""
+    """Some plan keeps to the budgets, which leave room for the system."""
+    request, memory = recipe.request, recipe.profile.memory
+    assert request.max_gpu_bytes < memory.gpu_total_bytes
+    assert request.max_host_bytes < 0.95 * memory.host_total_bytes
+    if request.ranks == 1:
+        assert Feasibility(Problem(recipe.model, request, recipe.profile)).fits()
+    else:
+        check_budgets(recipe)
+
+
+@pytest.mark.parametrize("stem", ["qwen3-0.6b-full", "qwen3-8b-lora", "gpt-oss-20b-lora"])
+def test_a_plan_of_a_recipe_keeps_to_its_budgets(stem):
+    """One of each kind: all weights, adapters, adapters beside a base that is stored in fewer bits."""
+    check_budgets(next(r for r in RECIPES if r.path.stem == stem))
+
+
+def check_budgets(recipe: recipes.Recipe) -> None:
     predicted = plan_of(recipe.name).predicted
-    assert predicted.gpu_bytes <= recipe.request.max_gpu_bytes < recipe.profile.memory.gpu_total_bytes
-    assert predicted.host_bytes <= recipe.request.max_host_bytes < 0.95 * recipe.profile.memory.host_total_bytes
+    assert predicted.gpu_bytes <= recipe.request.max_gpu_bytes
+    assert predicted.host_bytes <= recipe.request.max_host_bytes
 
 
 def test_there_are_recipes_for_all_machines_and_many_models():
@@ -53,4 +71,3 @@ def test_a_row_tells_what_a_plan_says(monkeypatch):
     speed = recipe.config.max_global_batch_tokens / plan.predicted.step_s
     monkeypatch.setattr(recipes.Recipe, "plan", lambda _: plan)
     assert recipes.row(recipe).startswith(f"| [Qwen/Qwen3-0.6B](../{recipe.name}) | full | {speed:.0f} tokens/s | ")
-    assert plan.predicted.gpu_bytes <= recipe.request.max_gpu_bytes

@@ -66,8 +66,8 @@ def changed(whole: Whole, spec: ModelSpec) -> Whole:
     return whole._replace(source=whole.source._replace(spec=spec))
 
 
-def stored(base: str) -> Whole:
-    whole = adapted(tiny_config(**WIDE), replace(BF16, base=base))
+def stored(base: str, **options) -> Whole:
+    whole = adapted(tiny_config(**WIDE), replace(BF16, base=base), **options)
     return changed(whole, with_base_dtype(whole.source.spec, base))
 
 
@@ -85,6 +85,11 @@ def fp8() -> Whole:
     return changed(whole, with_fp8_linears(whole.source.spec))
 
 
+def short(family: str, **changes: int) -> Whole:
+    """With a layer of each kind, no more."""
+    return Whole(random_weights({**CASES[FAMILY_CASES[family]], "num_hidden_layers": 2, **changes}))
+
+
 def in_parts() -> Whole:
     return Whole(random_weights(CASES[FAMILY_CASES["qwen3_moe"]]), decisions={"in_parts": True, "touched_only": True})
 
@@ -92,6 +97,9 @@ def in_parts() -> Whole:
 KINDS: dict[str, Callable[[], Whole]] = {
     **{family: lambda name=name: Whole(random_weights(CASES[name])) for family, name in FAMILY_CASES.items()},
     "bf16": lambda: Whole(random_weights(tiny_config()), BF16),
+    "qwen3_5_text, two layers": lambda: short("qwen3_5_text", full_attention_interval=2),
+    "gpt_oss, two layers": lambda: short("gpt_oss"),
+    "lora with dropout on nf4": lambda: stored("nf4", dropout=0.25),
     "lora with dropout": lambda: adapted(tiny_config(), dropout=0.25),
     "dora": lambda: adapted(tiny_config(), use_dora=True),
     "lora of experts": lambda: adapted(CASES[FAMILY_CASES["qwen3_moe"]], targets=("all-experts",)),
@@ -103,8 +111,8 @@ KINDS: dict[str, Callable[[], Whole]] = {
     "experts in parts": in_parts,
 }
 WITH_ALL_TESTS = (
-    "qwen2_moe", "lora on nf4", "qwen3_5_text", "gpt2", "activations kept in fp8", "deepseek_v2", "gpt_oss",
-    "lora with dropout", "experts in parts",
+    "qwen2_moe", "lora with dropout on nf4", "qwen3_5_text, two layers", "gpt2", "activations kept in fp8",
+    "deepseek_v2", "gpt_oss, two layers", "experts in parts",
 )  # fmt: skip
 """They run most kernels in the least time; those of FP8 products alone take minutes, and other formats of a base differ
 in the kernel that decodes them, which tests/kernels/test_decode_weights_kernel.py has."""

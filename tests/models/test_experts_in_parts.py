@@ -67,8 +67,8 @@ def test_an_engine_with_parts_is_saved_as_transformers_reads_it(family, tmp_path
     engine.close()
 
 
-STEPS = ([48, 3, 20, 17, 31], [40, 9])
-"""Sequences of two steps: three rounds, cut sequences and whole ones, then a single round."""
+STEPS = ([48, 3, 20], [21])
+"""Sequences of two steps: two rounds, cut sequences and whole ones, then a single round."""
 
 
 def trained(folder, plan, device="cpu"):

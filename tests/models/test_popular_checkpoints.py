@@ -42,7 +42,7 @@ def test_native_ones_have_their_published_size():
 @pytest.mark.parametrize("name", ["HuggingFaceTB/SmolLM3-3B", "google/gemma-3-4b-it"])
 def test_plans_at_full_size_keep_their_budgets(name):
     spec = build_model(name, CHECKPOINTS[name][1])
-    request = Request(2048, 32768, 24 << 30, 640 << 30)
+    request = Request(2048, 32768, 24 << 30, 640 << 30, chunk_tokens=4096, round_tokens=16384)
     predicted = make_plan(spec, request, preset("h200")).predicted
     assert predicted.gpu_bytes <= request.max_gpu_bytes
     assert predicted.host_bytes <= request.max_host_bytes

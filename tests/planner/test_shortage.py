@@ -96,6 +96,7 @@ def test_no_card_larger_than_there_is_is_advised(gpu_bytes, advised):
     assert found == (["--max-gpu-mem-gib 288.0 --max-host-mem-gib 4.00"] if advised else [])
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_states_of_8_bits_and_adapters_are_among_the_remedies():
     """All weights of 8B beside 60 GiB of host memory fit with int8 states; frozen weights get no such advice."""
     profile, model = with_memory(preset("rtx-4090"), host_total_bytes=64 * GIB), open_model("preset:llama-3.1-8b").spec

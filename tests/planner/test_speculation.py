@@ -89,17 +89,16 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, float]]:
     ("size", "profile", "most"),
     [
         pytest.param((512, 8192, 48, 8192), preset("h200"), 1.05, id="none that waits is good with speculation"),
-        pytest.param((2048, 8192, 24, None), MEASURED, 1.05, id="the best takes longer where it waits"),
+        pytest.param((2048, 8192, 24, 8192), MEASURED, 1.05, id="the best takes longer where it waits"),
         pytest.param((2048, 16384, 24, 8192), MEASURED, 1.1, id="the best keeps little on the host"),
     ],
 )
 def test_a_step_that_waits_for_updates_is_planned_as_if_they_began_in_backward(size, profile, most, searches):
-    """8B parameters: longest sequence, tokens per step, GiB of GPU memory, and tokens of a chunk where sizes are given;
+    """8B parameters: longest sequence, tokens per step, GiB of GPU memory, and tokens of a chunk;
     hardly slower than without clipping."""
     model, (seq_len, tokens, gib, chunk_tokens) = open_model("preset:llama-3.1-8b").spec, size
-    sizes = {} if chunk_tokens is None else {"chunk_tokens": chunk_tokens, "round_tokens": tokens}
     numerics = Numerics(state="bfloat16")
-    request = Request(seq_len, tokens, gib * GIB, 110 * GIB, numerics=numerics, graphs="never", **sizes)
+    request = Request(seq_len, tokens, gib * GIB, 110 * GIB, chunk_tokens, tokens, numerics=numerics, graphs="never")
     clipped = make_plan(model, request, profile)
     (_, unclipped_s), *_ = searches
     assert clipped.speculates

@@ -149,6 +149,7 @@ def test_frozen_blocks_below_everything_trained_round_nothing():
 
 def test_the_planner_keeps_codes_and_predicts_less_time():
     sizes = {"max_gpu_mem_gib": 24, "max_host_mem_gib": 110, "optimizer_state_dtype": "bfloat16"}
+    sizes |= {"chunk_tokens": 4096, "round_tokens": 32768}
     found = [prepare("preset:llama-3.1-8b", hardware="h200", keep_dtype=k, **sizes).plan for k in ("compute", "fp8")]
     assert found[1].predicted.step_s < found[0].predicted.step_s
     assert any("gate_up_fp8" in (*layer.keep_gpu, *layer.keep_host) for layer in found[1].layers)
