@@ -1,4 +1,4 @@
-"""Adapters in float32 on the CPU against PEFT on transformers: loss, gradients, three steps, files both ways."""
+"""Adapters in float32 on the CPU against PEFT on transformers: loss, gradients, two steps, files both ways."""
 
 import json
 from dataclasses import replace

@@ -80,7 +80,7 @@ def test_presets_multiply_fp8_where_the_card_does():
 
 def test_plans_are_faster_and_no_faster_than_the_bound():
     requests = [
-        Request(2048, 65536, 24 * GIB, 110 * GIB, numerics=replace(FP8, matmul=matmul), graphs="never")
+        Request(2048, 65536, 24 * GIB, 110 * GIB, 8192, 32768, numerics=replace(FP8, matmul=matmul), graphs="never")
         for matmul in ("compute", "fp8")
     ]
     models = open_model("preset:llama-3.1-8b").spec, llama()

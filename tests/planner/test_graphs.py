@@ -22,7 +22,7 @@ from flexengine.schedule.replays import may_replay, replay_bytes
 
 GIB = 2**30
 MODEL = open_model("preset:gpt2").spec
-REQUEST = Request(1024, 16384, 2 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
+REQUEST = Request(1024, 16384, 2 * GIB, 60 * GIB, 8192, 16384, numerics=Numerics(state="bfloat16"))
 PROFILE = preset("h100-80")
 
 

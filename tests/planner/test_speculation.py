@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MODEL = open_model("preset:llama-3.2-1b").spec
-REQUEST = Request(2048, 8192, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
+REQUEST = Request(2048, 8192, 6 * GIB, 60 * GIB, 4096, 8192, numerics=Numerics(state="bfloat16"), graphs="never")
 
 
 PROFILE = preset("h200").changed(cpu_adamw_parameters_per_s=(("float32", 9e9), ("bfloat16", 9e9)))

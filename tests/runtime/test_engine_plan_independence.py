@@ -178,7 +178,7 @@ def size_options(size, numerics):
 
 
 SETTINGS = settings(
-    max_examples=24,
+    max_examples=14,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )
 
@@ -198,7 +198,7 @@ def test_any_plan_gives_the_bits_of_the_resident_plan(triple, numerics):
     same_outcome(train(streamed, tokens), train(resident, tokens))
 
 
-@settings(SETTINGS, max_examples=6)
+@settings(SETTINGS, max_examples=4)
 @given(lengths=batches(), size=sizes(), data=st.data(), seed=st.integers(0, 99))
 def test_any_plan_gives_the_bits_of_the_resident_plan_with_fp8_products(lengths, size, data, seed):
     widths = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
@@ -234,7 +234,7 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_for_blocks_of_s
 FROZEN = (("embed", "block.0"), ("embed", "blocks"), ("block.1-2", "head"), ("blocks", "head"))
 
 
-@settings(SETTINGS, max_examples=10)
+@settings(SETTINGS, max_examples=7)
 @given(
     kind=st.sampled_from(("tied", "mixed", "fp8", "adapters")),
     names=st.sampled_from(FROZEN),
@@ -258,7 +258,7 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_with_frozen_lay
     check_planned_and_drawn(source, numerics, tokens_of(lengths, source.spec), size, data, share, seed)
 
 
-@settings(SETTINGS, max_examples=8)
+@settings(SETTINGS, max_examples=5)
 @given(
     config=models(),
     lengths=batches(),

@@ -68,7 +68,7 @@ def trained(engine, tokens, num_steps=2):
 
 
 @pytest.mark.long
-@settings(SETTINGS, max_examples=30)
+@settings(SETTINGS, max_examples=18)
 @given(
     model=models(), lengths=batches(), size=sizes(), data=st.data(), rule=st.sampled_from(list(RULES)),
     stored=st.booleans(), adapted=st.booleans(), seed=st.integers(0, 99),
