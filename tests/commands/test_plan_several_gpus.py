@@ -22,7 +22,8 @@ from flexengine.schedule.timeline import SIMULATED
 from flexengine.schedule.trace_reader import read_trace
 
 MODEL, TOKENS = "preset:qwen3-0.6b", 16384
-ARGUMENTS = ["--model", MODEL, "--gpu", "rtx4090", "--max-gpu-mem-gib", "6", "--max-seq-len", "1024"]
+SIZES = ["--max-seq-len", "1024", "--chunk-tokens", "4096", "--round-tokens", "16384"]
+ARGUMENTS = ["--model", MODEL, "--gpu", "rtx4090", "--max-gpu-mem-gib", "6", *SIZES]
 
 
 def planned(capsys, *more: str) -> dict:

@@ -1,4 +1,4 @@
-"""Thirty-two of bench/random_runs.py's jobs on every run of the tests, and whether they would notice what they look for."""
+"""Some of bench/random_runs.py's jobs on every run of the tests, and whether they would notice what they look for."""
 
 from pathlib import Path
 

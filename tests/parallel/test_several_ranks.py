@@ -97,13 +97,14 @@ def train(rank: int, size: int, case: Case) -> Shown:
     group, options = RankGroup(ranks, Control.open(ranks)), {"max_grad_norm": case.clip, "order": order}
     engine = build_engine(case.source, plan, case.optimizer or AdamW(lr=1e-2), group=group, **options)
     numbers, gradients = [], {}
-    for calls in case.steps:
+    for step, calls in enumerate(case.steps):
         for call in calls[:-1]:
             numbers.append(engine.fwd_bwd(call).loss)
             gradients = engine.gradients()
         output, result = engine.train_step(calls[-1])
         numbers += [output.loss, result.grad_norm, result.skipped, engine.step_count]
-        numbers.append(engine.evaluate(calls[0]).loss)
+        if step == 0:
+            numbers.append(engine.evaluate(calls[0]).loss)
     weights = engine.state_dict()
     engine.close()
     arrays = ({name: tensor.numpy() for name, tensor in tensors.items()} for tensors in (gradients, weights))
