@@ -125,7 +125,9 @@ def test_a_teacher_is_asked_once_and_learned_from(run, model, tmp_path, monkeypa
     teacher = write_model(tmp_path / "teacher", vocab_size=2944, num_hidden_layers=1)
     for file in (ASSETS / "demo").glob("tokenizer*"):
         shutil.copy(file, teacher)
-    options = {"objective": "distill", "teacher": teacher, "teacher_top_k": 40, "beta": 0, "dataset": QUESTIONS}
+    few = tmp_path / "questions.jsonl"
+    few.write_text("".join(QUESTIONS.read_text().splitlines(keepends=True)[:300]))
+    options = {"objective": "distill", "teacher": teacher, "teacher_top_k": 40, "beta": 0, "dataset": few}
     options |= {"val_fraction": 0.05, "eval_steps": 3, "save_steps": 2, "lr": 1e-2}
     assert run("whole", **options) == 0
     steps, evaluations = (logged(tmp_path / "whole", f"{name}_log.jsonl") for name in ("train", "eval"))
