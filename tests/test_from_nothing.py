@@ -35,7 +35,8 @@ def _folder_of_a_new_user(tmp_path, monkeypatch):
     Path("model").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ASSETS / "demo" / name, "model")
-    shutil.copy(ASSETS / "demo" / "demo_instructions.jsonl", "data.jsonl")
+    records = (ASSETS / "demo" / "demo_instructions.jsonl").read_text().splitlines(keepends=True)
+    Path("data.jsonl").write_text("".join(records[:600]))
 
 
 def flexengine(*flags: str) -> subprocess.Popen[str]:
