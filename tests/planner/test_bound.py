@@ -17,7 +17,7 @@ from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, spe
 from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
 from flexengine.planner.cost.cost_model import StepPricer, step_seconds
 from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
-from flexengine.planner.cost.save_sets import Keeping, lower_hull
+from flexengine.planner.cost.save_sets import Keeping, lower_hull, save_choices
 from flexengine.planner.planner import make_plan
 from flexengine.planner.problem import Problem
 from flexengine.schedule.layer_compiler import compile_layer
@@ -233,10 +233,12 @@ def test_sizes_come_in_the_order_of_their_bounds(batch, gpu_gib, many):
 
 def test_recomputed_ops_are_those_of_the_compiled_layer():
     block = small_model().blocks[0]
-    for kept in save_sets(block.ops):
+    found = save_choices(block.ops, block.input).recomputed.T.tolist()
+    for kept, places in zip(save_sets(block.ops), found, strict=True):
         program = compile_layer(block, kept, (), 64, 4)
         steps = [step.op.name for step in program.backward if step.recompute]
         assert recomputed(block.ops, block.input, kept) == steps
+        assert [block.ops[i].name for i in places if i < len(block.ops)] == steps
 
 
 @pytest.mark.parametrize("kept_share", [0.0, 0.5])
