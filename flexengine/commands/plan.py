@@ -22,6 +22,7 @@ from flexengine.metrics import GIB, format_bytes
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.options.job import Job
+from flexengine.options.objective import ObjectiveOptions
 from flexengine.options.option import flag_of
 from flexengine.plan import Plan, PlanError, Request
 from flexengine.planner.feasibility.shortage import ShortageError
@@ -31,19 +32,30 @@ from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
 from flexengine.reports.plan_text import report, shortage_report
-from flexengine.request import budgets_found, described, make_request, probe_shape, with_new_tokens, with_read_adapter
+from flexengine.request import (
+    budgets_found,
+    described,
+    make_request,
+    probe_shape,
+    with_cache,
+    with_new_tokens,
+    with_read_adapter,
+    without_cache,
+)
+from flexengine.run.objective_price import CacheRoom, cache_room, price
 
 DOES_NOT_FIT = 2
 """Exit status when nothing fits, as for any request that cannot be carried out."""
 
 
 class Asked(NamedTuple):
-    """What is to be planned: the model as the job trains it, the job, the other flags, and the command line."""
+    """What is to be planned: the model as the job trains it, the job, the other flags, the command, the objective."""
 
     model: ModelSpec
     job: Job
     flags: argparse.Namespace
     command: str
+    objective: ObjectiveOptions
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,23 +63,37 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: ValueError for what a person can correct.
     """
-    flags, job = parse(argv)
+    flags, job, objective = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     job = with_read_adapter(job)
     source = open_model(flags.model, needs_weights=False, trust_remote_code=job.trust_remote_code)
     model = described(with_new_tokens(source, job).spec, job)
-    asked = Asked(model, job, flags, shlex.join(["python", "-m", "flexengine", "plan", *argv]))
+    asked = Asked(model, job, flags, shlex.join(["python", "-m", "flexengine", "plan", *argv]), objective)
     if flags.compare:
         return _compare(asked)
     profile = machine(asked, flags.gpu)
     request = request_of(asked, job, profile)
     if found := budgets_found(job, request, profile, profile.device_type):
         print(found, file=sys.stderr)
+    room = CacheRoom(0, fits=True)
     try:
-        plan = plan_for_ranks(model, request, profile, _network_bytes_per_s(flags))
+        plan = _plan(asked, request, profile)
+        room = cache_room(objective, plan, model, profile)
+        plan = (
+            with_cache(plan, request, room.num_bytes) if room.fits else _plan(asked, request, profile, room.num_bytes)
+        )
     except ShortageError as error:
-        return _does_not_fit(asked, profile, error)
+        status = _does_not_fit(asked, profile, error)
+        print("" if room.fits else f"  {room.missing(job.max_seq_len)}\n", end="", file=sys.stderr)
+        return status
     return _fits(asked, Picture(plan, model, profile))
+
+
+def _plan(asked: Asked, request: Request, profile: HardwareProfile, cache_bytes: int = 0) -> Plan:
+    """The plan of all GPUs. cache_bytes: of the budget, what it leaves to caches."""
+    least = without_cache(request, cache_bytes)
+    plan = plan_for_ranks(asked.model, least, profile, _network_bytes_per_s(asked.flags))
+    return with_cache(plan, request, cache_bytes)
 
 
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:
@@ -84,7 +110,11 @@ def _network_bytes_per_s(flags: argparse.Namespace) -> float:
 
 
 def _fits(asked: Asked, picture: Picture) -> int:
-    print(json.dumps(as_json(picture), indent=1) if asked.flags.json else report(picture))
+    priced = price(asked.objective, picture.plan, picture.model, picture.profile)
+    if asked.flags.json:
+        print(json.dumps(as_json(picture) | ({} if priced is None else {"objective": priced.as_json()}), indent=1))
+    else:
+        print("\n\n".join([report(picture), *([] if priced is None else [priced.describe()])]))
     if asked.flags.timeline is not None:
         _write(asked, "timeline", step_timeline(picture))
     if asked.flags.html is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from flexengine.commands.files import check_target
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S
@@ -12,7 +13,8 @@ from flexengine.hardware.presets import PRESETS
 from flexengine.models.preset_files import preset_names
 from flexengine.options.flags import add_flag, from_flags, positive_count, positive_number
 from flexengine.options.job import Job
-from flexengine.options.option import flag_of, options_of
+from flexengine.options.objective import ObjectiveOptions
+from flexengine.options.option import FlagWords, check_needs, flag_of, options_of
 from flexengine.options.other_names import translated_flags
 from flexengine.options.train_config import TrainConfig
 from flexengine.wording import FlagParser
@@ -29,8 +31,23 @@ WORK = [option for option in JOB if option.name not in (*BUDGETS, "device")]
 """Options that mean exactly what they mean to `train`."""
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
-    """The flags, and the job that they describe. Raises: ValueError for what is wrong whatever the model is."""
+OBJECTIVE = [
+    options_of(ObjectiveOptions)[name]
+    for name in ("objective", "num_generations", "max_completion_length", "num_iterations", "beta")
+]
+"""Options of an objective that say what a step consists of."""
+
+
+class Parsed(NamedTuple):
+    """The flags, the job that they describe, and what it is for."""
+
+    flags: argparse.Namespace
+    job: Job
+    objective: ObjectiveOptions
+
+
+def parse(argv: Sequence[str]) -> Parsed:
+    """Read the flags. Raises: ValueError for what is wrong whatever the model is."""
     parser = plan_parser()
     known = {action.dest for action in parser._actions}
     argv = translated_flags(argv, known)
@@ -47,7 +64,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
         if budget is not None and not budget > 0:
             raise ValueError(f"--compare {case}: a budget must be more than 0 GiB, got {budget:g}")
         _check_largest(f"--compare {case}: a budget", budget, host.most)
-    return arguments, Job(**job)
+    objective = ObjectiveOptions(**from_flags(OBJECTIVE, vars(arguments)))
+    check_needs(objective, FlagWords())
+    if arguments.compare and objective.objective != "sft":
+        raise ValueError(
+            f"--compare prints steps of sft, and --objective is {objective.objective}; plan one case, or leave"
+            " --objective out"
+        )
+    return Parsed(arguments, Job(**job), objective)
 
 
 def _refuse_options_of_runs(argv: Sequence[str], known: Collection[str]) -> None:
@@ -97,6 +121,9 @@ def plan_parser() -> FlagParser:
     work = parser.add_argument_group("work and numerics, as in train")
     for option in WORK:
         add_flag(work, option, option.default, read=positive_count if option.value_type is int else None)
+    objective = parser.add_argument_group("what a step is for, as in train")
+    for option in OBJECTIVE:
+        add_flag(objective, option, option.default)
     _add_output(parser.add_argument_group("output"))
     return parser
 

@@ -105,6 +105,10 @@ class GroupPlan:
         return GroupPlan(weights=self.weights, update="none")
 
 
+CACHES = "caches of sequences"
+"""The category of GPU bytes that sequences have beside a plan's slots while they are generated."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound.

@@ -6,22 +6,22 @@ Prices are those of the plan's programs. What the machine showed in the steps be
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from flexengine.metrics import format_seconds
-from flexengine.options.train_config import TrainConfig
+from flexengine.options.objective import ObjectiveOptions
 from flexengine.run.step_prediction import StepPredictor
 from flexengine.runtime.decoding import chosen_at_once
 from flexengine.runtime.engine import Engine
-from flexengine.runtime.generation import Sampling
 
 CALLS_OF_A_SEQUENCE = 12
 """What an op that runs for each sequence alone takes the host: views of its tensors, and the op."""
+DRAW_BYTES, DRAW_CALLS = 64, 16
+"""Memory traffic that a token's draw has for each word of the vocabulary, in passes over float64, and calls of as many
+draws as are made at once."""
 SERVER_TOKEN_S, REWARD_S = 0.02, 1e-3
 """What a server takes for a token of all completions together, and functions for a completion, until a step tells."""
 
@@ -52,10 +52,11 @@ def passes(prompts: Sequence[int], completions: Sequence[int], at_a_time: int, w
 
 
 class GenerationPredictor:
-    """Predicts how long the engine takes to write completions of known lengths. choice_s: to draw a token."""
+    """Predicts how long the engine takes to write completions of known lengths."""
 
-    def __init__(self, predictor: StepPredictor, choice_s: float) -> None:
-        self._predictor, self._choice_s = predictor, choice_s
+    def __init__(self, predictor: StepPredictor) -> None:
+        self._predictor = predictor
+        self._choice_s = DRAW_BYTES * predictor.model.vocab_size / predictor.profile.host.bytes_per_s
         self._seconds: dict[int, float] = {}
 
     def seconds(self, prompts: Sequence[int], completions: Sequence[int], gpu_bytes: int) -> float:
@@ -88,16 +89,6 @@ class GenerationPredictor:
         return self._seconds[tokens]
 
 
-def choice_s(sampling: Sampling, vocab_size: int, device: str) -> float:
-    """Seconds that this machine takes to draw a token of this vocabulary, as many at a time as an engine draws."""
-    count = chosen_at_once(vocab_size)
-    logits, generators = torch.zeros(count, vocab_size, device=device), [torch.Generator()] * count
-    sampling.choose(logits, generators)
-    start_s = time.perf_counter()
-    sampling.choose(logits, generators)
-    return (time.perf_counter() - start_s) / count
-
-
 class Corrected:
     """Corrects what is predicted of one part of steps by the median of what it took before, over its predictions."""
 
@@ -125,10 +116,9 @@ class Parts(NamedTuple):
 class Forecast:
     """Predicts the parts of steps. Of a server's writing, and of rewards, nothing is known before the first."""
 
-    def __init__(self, config: TrainConfig, predictor: StepPredictor) -> None:
+    def __init__(self, config: ObjectiveOptions, predictor: StepPredictor) -> None:
         self._config, self._predictor = config, predictor
-        drawn_s = choice_s(sampling_of(config, 0), predictor.model.vocab_size, predictor.profile.device_type)
-        self._generation = GenerationPredictor(predictor, drawn_s)
+        self._generation = GenerationPredictor(predictor)
         self._corrected, self._plain = (Corrected(), Corrected(), Corrected()), Parts(0.0, 0.0, 0.0)
         self._told = False
 
@@ -139,7 +129,7 @@ class Forecast:
         self._told, count = True, self._config.completions_per_prompt
         repeated = [length for length in prompts for _ in range(count)]
         longest = [self._config.completion_tokens] * len(repeated)
-        found = self._seconds(engine, repeated, longest)
+        found = self.seconds(repeated, longest, engine.arenas.capacity["gpu"])
         tqdm.write(
             f"a step of {len(repeated)} completions of {longest[0]} tokens: {format_seconds(sum(found))} predicted,"
             f" {format_seconds(found.generation_s)} of them to write"
@@ -147,7 +137,7 @@ class Forecast:
 
     def predict(self, engine: Engine, prompts: Sequence[int], completions: Sequence[int]) -> Parts:
         """Predict a step on completions of these lengths after prompts of these, by what earlier steps took."""
-        self._plain = self._seconds(engine, prompts, completions)
+        self._plain = self.seconds(prompts, completions, engine.arenas.capacity["gpu"])
         return Parts(*(one.predict(part) for one, part in zip(self._corrected, self._plain, strict=True)))
 
     def learn(self, measured: Parts) -> None:
@@ -155,16 +145,12 @@ class Forecast:
         for one, plain, took in zip(self._corrected, self._plain, measured, strict=True):
             one.learn(plain, took)
 
-    def _seconds(self, engine: Engine, prompts: Sequence[int], completions: Sequence[int]) -> Parts:
+    def seconds(self, prompts: Sequence[int], completions: Sequence[int], gpu_bytes: int) -> Parts:
+        """Predict a step by prices alone. gpu_bytes: of the engine's arena."""
         lengths = [sum(pair) for pair in zip(prompts, completions, strict=True)]
         training_s = self._config.updates_per_step * self._predictor.step_s(lengths)
         training_s += self._predictor.forward_s(lengths) if self._config.beta else 0.0
         writing_s = SERVER_TOKEN_S * max(completions)
         if self._config.generator is None:
-            writing_s = self._generation.seconds(prompts, completions, engine.arenas.capacity["gpu"])
+            writing_s = self._generation.seconds(prompts, completions, gpu_bytes)
         return Parts(writing_s, REWARD_S * len(completions), training_s)
-
-
-def sampling_of(config: TrainConfig, seed: int) -> Sampling:
-    """How a run draws completions."""
-    return Sampling(config.temperature or 1.0, 1.0 if config.top_p is None else config.top_p, seed)

@@ -17,7 +17,7 @@ from flexengine.objectives import GRPO, Distillation, GroupLoss, Groups, advanta
 from flexengine.options.job import LARGEST_SEED
 from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import Team
-from flexengine.run.group_prediction import Forecast, Parts, sampling_of
+from flexengine.run.group_prediction import Forecast, Parts
 from flexengine.run.label_steps import LabelSteps
 from flexengine.run.ranks import told_by_first
 from flexengine.run.step_prediction import StepPredictor
@@ -25,6 +25,7 @@ from flexengine.run.steps import AnswerSteps, Evaluated, PreferenceSteps, Steps,
 from flexengine.run.training_data import TrainingData
 from flexengine.run.writers import Draws, writer_of
 from flexengine.runtime.engine import Engine
+from flexengine.runtime.generation import Sampling
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
 
 STEP_PRIME = 1_000_003
@@ -122,7 +123,7 @@ class GroupSteps:
         assert isinstance(batch, PromptBatch), "prompts are read as such"
         count, options, stop_ids = self._config.completions_per_prompt, self._config, self._tokenizer.stop_ids
         times_s = [time.perf_counter()]
-        sampling = sampling_of(options, seed)
+        sampling = Sampling(options.temperature or 1.0, 1.0 if options.top_p is None else options.top_p, seed)
         draws = Draws(options.completion_tokens, frozenset(stop_ids), sampling)
         answers = self._writer.write(engine, [list(prompt) for prompt in batch.input_ids], count, draws)
         times_s.append(time.perf_counter())

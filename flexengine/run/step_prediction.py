@@ -11,7 +11,7 @@ from itertools import groupby
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan
+from flexengine.plan import CACHES, Plan
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.runtime.decoding import ops_by_sequence
 from flexengine.schedule.commands import Command, LayerCall, Program
@@ -96,10 +96,19 @@ class StepPredictor:
         share = of_tokens / self._priced_s(self._cost, full, full, stages)
         return simulate(program, self._rates_at(share)).total_s
 
+    @property
+    def arena_bytes(self) -> int:
+        """GPU bytes of the plan's arena, with what `with_cache` counted beside its slots."""
+        return self._layout.gpu_bytes + self.plan.predicted.gpu_categories.get(CACHES, 0)
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes that the cache of a sequence of so many tokens takes."""
+        return sequence_cache_bytes(self.model, tokens, self._cost.compute_bytes)
+
     def num_caches(self, tokens: int, gpu_bytes: int) -> int:
         """How many sequences of so many tokens have room for their caches in a GPU arena of this size."""
         ranges = free_ranges(self._layout, self._one_chunk, gpu_bytes)
-        needed = sequence_cache_bytes(self.model, tokens, self._cost.compute_bytes)
+        needed = self.cache_bytes(tokens)
         return sum(place.num_bytes // needed for place in ranges) if needed else MOST_AT_A_TIME
 
     @cached_property
@@ -115,8 +124,7 @@ class StepPredictor:
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes that one more token takes in the caches of all layers."""
-        one, two = (sequence_cache_bytes(self.model, tokens, self._cost.compute_bytes) for tokens in (4096, 8192))
-        return (two - one) // 4096
+        return (self.cache_bytes(8192) - self.cache_bytes(4096)) // 4096
 
     def chunk_share(self, lengths: Sequence[int]) -> float:
         """The compute of a batch's chunks over that of a full step's, both on average."""

@@ -43,6 +43,7 @@ from flexengine.run.folder import check_disk, check_run_folder, started_run_fold
 from flexengine.run.groups import steps_of
 from flexengine.run.health import RunHealth, explain_divergence, where_not_finite
 from flexengine.run.model_card import beside_export
+from flexengine.run.objective_price import parts_lines, plan_with_room
 from flexengine.run.opening import data_line, files_line, model_line, with_mode
 from flexengine.run.ranks import as_rank, first_rank_first, told_by_first
 from flexengine.run.recording import Recorder, check_recording
@@ -120,7 +121,7 @@ def _train(
     add_teacher(config, source, checked.data, team)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
-    print(f"{planned.brief()}\n{files_line(config)}", flush=True)
+    print("\n".join([planned.brief(), *parts_lines(config, planned), files_line(config)]), flush=True)
     if config.verbose:
         print("\n".join([*checked.data.details, planned.describe()]), flush=True)
     with started_run_folder(config, planned, checked.data.records, replace), told:
@@ -238,8 +239,7 @@ def stop_status(saver: RunSaver, last_step: int) -> int:
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
     """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
-    dry, job = config.dry_run, config.as_job()
-    return prepare_job(config.model, job, needs_weights=not dry, tell=dry, whole_steps=True)
+    return plan_with_room(config, lambda **how: prepare_job(config.model, config.as_job(), whole_steps=True, **how))
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:
@@ -286,7 +286,7 @@ def check_gpus(config: TrainConfig, ranks: int) -> None:
 def dry_run(config: TrainConfig) -> int:
     """Print the plan and write it where --plan-json says; data and the run folder are left alone."""
     planned = prepare_run(config)
-    print(planned.describe())
+    print("\n".join([planned.describe(), *parts_lines(config, planned)]))
     if config.data_source == "json_sft":
         print(DATA_NOT_COUNTED)
     if config.plan_json:

@@ -310,3 +310,73 @@ def test_help_tells_units_and_defaults(capsys):
     for flag in ("--max-gpu-mem-gib", "--max-seq-len", "--optimizer-state-dtype", "--timeline", "--compare"):
         assert flag in out
     assert out.count("(default:") >= 12
+
+
+# ---- objectives ------------------------------------------------------------------------------------------------
+
+GRPO = "--objective grpo --num-generations 2 --max-completion-length 16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts", "beside"),
+    [
+        ("--objective dpo", ["pass for log-probabilities", "pass that trains"], "once before them the reference, "),
+        ("--objective simpo", ["pass for log-probabilities", "pass that trains"], ""),
+        (
+            f"{GRPO} --num-iterations 2 --beta 0.1 --mode lora",
+            ["completions", "rewards", "pass beneath adapters", "updates"],
+            "; 4 completions of full length, 4 at a time",
+        ),
+    ],
+)
+def test_parts_of_an_objective_are_those_that_train_tells(
+    run, model, tmp_path, monkeypatch, capsys, flags, parts, beside
+):
+    budgets = "--max-gpu-mem-gib 0.01 --max-host-mem-gib 4"
+    status, out, _ = run(f"--gpu cpu-test {budgets} {flags}")
+    line = out.splitlines()[-1]
+    assert status == 0
+    assert line.startswith(f"objective {flags.split()[1]}: predicted ")
+    assert all(f"{part} " in line for part in parts)
+    assert beside in line
+    _, out, _ = run(f"--gpu cpu-test {budgets} {flags} --json")
+    found = json.loads(out)["objective"]
+    assert list(found["parts_s"]) == parts
+    assert found["step_s"] == sum(found["parts_s"].values())
+    monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    rewards = "--rewards r.py:f" if "grpo" in flags else ""
+    asked = (
+        f"--dataset {tmp_path}/data.jsonl --output-dir {tmp_path}/run --init random --device cpu --dry-run {rewards}"
+    )
+    assert main(["train", "--model", str(model), *shlex.split(f"{WORK} {budgets} {flags} {asked}")]) == 0
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_completions_get_the_room_that_a_plan_leaves(run, monkeypatch):
+    """As if no slot of the plan were free between steps: what the budget has left is theirs, and one has to fit."""
+    monkeypatch.setattr("flexengine.run.step_prediction.StepPredictor.num_caches", lambda *_: 0)
+    sequence_bytes = 63 * 3 * 2 * 2 * 32 * 4
+    status, out, _ = run(f"--gpu cpu-test --max-gpu-mem-gib 0.02 --json {GRPO}")
+    memory = json.loads(out)["memory"]["gpu"]
+    assert status == 0
+    assert memory["categories"]["caches of sequences"] == 4 * sequence_bytes
+    assert memory["bytes"] == sum(memory["categories"].values()) <= memory["budget_bytes"]
+    monkeypatch.setattr("flexengine.run.step_prediction.StepPredictor.cache_bytes", lambda *_: 2 << 20)
+    status, _, err = run(f"--gpu cpu-test --max-gpu-mem-gib 0.003 {GRPO}")
+    assert status == 2
+    assert "beside that, the cache of one completion of 64 tokens takes 2.0 MiB of the GPU budget" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--num-generations 3", "--num-generations 3 is about completions of grpo, got --objective sft"),
+        (f"{GRPO} --max-seq-len 16", "--max-completion-length 16 leaves nothing of --max-seq-len 16 for prompts"),
+        ("--objective dpo --compare 1 2", "--compare prints steps of sft, and --objective is dpo"),
+        ("--objective grpo --rewards r.py:f", "--rewards is an option of train that no plan depends on"),
+    ],
+)
+def test_objectives_that_cannot_be_planned(run, flags, says):
+    status, _, err = run(f"--gpu cpu-test {flags}")
+    assert (status, says in err) == (2, True), err
