@@ -31,7 +31,7 @@ from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options.adapters import LORA_OPTIONS
 from flexengine.options.job import Job
 from flexengine.options.lora import LoRA
-from flexengine.plan import CACHES, Plan, PlanError, PlanReason, Request
+from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import hub_model, shown
 
 logger = logging.getLogger(__name__)
@@ -289,9 +289,7 @@ def without_cache(request: Request, cache_bytes: int) -> Request:
 
 def with_cache(plan: Plan, request: Request, cache_bytes: int) -> Plan:
     """Count the cache in a plan that was made without it: its bytes, and the budget that was asked for."""
-    p, beside = plan.predicted, {CACHES: cache_bytes}
-    predicted = replace(p, gpu_bytes=p.gpu_bytes + cache_bytes, gpu_categories=p.gpu_categories | beside)
-    return replace(plan, predicted=predicted).for_request(request) if cache_bytes else plan
+    return plan.for_request(request).with_caches(cache_bytes) if cache_bytes else plan
 
 
 class Room(NamedTuple):

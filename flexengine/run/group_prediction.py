@@ -14,7 +14,6 @@ from tqdm import tqdm
 from flexengine.metrics import format_seconds
 from flexengine.options.objective import ObjectiveOptions
 from flexengine.run.step_prediction import StepPredictor
-from flexengine.runtime.decoding import chosen_at_once
 from flexengine.runtime.engine import Engine
 
 CALLS_OF_A_SEQUENCE = 12

@@ -17,7 +17,6 @@ from flexengine.objectives import OBJECTIVES
 from flexengine.options.objective import ObjectiveOptions
 from flexengine.options.train_config import TrainConfig
 from flexengine.plan import Plan, PlanError, Request
-from flexengine.request import check_is_free, with_cache
 from flexengine.run.group_prediction import Forecast
 from flexengine.run.step_prediction import StepPredictor
 
@@ -126,7 +125,10 @@ def cache_room(options: ObjectiveOptions, plan: Plan, model: ModelSpec, profile:
     size = predictor.cache_bytes(tokens)
     if has >= count:
         return CacheRoom(0, fits=True)
-    left = (plan.request.max_gpu_bytes - plan.predicted.gpu_bytes) // size
+    memory, most = profile.memory, plan.request.max_gpu_bytes
+    if profile.device_type == "cuda":
+        most = min(most, memory.gpu_free_bytes + memory.gpu_context_bytes)
+    left = max(0, most - plan.predicted.gpu_bytes) // size
     return CacheRoom(min(count - has, left) * size, fits=True) if has + left else CacheRoom(size, fits=False)
 
 
@@ -137,12 +139,9 @@ def plan_with_room(config: TrainConfig, prepare: Callable[..., PlannedRun]) -> P
     """
     dry = config.dry_run
     planned = prepare(needs_weights=not dry, tell=dry)
-    plan, profile = planned.plan, planned.profile
-    room = cache_room(config, plan, planned.source.spec, profile)
+    room = cache_room(config, planned.plan, planned.source.spec, planned.profile)
     if room.fits:
-        wider = with_cache(plan, plan.request, room.num_bytes)
-        check_is_free(wider, profile, planned.device.type)
-        return replace(planned, plan=wider, cache_bytes=room.num_bytes)
+        return replace(planned, plan=planned.plan.with_caches(room.num_bytes), cache_bytes=room.num_bytes)
     try:
         return prepare(needs_weights=not dry, tell=False, cache_bytes=room.num_bytes)
     except PlanError as error:

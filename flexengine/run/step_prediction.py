@@ -98,7 +98,7 @@ class StepPredictor:
 
     @property
     def arena_bytes(self) -> int:
-        """GPU bytes of the plan's arena, with what `with_cache` counted beside its slots."""
+        """GPU bytes of the plan's arena, with what is counted for caches beside its slots."""
         return self._layout.gpu_bytes + self.plan.predicted.gpu_categories.get(CACHES, 0)
 
     def cache_bytes(self, tokens: int) -> int:
