@@ -6,6 +6,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from engine_helpers import saved_model, tiny_config
 
 from flexengine import cli, from_pretrained
 from flexengine.data.batches import PromptBatch
@@ -169,13 +170,25 @@ def server(model, monkeypatch):
         engine.close()
 
 
-def test_rewards_rise(run, tmp_path):
-    options = {"val_fraction": 0.1, "eval_steps": 1, "temperature": 0.9, "steps": 8, "lr": 0.5, "save": False}
-    assert run(**options) == 0
-    evaluations = logged(tmp_path / "run", "eval_log.jsonl")
-    rewards = [evaluation["reward"] for evaluation in evaluations]
-    assert max(rewards) > 1.5 * rewards[0] > 0
-    assert rewards[-1] > rewards[0]
+def test_rewards_rise_by_adapters(run, tmp_path):
+    """Adapters turn hidden states, and a reward that follows the head's rows along one direction is within their reach.
+
+    Early ids are not: no direction of a narrow model tells a part of a random vocabulary from the rest.
+    """
+    folder = tmp_path / "source"
+    head = saved_model(folder, tiny_config(vocab_size=2944)).lm_head.weight
+    for file in (ASSETS / "demo").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    wanted = (head[:, 0] > 0).nonzero()[:, 0].tolist()
+    (tmp_path / "easy.py").write_text(
+        f"IDS = set({wanted})\ndef easy(completion_ids):\n"
+        "    return [sum(token in IDS for token in row) / len(row) for row in completion_ids]\n"
+    )
+    options = {"model": folder, "rewards": "easy.py:easy", "mode": "lora", "num_generations": 8, "steps": 8}
+    assert run(**options, max_global_batch_tokens=1024, lr=2e-2, save=False) == 0
+    rewards = [step["reward"] for step in logged(tmp_path / "run")]
+    assert sum(rewards[:2]) / 2 == pytest.approx(0.5, abs=0.1)
+    assert sum(rewards[-2:]) / 2 > 0.7
 
 
 def test_a_server_that_is_handed_adapters_writes_what_the_engine_writes(run, server, tmp_path, monkeypatch, capsys):
