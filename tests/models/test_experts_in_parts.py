@@ -114,9 +114,11 @@ def check_bits(folder, config, device="cpu", **sizes):
         same_bits(weights, expected[1])
     hurried = replace(streamed, groups=groups, request=replace(streamed.request, clipping=False))
     expected = trained(folder, hurried, device)
-    losses, weights = trained(folder, replace(hurried, in_parts=True), device)
-    assert losses == expected[0]
-    same_bits(weights, expected[1])
+    by_gpu = replace(hurried, in_parts=True, request=replace(hurried.request, gpu_updates="in_round"))
+    for plan in (replace(hurried, in_parts=True), by_gpu):
+        losses, weights = trained(folder, plan, device)
+        assert losses == expected[0]
+        same_bits(weights, expected[1])
 
 
 @pytest.mark.parametrize("family", [*(family for family in FAMILIES if family not in LIKE_OTHERS), "granitemoe"])

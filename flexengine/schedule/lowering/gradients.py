@@ -18,7 +18,7 @@ from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.cpu_update import cpu_groups, lower_cpu_update, lower_speculative_update
 from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
-from flexengine.schedule.lowering.tiles import GroupTiles, Tile, TileLowering
+from flexengine.schedule.lowering.tiles import GroupTiles, Tile, TileLowering, gpu_groups_in_round
 from flexengine.schedule.lowering.update import clip, send_scalars
 from flexengine.schedule.slots import Slot
 
@@ -62,17 +62,6 @@ def in_round(layout: Layout) -> InRound:
 def nothing_in_round(layout: Layout) -> InRound:
     """A round that updates nothing."""
     return InRound({}, GroupTiles(layout, ()), layout.slots)
-
-
-def gpu_groups_in_round(layout: Layout) -> list[int]:
-    """Groups that the GPU updates inside a last round: those whose gradient is whole at one time.
-
-    A group in several parts waits for the update's own program, as its gradient does at home.
-    """
-    if not layout.plan.gpu_updates_in_round:
-        return []
-    whole = (g for g, home in enumerate(layout.homes) if home.update == "gpu")
-    return [group for group in whole if len(layout.groups[group].parts) == 1]
 
 
 class GradientLowering:

@@ -90,6 +90,17 @@ class GroupTiles:
         return found
 
 
+def gpu_groups_in_round(layout: Layout) -> list[int]:
+    """Groups that the GPU updates inside a last round: those whose gradient is whole at one time.
+
+    A group in several parts waits for the update's own program, as its gradient does at home.
+    """
+    if not layout.plan.gpu_updates_in_round:
+        return []
+    whole = (g for g, home in enumerate(layout.homes) if home.update == "gpu")
+    return [group for group in whole if len(layout.groups[group].parts) == 1]
+
+
 class TileLowering:
     """Appends updates of tiles, which take the tile slots in turn."""
 

@@ -11,7 +11,7 @@ from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.cpu_update import cpu_groups, late_groups, lower_cpu_update
 from flexengine.schedule.lowering.kinds import UpdateKind
-from flexengine.schedule.lowering.tiles import GroupTiles, TileLowering
+from flexengine.schedule.lowering.tiles import GroupTiles, TileLowering, gpu_groups_in_round
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import overlapping_slots
 
@@ -83,9 +83,8 @@ class UpdateLowering:
 
     def _left_to_gpu(self) -> list[int]:
         """The groups that the GPU updates here."""
-        if self.kind.way == "in_round" and self.layout.plan.gpu_updates_in_round:
-            return []
-        return [group for group, home in enumerate(self.layout.homes) if home.update == "gpu"]
+        done = gpu_groups_in_round(self.layout) if self.kind.way == "in_round" else []
+        return [group for group, home in enumerate(self.layout.homes) if home.update == "gpu" and group not in done]
 
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
