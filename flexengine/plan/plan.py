@@ -57,7 +57,7 @@ class GroupPlan:
     of the elements that it updates, and the rest, masters' lower halves too, stays on the host. speculative: with
     clipping the CPU updates the group inside the last backward pass, as if nothing were clipped, into second planes,
     which take the place of the first ones where nothing is. grads "none": in a step of one round the GPU updates from
-    the gradient as backward leaves it, so that it has no home.
+    the gradient as backward leaves it, so that it has no home; with clipping once an earlier run has found the norm.
     """
 
     weights: Home = "host"
@@ -115,7 +115,8 @@ class Prediction:
 
     shared_host_bytes: of the host's bytes, those that several ranks have once for all. exchange_s: seconds of the step
     in which several nodes add up their gradients. after_clipping_s: seconds of a step after one that was clipped, where
-    the plan speculates; else 0. free_step_s, least_gpu_bytes: where the request is reproducible, seconds of a step of
+    the plan speculates; else 0. unclipped_s: seconds of the same plan's step without clipping, where it runs its round
+    twice for the norm; else 0. free_step_s, least_gpu_bytes: where the request is reproducible, seconds of a step of
     sizes that the planner is free to choose, and the least GPU memory that the sizes of the rule fit in; else 0.
     """
 
@@ -131,6 +132,7 @@ class Prediction:
     shared_host_bytes: int = 0
     exchange_s: float = 0.0
     after_clipping_s: float = 0.0
+    unclipped_s: float = 0.0
     free_step_s: float = 0.0
     least_gpu_bytes: int = 0
 
@@ -256,7 +258,7 @@ class Plan:
 
     @property
     def updates_without_norm(self) -> bool:
-        """True when something is updated inside the last round of a step whose gradients are not clipped."""
+        """True when something is updated inside the last round of a step that does not wait for its norm."""
         return (self.updates_on_cpu or self.gpu_updates_in_round) and not self.shares_node
 
     @property
@@ -278,7 +280,7 @@ class Plan:
     def may_speculate(self) -> bool:
         """Whether the CPU may update before it knows that nothing is clipped: each rank finds all of some gradients."""
         finds_all = not self.shares_node or (TRANSPORTS[self.transport].together and self.request.nodes == 1)
-        return self.request.clipping and finds_all
+        return self.request.waits_for_norm and finds_all
 
     @property
     def speculates(self) -> bool:
@@ -291,6 +293,10 @@ class Plan:
         groups = tuple(replace(home, speculative=False) for home in self.groups)
         predicted = replace(self.predicted, step_s=self.predicted.after_clipping_s, after_clipping_s=0.0)
         return replace(self, groups=groups, predicted=predicted) if self.speculates else self
+
+    def unclipped(self) -> Plan:
+        """The same plan for steps in which nothing is clipped."""
+        return replace(self, request=replace(self.request, clipping=False))
 
     @property
     def shares_node(self) -> bool:

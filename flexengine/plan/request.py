@@ -85,12 +85,12 @@ class Request:
     (`planner/reproducible.py`). whole_sequences: no chunk cuts a sequence, as the model's layers take them whole.
     whole_steps: every step is one `train_step`, so that gradients of one round need not be stored. gpu_updates: without
     clipping the GPU, too, may update inside the last round ("in_round"), also from gradients that are not stored, so
-    that every step is one round ("unstored"); auto is where the planner finds one of them faster, or finds nothing
-    else, and its plan's request then says which. segment_blocks: of so many blocks, one after the other, only the first
-    one's input is kept, and backward makes the others' again (`schedule/segments.py`); 1 keeps every block's, None is
-    as the planner finds what fits, and its plan's request then says which. hidden_home: where a round's tensor between
-    layers and its gradient wait; auto is on the GPU, or on the host where nothing else fits or that is faster, and its
-    plan's request then says host.
+    that every step is one round ("unstored"), which with clipping runs twice (`norm_first`); auto is where the planner
+    finds one of them faster, or finds nothing else, and its plan's request then says which. segment_blocks: of so many
+    blocks, one after the other, only the first one's input is kept, and backward makes the others' again
+    (`schedule/segments.py`); 1 keeps every block's, None is as the planner finds what fits, and its plan's request then
+    says which. hidden_home: where a round's tensor between layers and its gradient wait; auto is on the GPU, or on the
+    host where nothing else fits or that is faster, and its plan's request then says host.
     """
 
     max_seq_len: int
@@ -136,7 +136,7 @@ class Request:
         conflicts = (
             (
                 self.updates_in_round and not self.may_update_in_round,
-                "the GPU updates inside a round on one rank, and where gradients are not clipped",
+                "the GPU updates inside a round on one rank, and clipped gradients only where they are not stored",
             ),
             (
                 (self.segment_blocks or 1) > 1 and not self.may_make_inputs_again,
@@ -158,9 +158,20 @@ class Request:
         return self.gpu_updates != "auto"
 
     @property
+    def norm_first(self) -> bool:
+        """Whether a step's one round runs twice: for the norm of gradients that are clipped and not stored, and then to
+        update from them."""
+        return self.clipping and self.gpu_updates == "unstored"
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether no update that counts begins before the last backward has ended."""
+        return self.clipping and not self.norm_first
+
+    @property
     def may_update_in_round(self) -> bool:
-        """Whether updates may begin inside the last round, before all gradients are known."""
-        return not self.clipping and not self.shares_node
+        """Whether updates may begin inside the last round, before all gradients are known, or from a known norm."""
+        return not self.waits_for_norm and not self.shares_node
 
     @property
     def may_make_inputs_again(self) -> bool:

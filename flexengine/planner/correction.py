@@ -98,6 +98,7 @@ def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction
     plan, estimate = layout.plan, step_seconds(layout, profile)
     bound_s = speed_of_light_s(layout.given, plan.request, profile) if plan.is_bounded else 0.0
     clipped = step_seconds(Layout(layout.given, plan.after_clipping()), profile).step_s if plan.speculates else 0.0
+    unclipped = step_seconds(Layout(layout.given, plan.unclipped()), profile).step_s if plan.request.norm_first else 0.0
     return replace(
         plan.predicted,
         step_s=estimate.step_s,
@@ -106,6 +107,7 @@ def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction
         recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
         limiter=limiter(estimate),
         after_clipping_s=clipped,
+        unclipped_s=unclipped,
     )
 
 

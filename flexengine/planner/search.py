@@ -266,6 +266,9 @@ class Search:
     def _after_clipping_s(self, plan: Plan) -> float:
         return self.pricer.step(self.problem.layout(plan.after_clipping())).step_s if plan.speculates else 0.0
 
+    def _unclipped_s(self, plan: Plan) -> float:
+        return self.pricer.step(self.problem.layout(plan.unclipped())).step_s if plan.request.norm_first else 0.0
+
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
         """Add the prediction to a plan."""
         bound_s = speed_of_light_s(self.given.model, self.request, self.profile) if plan.is_bounded else 0.0
@@ -276,6 +279,7 @@ class Search:
             recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
             limiter=limiter(estimate),
             after_clipping_s=self._after_clipping_s(plan),
+            unclipped_s=self._unclipped_s(plan),
             **process_bytes(self.problem.layout(plan), self.profile)._asdict(),
         )
         return replace(plan, predicted=prediction)

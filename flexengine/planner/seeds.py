@@ -99,7 +99,7 @@ class Seeder:
         cpu_s, gpu, host = (table[:, choices].ravel() for table in self._scarce)
         share = tables.limits.hidden_share
         hidden = share / tables.full_rounds
-        under = (-hidden, 0.0 if request.clipping else -hidden, -share)
+        under = (-hidden, 0.0 if request.waits_for_norm else -hidden, -share)
         gpu_fixed = int(self.memory.fixed_gpu_bytes(USUAL_SLOTS, *self._shared_bytes(choices))[edge])
         host_fixed = tables.activations.host_bytes + int(self.memory.edge_host[edge])
         host_fixed += self.buffers.cpu_update_host_bytes

@@ -56,7 +56,8 @@ class SizeTables:
         self.cost = CostModel.of(self.request, buffers.profile, chunk_tokens)
         self.shape = full_round(self.request, chunk_tokens, chunks_per_round)
         self.rounds = rounds_per_step(self.request, self.shape)
-        self.full_rounds = full_rounds(self.request, self.shape)
+        self.runs = 2 if self.request.norm_first else 1
+        self.full_rounds = self.runs * full_rounds(self.request, self.shape)
         self.num_blocks = len(buffers.block_layers)
         self.sliced = self.shape.chunks[0].is_slice
 
@@ -218,7 +219,8 @@ class BlockTables:
         buffers, kind = tables.buffers, tables.buffers.kinds[number]
         self.kind, self.layer, self.group = kind, kind.layer, buffers.kind_layouts[number]
         use = buffers.uses[kind.group]
-        self.use = use._replace(backward=use.backward + kind.runs_again)
+        runs = tables.runs
+        self.use = use._replace(forward=runs * use.forward, backward=runs * (use.backward + kind.runs_again))
         self.again_on_host = tables.home_of_inputs_again == "host"
         mine = buffers.again.places[buffers.kind_of == number]
         self.sharing = max(1, len(mine) // max(1, len(set(mine.tolist()))))  # blocks that take turns in slots

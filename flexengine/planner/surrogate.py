@@ -56,8 +56,8 @@ class Surrogate:
         if not count:
             return np.zeros(0)
         cpu_s = self.choice_costs["cpu_update_s"].at(candidates.choices).T
-        several = tables.rounds > 1
-        in_backward = (bool(cpu_s.any()) and not tables.request.clipping) or tables.request.updates_in_round
+        several, again = tables.rounds > 1, tables.request.norm_first  # whether the round runs for its norm before
+        in_backward = (bool(cpu_s.any()) and not tables.request.waits_for_norm) or tables.request.updates_in_round
         last_s = np.zeros(count)
         if in_backward:
             no_updates = np.zeros_like(cpu_s), np.zeros(count)
@@ -67,12 +67,12 @@ class Surrogate:
         # the first round and one of the later in one batch, as larger batches take less time per candidate
         sorts = 2 if later else 1
         accumulating = np.repeat([False, True][:sorts], count)
-        updating = np.full(sorts * count, in_backward and not several)
+        updating = np.full(sorts * count, in_backward and not several and not again)
         pending_s = np.concatenate((cpu_s, np.zeros_like(cpu_s))[:sorts], axis=1)
         rounds = Candidates.joined([candidates] * sorts)
         seconds, _ = self.round_s(rounds, accumulating, updating, pending_s, np.tile(done_s, sorts) * ~accumulating)
         relay_s = self._one_slot_s * (candidates.slots[:, 1] == 1)
-        return update_s + seconds[:count] + later * seconds[-count:] + (last_s if several else 0.0) + relay_s
+        return update_s + seconds[:count] + later * seconds[-count:] + (last_s if several or again else 0.0) + relay_s
 
     @cached_property
     def _one_slot_s(self) -> float:

@@ -177,8 +177,13 @@ SECOND_PLANES = Variant[Problem, Found](
 
 def _in_round_applies(problem: Problem, best: Found | None) -> bool:
     """Where nothing is clipped, and what trains is more than adapters on the GPU, whose updates are short."""
+    asked = problem.request
+    return _trains_streamed(problem) and asked.may_update_in_round and not asked.updates_in_round
+
+
+def _trains_streamed(problem: Problem) -> bool:
     groups = (group for group in problem.model.groups if problem.streams_adapters or not group.adapter)
-    return not all(group.frozen for group in groups) and problem.request.may_update_in_round
+    return not all(group.frozen for group in groups)
 
 
 def _in_round(problem: Problem, best: Found | None, way: Literal["in_round", "unstored"]) -> Found | None:
@@ -293,4 +298,21 @@ ADAPTERS_ON_HOST = Variant[Problem, Found](
     _streamed_may_pay, lambda problem, _: fastest(OF_ONE_HOME, replace(problem, streams_adapters=True))
 )
 
-OF_ONE_RANK = (ADAPTERS_ON_GPU, ADAPTERS_ON_HOST)
+OF_STORED = (ADAPTERS_ON_GPU, ADAPTERS_ON_HOST)
+
+# -- clipped gradients that are not stored -----------------------------------------------------------------------------
+
+
+def _norm_first_applies(problem: Problem, best: Found | None) -> bool:
+    """Where nothing else fits: it takes nearly twice the time."""
+    request = problem.request
+    return best is None and request.clipping and request.whole_steps and not request.shares_node
+
+
+def _norm_first(problem: Problem, _: Found | None) -> Found | None:
+    asked = replace(problem, request=replace(problem.request, gpu_updates="unstored"))
+    return fastest(OF_STORED, asked) if chunk_sizes(asked.request) else None
+
+
+NORM_FIRST = Variant[Problem, Found](_norm_first_applies, _norm_first)
+OF_ONE_RANK = (*OF_STORED, NORM_FIRST)

@@ -70,7 +70,7 @@ def _answer_lines(picture: Picture) -> list[str]:
         f" {format_bytes(p.host_bytes)} of {format_bytes(request.max_host_bytes)} host memory{node}",
         f"predicted: {format_seconds(p.step_s)} per step, {format_tokens_per_s(picture.tokens_per_s)}{per_gpu},"
         f" effective {format_tflops(picture.effective_flops_per_s)}{light_words(p)}",
-        *after_clipping_lines(picture.plan),
+        *clipping_lines(picture.plan),
         *cost_of_rule_lines(picture.plan),
         f"limited by: {p.limiter}",
     ]
@@ -150,8 +150,15 @@ def bound_line(picture: Picture) -> str:
 # ---- the short description -------------------------------------------------------------------------------------
 
 
-def after_clipping_lines(plan: Plan) -> list[str]:
-    """Tell what steps take where gradients are clipped, under a plan that updates before the norm is known."""
+def clipping_lines(plan: Plan) -> list[str]:
+    """Tell what clipping takes: of a step after one that was clipped, or to run every round twice for the norm."""
+    if plan.request.norm_first and plan.predicted.unclipped_s:
+        unclipped_s = plan.predicted.unclipped_s
+        speed = format_tokens_per_s(plan.request.max_global_batch_tokens / unclipped_s)
+        return [
+            "clipping: every step runs twice, first for the norm of its gradients, as none that stores them fits;"
+            f" --max-grad-norm 0 takes {format_seconds(unclipped_s)} per step, {speed}"
+        ]
     if not plan.speculates:
         return []
     return [f"after a step that was clipped: {format_seconds(plan.predicted.after_clipping_s)} per step"]
@@ -177,7 +184,7 @@ def _prediction_lines(plan: Plan) -> list[str]:
     each, node = of_each(request)
     return [
         f"predicted: {format_seconds(p.step_s)} per step, {speed}{light_words(p)}, {recomputed}",
-        *after_clipping_lines(plan),
+        *clipping_lines(plan),
         *cost_of_rule_lines(plan),
         f"limited by: {p.limiter}",
         _memory_line(f"GPU memory{each}", p.gpu_bytes, request.max_gpu_bytes, p.gpu_categories),

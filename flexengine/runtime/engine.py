@@ -236,19 +236,14 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
 
         It may be faster: without clipping the CPU, and the GPU where a plan says so, update inside the backward pass of
         the last round, as soon as a layer's gradient is there. With clipping a plan may have the CPU do that for some
-        layers as if nothing were clipped; where the norm then says otherwise, these are updated again.
+        layers as if nothing were clipped; where the norm then says otherwise, these are updated again. A plan that
+        stores no gradients runs the batch twice then, first for the norm: `loss` is called twice, too.
         """
         sequences = self._read(batch, columns, loss)
         self._agree(lr, divisor)
         settings = self._update_settings(lr, self.state.loss_weight + sequences.loss_weight, divisor)
         self.steps.start()
-        if self.steps.speculates(settings):
-            return self.steps.forward_backward(sequences, settings), self.steps.update(settings, speculated=True)
-        # a clipped gradient is scaled by the norm of all, so no update may count before backward has ended
-        if settings.max_grad_norm is not None or not self.plan.updates_without_norm:
-            return self.steps.forward_backward(sequences), self.steps.update(settings)
-        out = self.steps.forward_backward(sequences, settings)
-        return out, self.steps.update(settings, updated_in_round=True)
+        return self.steps.train_step(sequences, settings)
 
     @one_caller
     def evaluate(

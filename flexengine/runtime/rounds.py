@@ -48,13 +48,14 @@ class RoundRunner:
         self._batches.load_tower(folder)
 
     def train(
-        self, batch: Sequences, balance: ExpertBalance | None = None, updates: UpdateSettings | None = None
-    ) -> Tensor:
+        self, batch: Sequences, balance: ExpertBalance | None = None, settings: UpdateSettings | None = None,
+        updates: RoundUpdates = "none",
+    ) -> Tensor:  # fmt: skip
         """Issue forward and backward of a batch; returns the summed loss [] in float64 on the device.
 
         Of several ranks, each runs its own turns and waits for the losses of the others.
-        balance: what routers report to, where the model balances its experts. updates: settings of the CPU's updates
-        inside the last round, which are speculative with clipping; None when no round updates.
+        balance: what routers report to, where the model balances its experts. updates: those inside the last round,
+        with these settings.
         """
         rounds, first = self._pack(batch), self._state.num_rounds
         if len(rounds) > 1:
@@ -67,8 +68,7 @@ class RoundRunner:
         losses = list[Tensor]()
         for turn in self._context.turns(first, len(rounds)):
             if turn.rounds:
-                settings = updates if turn.ends_batch else None
-                self._take_turn(batch, rounds, turn, first, balance, settings)
+                self._take_turn(batch, rounds, turn, first, balance, settings, updates if turn.ends_batch else "none")
                 if turn.own is not None:
                     losses.append(self._losses(_chunks_of(rounds, turn)))
         self._state.num_rounds, self._state.has_gradients = first + len(rounds), True
@@ -79,12 +79,9 @@ class RoundRunner:
 
     def _take_turn(
         self, batch: Sequences, rounds: list[list[PackedChunk]], turn: Turn, first: int,
-        balance: ExpertBalance | None, settings: UpdateSettings | None,
+        balance: ExpertBalance | None, settings: UpdateSettings | None, updates: RoundUpdates,
     ) -> None:  # fmt: skip
         """Run this rank's part of a turn. first: the number of the batch's first round within its step."""
-        updates: RoundUpdates = "none"
-        if settings is not None:
-            updates = "in_round" if settings.max_grad_norm is None else "speculative"
         # nothing is stored yet to add to in the first round of each node
         stores_first = first + turn.together[0] < self._plan.request.nodes
         kind = RoundKind(True, stores_first, updates, turn.wave)
@@ -93,9 +90,9 @@ class RoundRunner:
         self._write(batch, joined(chunks), balance if turn.own is not None else None)
         self._number_rows(first + turn.rounds[0])
         self._state.has_gradients = True
-        if settings is not None:
+        if updates not in ("none", "norm"):
             self._state.before_update()
-        if updates == "in_round":
+        if updates in ("in_round", "clipped"):
             self._state.unusable = HALF_UPDATED  # until the step's own program has ended
         self._runner.run(program, settings)
 

@@ -23,7 +23,7 @@ from flexengine.runtime.step_state import HALF_UPDATED, StepState, interruptible
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import Program
 from flexengine.schedule.following import cpu_commands
-from flexengine.schedule.lowering.kinds import UpdateKind, UpdateWay
+from flexengine.schedule.lowering.kinds import RoundUpdates, UpdateKind, UpdateWay
 
 Result = TypeVar("Result")
 
@@ -49,18 +49,44 @@ class StepRunner:
         if self._state.start_step():
             self._runner.measurement.start_step()
 
-    def forward_backward(self, batch: Sequences, updates: UpdateSettings | None = None) -> FwdBwdOutput:
+    def train_step(self, batch: Sequences, settings: UpdateSettings) -> tuple[FwdBwdOutput, StepOutput]:
+        """Gradients of a batch and the update, parts of which begin inside the last round where the plan says so."""
+        plan, clips = self._layout.plan, settings.max_grad_norm is not None
+        updates: RoundUpdates = "none"
+        if clips and plan.request.norm_first:
+            return self._norm_first(batch, settings)
+        if self._speculates(settings):
+            updates = "speculative"
+        # a clipped gradient is scaled by the norm of all, so no update may count before backward has ended
+        elif plan.updates_without_norm and not clips:
+            updates = "in_round"
+        return self.forward_backward(batch, settings, updates), self.update(settings, updates)
+
+    def _norm_first(self, batch: Sequences, settings: UpdateSettings) -> tuple[FwdBwdOutput, StepOutput]:
+        """Run the round for the norm of its gradients, then, where that is finite, once more to update from them.
+
+        Until the second run begins nothing that is stored from step to step has changed.
+        """
+        out = self.forward_backward(batch, settings, "norm")
+        if math.isfinite(float(self._updates.grad_norm())):
+            self._state.forget_gradients()
+            again = self.forward_backward(batch, settings, "clipped")
+            out = out._replace(hardware_flops=out.hardware_flops + again.hardware_flops)
+        return out, self.update(settings, "clipped")
+
+    def forward_backward(
+        self, batch: Sequences, settings: UpdateSettings | None = None, updates: RoundUpdates = "none"
+    ) -> FwdBwdOutput:
         """Add a batch's gradients to those since the last step. Waits for its loss.
 
-        updates: settings of the CPU's updates inside the last round, speculative ones with clipping; None = no update
-        before the step's own program.
+        updates: those inside the last round, with these settings.
         """
-        if updates is None:
+        if updates == "none":
             self._state.require_stored(self._layout.plan.stores_gradients)
         with interruptible(self._state, self._executor, train=True):
             balance = self._balance_of(batch)
             with deterministic_kernels(self._deterministic):
-                loss_sum = self._rounds.train(batch, balance, updates)
+                loss_sum = self._rounds.train(batch, balance, settings, updates)
             self._planes.changed(gradients=True)
             if balance is not None:
                 loss_sum += balance.loss()
@@ -93,7 +119,7 @@ class StepRunner:
         self._executor.synchronize()
         return result
 
-    def speculates(self, settings: UpdateSettings) -> bool:
+    def _speculates(self, settings: UpdateSettings) -> bool:
         """Whether the CPU shall update inside the last round as if nothing were clipped.
 
         Not after a step that was clipped, as the next one may be, too. That changes no bits, only the time.
@@ -115,19 +141,17 @@ class StepRunner:
         self._executor.drop_cpu_work()
         return "rolled_back"
 
-    def update(self, settings: UpdateSettings, updated_in_round: bool = False, speculated: bool = False) -> StepOutput:
-        """Run the optimizer step and forget the gradients.
-
-        updated_in_round: the last round did what the plan updates inside it. speculated: it did some of that as if
-        nothing were clipped.
-        """
+    def update(self, settings: UpdateSettings, updates: RoundUpdates = "none") -> StepOutput:
+        """Run the optimizer step and forget the gradients. updates: those of the last round."""
         self._state.before_update()
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
             squares = self._context.add_nodes(self._state.num_rounds, self._executor)
             if squares is not None:
                 self._updates.norm_squares().copy_(squares)
-            way = self._settle(settings) if speculated else "in_round" if updated_in_round else "after_norm"
+            way: UpdateWay = "after_norm" if updates == "none" else "in_round"
+            if updates == "speculative":
+                way = self._settle(settings)
             kind = UpdateKind(way, self._context.share, self._context.is_last)
             program = self._rounds.programs.of_update(kind)
             self._runner.run(program, settings)

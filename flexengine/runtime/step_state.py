@@ -44,10 +44,14 @@ class StepState:
 
     def start_accumulation(self) -> None:
         """Forget all gradients: nothing is stored for the next step."""
+        self.forget_gradients()
+        self.started_s = 0.0
+
+    def forget_gradients(self) -> None:
+        """Have the step under way begin once more, while its clock goes on."""
         self.loss_weight: float = 0
         self.has_gradients = False
         self.num_rounds = 0
-        self.started_s = 0.0
 
     def drop_interrupted(self) -> None:
         """Forget the gradients if the training call before this one did not come to its end."""

@@ -62,17 +62,21 @@ def simulated_rounds(
     """
     plan = layout.plan
     (opening, _), *later = full_step(plan) if rounds is None else rounds
+    if plan.request.norm_first:
+        later = [(opening, 1)]  # the same once more
     alone, last, left = not later, None, None
     last_shape = opening
     if plan.updates_in_backward or plan.speculates:
         last_shape, count = (opening, 1) if alone else later.pop()
         later += [(last_shape, count - 1)] if count > 1 else []
-        last = lower_last_round(layout, last_shape, first=alone)
+        last = lower_last_round(layout, last_shape, first=alone or plan.request.norm_first)
     found = []
     for shape, count in later:
         label = "accumulating round" if shape == opening else "shorter last round"
         found.append(_simulated(label, count, lower_round(layout, shape, first=False), rates, shape))
-    if last is None or not alone:
+    if plan.request.norm_first:
+        first, name = lower_round(layout, opening, first=True, updates="norm"), "the round for its norm"
+    elif last is None or not alone:
         first, name = lower_round(layout, opening, first=True), "the round" if alone else "first round"
     else:
         first, name = last, f"the round with updates by the {updater(plan)}"
@@ -119,7 +123,8 @@ def after_a_round(rates: Rates) -> Rates:
 
 def lower_last_round(layout: Layout, shape: RoundShape, first: bool) -> Program:
     """The last round of a step, in which updates may begin."""
-    updates: dict[UpdateWay, RoundUpdates] = {"in_round": "in_round", "committed": "speculative"}
+    in_round: RoundUpdates = "clipped" if layout.plan.request.norm_first else "in_round"
+    updates: dict[UpdateWay, RoundUpdates] = {"in_round": in_round, "committed": "speculative"}
     return lower_round(layout, shape, first, updates.get(way_of(layout.plan), "none"))
 
 

@@ -1,4 +1,4 @@
-"""Updates by the GPU inside the last round change no bit, whether gradients are stored or not."""
+"""Updates by the GPU inside the last round change no bit, whether gradients are stored or not, clipped or not."""
 
 from dataclasses import replace
 
@@ -16,8 +16,10 @@ from flexengine.plan import GroupPlan, Numerics, PlanError, Request
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan as make_best
 from flexengine.planner.problem import Problem
+from flexengine.reports.plan_text import describe
 from flexengine.schedule.layout import Layout
 from tests.engine_helpers import (
+    FLOAT32,
     build_engine,
     make_plan,
     random_batch,
@@ -45,9 +47,10 @@ RULES = NUMERICS | {
 }
 
 
-def in_round(plan):
-    """The plan without clipping whose GPU updates inside the last round."""
-    return replace(plan, request=replace(plan.request, clipping=False, gpu_updates="in_round"))
+def in_round(plan, clipping=False):
+    """The plan whose GPU updates inside the last round; with clipping once a run of its round has found the norm."""
+    way = {"gpu_updates": "unstored", "whole_steps": True} if clipping else {"gpu_updates": "in_round"}
+    return replace(plan, request=replace(plan.request, clipping=clipping, **way))
 
 
 def unstored(spec, home, group):
@@ -71,33 +74,111 @@ def trained(engine, tokens, num_steps=2):
 @settings(SETTINGS, max_examples=18)
 @given(
     model=models(), lengths=batches(), size=sizes(), data=st.data(), rule=st.sampled_from(list(RULES)),
-    stored=st.booleans(), adapted=st.booleans(), seed=st.integers(0, 99),
+    stored=st.booleans(), clip=st.sampled_from((None, 0.3, 1e9)), adapted=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_any_plan_gives_the_bits_of_the_resident_plan(model, lengths, size, data, rule, stored, adapted, seed):
+def test_any_plan_gives_the_bits_of_the_resident_plan(model, lengths, size, data, rule, stored, clip, adapted, seed):
     source = random_weights(model)
     if adapted and rule != "muon":
         source = source._replace(spec=with_lora(source.spec, LoRA(rank=3)))
     spec, tokens = source.spec, tokens_of(lengths, source.spec)
     chunks = size[1] if stored else 24
     options = {"chunk_tokens": size[0], "chunks_per_round": chunks, "max_seq_len": MAX_SEQ_LEN, "numerics": RULES[rule]}
-    rules = {"optimizer": Muon(lr=1e-2) if rule == "muon" else AdamW(lr=1e-2), "max_grad_norm": None}
+    clip = None if stored else clip
+    rules = {"optimizer": Muon(lr=1e-2) if rule == "muon" else AdamW(lr=1e-2), "max_grad_norm": clip}
     resident = build_engine(source, make_plan(spec, **options), **rules)
     decisions = data.draw(plan_decisions(spec))
     if rule in ("8-bit states", "muon"):
         decisions["groups"] = [GroupPlan() if home.update == "cpu" else home for home in decisions["groups"]]
     if not stored:
         decisions["groups"] = [unstored(spec, home, group) for group, home in enumerate(decisions["groups"])]
-    plan = in_round(make_plan(spec, **options, **decisions))
+    plan = in_round(make_plan(spec, **options, **decisions), clipping=clip is not None)
     losses, weights = trained(build_engine(source, plan, order=shuffled_order(seed), **rules), tokens)
     expected, expected_weights = trained(resident, tokens)
     assert losses == expected
     same_bits(weights, expected_weights)
 
 
-def unstored_plan(spec, **options):
-    """A plan of one streamed round that stores no gradients."""
-    homes = [unstored(spec, GroupPlan(), group) for group in range(len(spec.groups))]
-    return in_round(make_plan(spec, groups=homes, chunk_tokens=64, **options))
+STREAMED = (GroupPlan(),)
+
+
+def unstored_plan(spec, clipping=False, homes=STREAMED, **options):
+    """A plan of one streamed round that stores no gradients. homes: of groups, in turn."""
+    groups = [unstored(spec, homes[group % len(homes)], group) for group in range(len(spec.groups))]
+    return in_round(make_plan(spec, groups=groups, chunk_tokens=64, **options), clipping)
+
+
+TIED = tiny_config(num_hidden_layers=2, tie_word_embeddings=True)
+CLIPPED = {
+    "rounded": (TIED, None, {"numerics": RULES["8-bit states"]}),
+    "by both processors": (TIED, None, {"homes": (GroupPlan(), GroupPlan(update="cpu"))}),
+    "adapters with dropout": (TIED, LoRA(rank=3, dropout=0.3), {}),
+    "experts in balance": (CASES["qwen3_moe"] | {"router_aux_loss_coef": 0.3, "output_router_logits": True}, None, {}),
+}
+
+
+@pytest.mark.parametrize("case", list(CLIPPED))
+@pytest.mark.parametrize("clip", [0.3, 1e9])
+def test_gradients_that_are_clipped_need_no_place(case, clip):
+    config, lora, options = CLIPPED[case]
+    source = random_weights(config)
+    source = source if lora is None else source._replace(spec=with_lora(source.spec, lora))
+    plans = [
+        unstored_plan(source.spec, clipping=True, chunks_per_round=2, **options),
+        make_plan(source.spec, chunk_tokens=64, chunks_per_round=2, numerics=options.get("numerics", FLOAT32)),
+    ]
+    tokens = [random_batch(i, lengths, source.spec.vocab_size) for i, lengths in enumerate(((48, 17, 9), (30,)))]
+    found = [trained(build_engine(source, plan, max_grad_norm=clip), tokens) for plan in plans]
+    assert (found[0][0][1] > clip) is (clip < 1)
+    assert found[0][0] == found[1][0]
+    same_bits(found[0][1], found[1][1])
+
+
+def summed_losses(calls, interrupted=None, scale=1.0):
+    """The cross-entropy, `scale` times; the call of this number is interrupted."""
+
+    def loss(block):
+        calls.append(len(block.labels))
+        if len(calls) == interrupted:
+            raise KeyboardInterrupt
+        return scale * torch.nn.functional.cross_entropy(block.logits, block.labels, reduction="sum")
+
+    return loss
+
+
+def test_a_step_whose_norm_is_not_finite_runs_once_and_updates_nothing():
+    source, calls = random_weights(TIED), list[int]()
+    engine = build_engine(source, unstored_plan(source.spec, clipping=True))
+    before = engine.state_dict()
+    _, step = engine.train_step(
+        random_batch(0, (40, 20), source.spec.vocab_size), loss=summed_losses(calls, scale=1e38)
+    )
+    assert step.skipped
+    assert engine.step_count == 0
+    once = len(calls)
+    same_bits(engine.state_dict(), before)
+    engine.train_step(random_batch(0, (40, 20), source.spec.vocab_size), loss=summed_losses(calls))
+    assert len(calls) == 3 * once
+    assert engine.step_count == 1
+
+
+def test_an_interrupt_before_the_norm_is_known_loses_the_step_alone():
+    source = random_weights(TIED)
+    tokens = [random_batch(0, (40, 20), source.spec.vocab_size)]
+    engine = build_engine(source, unstored_plan(source.spec, clipping=True))
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_step(tokens[0], loss=summed_losses([], interrupted=1))
+    assert not engine.has_gradients
+    expected = trained(build_engine(source, make_plan(source.spec, chunk_tokens=64)), tokens)
+    found = trained(engine, tokens)
+    assert found[0] == expected[0]
+    same_bits(found[1], expected[1])
+    engine, calls = build_engine(source, unstored_plan(source.spec, clipping=True)), list[int]()
+    engine.train_step(tokens[0], loss=summed_losses(calls))
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_step(tokens[0], loss=summed_losses([], interrupted=len(calls) // 2 + 1))
+    with pytest.raises(ValueError, match="half updated"):
+        engine.train_step(tokens[0])
+    engine.close()
 
 
 def test_one_call_and_one_round_are_asked_for():
@@ -159,8 +240,13 @@ def test_the_planner_finds_what_fits_without_stored_gradients():
     assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
     with pytest.raises(PlanError):
         make_best(source.spec, replace(tight, whole_steps=False), profile)
-    with pytest.raises(PlanError, match="--max-grad-norm 0"):
-        make_best(source.spec, replace(tight, clipping=True), profile)
+    clipped = make_best(source.spec, replace(tight, clipping=True), profile)
+    assert clipped.request.norm_first
+    assert clipped.predicted.speed_of_light_s <= clipped.predicted.step_s
+    assert clipped.predicted.unclipped_s < clipped.predicted.step_s <= 2 * clipped.predicted.unclipped_s
+    assert "--max-grad-norm 0 takes" in describe(clipped, source.spec)
+    roomy = replace(tight, clipping=True, max_host_bytes=2 * least_host("auto"))
+    assert not make_best(source.spec, roomy, profile).request.norm_first
     tokens = [random_batch(i, (32, 9, 20), source.spec.vocab_size) for i in range(2)]
     options = {"chunk_tokens": plan.chunk_tokens, "chunks_per_round": plan.chunks_per_round, "max_seq_len": 32}
     resident = make_plan(source.spec, **options, numerics=types)

@@ -81,10 +81,10 @@ class Relaxation:
         limits = dict.fromkeys(words for words in costly if words)
         return Bound(
             # the link's seconds are at most T, so that the least T is at least this
-            seconds=found.least / (1 + LINK_PRICE) * self.unit_s * (1 - TOLERANCE),
+            seconds=found.least / (1 + LINK_PRICE) * self.unit_s * (1 - TOLERANCE) + self.size.norm_s,
             chunk_tokens=self.size.chunk_tokens,
             rounds=self.rounds,
-            compute_s=self.size.compute_s - spared_s + recompute_s * self.unit_s,
+            compute_s=self.size.compute_s - spared_s + recompute_s * self.unit_s + self.size.norm_s,
             recompute_s=recompute_s * self.unit_s,
             h2d_s=(values["link h2d"] + both) * self.unit_s,
             d2h_s=(values["link d2h"] + both) * self.unit_s,
@@ -175,7 +175,7 @@ class Relaxation:
         up, down = self._link_rates()
         head_s, total = size.first_share * size.head_s / self.unit_s, self._total
         cpu_s = {f"u {q.name}": size.cpu_update_s_of(q) / self.unit_s for q in self.trained}
-        updating, slowing = ("V", cpu_s) if self.step.request.clipping else ("VB", {})
+        updating, slowing = ("V", cpu_s) if self.step.request.waits_for_norm else ("VB", {})
         self.lp.at_most("cpu", {**dict.fromkeys(updating, -1.0), **cpu_s}, -head_s)
 
         touched = {f"u {q.name}": q.touched / self.unit_bytes for q in self.trained}
@@ -295,7 +295,7 @@ class Relaxation:
 def least_compute_s(step: Unavoidable, size: SizeWork) -> float:
     """Seconds that every point of a size's relaxation computes, all updates left to the CPU: below its bound."""
     spared_s = sum(size.update_s_of(p) for p in step.parameters if p.trained)
-    return (size.compute_s - spared_s) * (1 - MARGIN)
+    return (size.compute_s - spared_s) * (1 - MARGIN) + size.norm_s
 
 
 def _added(*terms: dict[str, float]) -> dict[str, float]:

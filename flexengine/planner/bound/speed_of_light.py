@@ -28,10 +28,11 @@ def speed_of_light(model: ModelSpec, request: Request, profile: HardwareProfile)
     """Bound a step over all chunk and round sizes of a request, with experts whole or in parts.
 
     On one rank clipping does not count: a speculative update may begin inside backward, too. Without it the GPU's may.
+    A request whose round runs twice for the norm is bounded by itself, as nothing else fits it.
     Returns None when not even the relaxation fits the budgets. Raises: PlanError when pinned sizes contradict.
     """
     models = [model, in_parts(model)] if may_be_in_parts(model) else [model]
-    bounded = replace(request, clipping=request.clipping and request.shares_node)
+    bounded = replace(request, clipping=request.norm_first or (request.clipping and request.shares_node))
     ways = (request.gpu_updates,)
     if request.may_update_in_round and not request.updates_in_round:
         ways = ("auto", "in_round", "unstored") if request.whole_steps else ("auto", "in_round")

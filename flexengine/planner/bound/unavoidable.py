@@ -157,6 +157,11 @@ class SizeWork:
         decode_s = sum(map(self.cost.work_s, self.step.decoding))
         return (layers_s + decode_s) * self.full_rounds + self._gradient_s() + self.update_s
 
+    @property
+    def norm_s(self) -> float:
+        """Seconds that a run for the norm computes, where the round runs twice; else 0."""
+        return self.compute_s - self.update_s if self.step.request.norm_first else 0.0
+
     def _layer_s(self, layer: LayerSpec) -> float:
         """Forward and backward of a layer in a round; the head's forward is what its backward recomputes."""
         work, runs = self._round_work(layer.ops), _forward_ops(layer)

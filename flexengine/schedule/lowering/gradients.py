@@ -98,11 +98,12 @@ class GradientLowering:
             self._send_home(stored, staging)
 
     def _stays(self, group: int) -> bool:
-        """Whether a gradient is updated from where it was rounded, so that it need not go home.
+        """Whether a gradient need not go home: it is updated from where it was rounded, or only its norm is asked for.
 
         Not one that two layers add to: the lower one finds it there.
         """
-        return group in self._updated.tiles and sum(group in layer.groups for layer in self._context.model.layers) == 1
+        stays = group in self._updated.tiles or self._kind.updates == "norm"
+        return stays and sum(group in layer.groups for layer in self._context.model.layers) == 1
 
     def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
         """Update those of a layer's groups that no layer below adds to: by the CPU at once, by the GPU with
@@ -127,10 +128,11 @@ class GradientLowering:
         del self._waiting[:count]
 
     def lower_norm(self) -> None:
-        """Tell the host the factors on all gradients and their norm, with which a round ends that speculates."""
+        """Have the factors on all gradients and their norm, and tell the host where the round speculates."""
         self._have_squares()
         clip(self._builder, self._layout, Access(self._layout.slot("norm_squares"), "norm squares"))
-        send_scalars(self._builder, self._layout)
+        if self._kind.updates == "speculative":
+            send_scalars(self._builder, self._layout)
 
     def _have_squares(self) -> None:
         """Have the sums of squares of all gradients here."""
@@ -196,8 +198,11 @@ class GradientLowering:
         return f"scale of {self._context.model.groups[group].name}"
 
     def _scale(self, group: int) -> None:
-        """Compute the factor on a gradient that is complete."""
+        """Have the factor on a gradient that is complete: compute it, unless a run for the norm has left it."""
         norms, factor = Access(self._layout.slot("norm_squares"), "norm squares"), self._updated.scales[group].device
+        if self._kind.updates == "clipped":
+            self._builder.holds(factor, self._scale_content(group))
+            return
         label, args = CommandName("scale", owner=self._context.model.groups[group].name), GroupScale(group)
         writes = [Access(factor, self._scale_content(group))]
         self._builder.add("scale", label, Stream.COMPUTE, [norms], writes, Work(kernels=6), args=args)

@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple
 
 from flexengine.schedule.shares import ALONE, Share
 
-RoundUpdates = Literal["none", "in_round", "speculative"]
-"""What the CPU updates inside a round: nothing; all of its groups, as nothing is clipped; or what the plan says into
-second planes, before it is known whether that counts."""
+RoundUpdates = Literal["none", "in_round", "speculative", "norm", "clipped"]
+"""What is updated inside a round: nothing; all that need not wait, as nothing is clipped; what the plan says, into
+second planes, before it is known whether that counts; nothing, as it runs for the norm of its gradients alone and
+leaves none; or all that need not wait, with the factors that such a run has left."""
 UpdateWay = Literal["after_norm", "in_round", "committed", "rolled_back"]
 """What the last round of a step has left to its update: all, as nothing could be updated before the norm was known; all
 but what the CPU updates, as it did so in that round; the same of what it did speculatively and which counts; or all, as
@@ -29,8 +30,8 @@ class Wave(NamedTuple):
 class RoundKind(NamedTuple):
     """What a round does beside forward.
 
-    train: it has a backward pass. first: no gradients are stored yet in this step. updates: those by the CPU; it is the
-    last round of the step unless they are none. wave: where ranks walk the layers together; None = each by itself, or
+    train: it has a backward pass. first: no gradients are stored yet in this step. updates: it is the last round of the
+    step unless they are none. wave: where ranks walk the layers together; None = each by itself, or
     in prices rank 0 of a full wave.
     """
 

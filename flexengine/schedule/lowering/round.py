@@ -83,7 +83,7 @@ class RoundLowering(LayerWalk):
 
     def __init__(self, layout: Layout, shape: RoundShape, kind: RoundKind) -> None:
         updated, overlaps = nothing_in_round(layout), layout.overlaps
-        if kind.updates == "in_round" and layout.plan.updates_without_norm:
+        if kind.updates in ("in_round", "clipped") and layout.plan.updates_without_norm:
             updated = in_round(layout)
             overlaps = overlapping_slots(updated.slots)
         self.kind = kind
@@ -106,7 +106,7 @@ class RoundLowering(LayerWalk):
                     self._run_again(earlier, self.model.layers[earlier])
                 self._backward_layer(index, self.model.layers[index])
         self.gradients.update_waiting()
-        if self.kind.updates == "speculative":
+        if self.kind.updates in ("speculative", "norm"):
             self.gradients.lower_norm()
         return self.builder.build()
 
