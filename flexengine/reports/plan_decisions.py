@@ -125,6 +125,8 @@ def _residency_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
             if members:
                 where = "on the GPUs of their ranks" if plan.owns_blocks and place == "gpu" else words
                 texts.append(f"{len(members)} of {num_groups} groups {where}{_size(data, members, layouts)}")
+        unstored = homes.count("none")
+        texts += [f"{unstored} of {num_groups} groups not stored"] if unstored else []
         lines.append(f"{data.name}: {', '.join(texts)}")
     return lines
 

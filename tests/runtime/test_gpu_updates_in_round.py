@@ -8,12 +8,16 @@ from family_configs import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexengine.hardware.presets import preset
+from flexengine.metrics import GIB
 from flexengine.models import blocks
 from flexengine.models.lora import with_lora
+from flexengine.models.registry import open_model
 from flexengine.optim import AdamW, Muon
 from flexengine.options.lora import LoRA
 from flexengine.plan import GroupPlan, Numerics, PlanError, Request
 from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.planner import find_plan
 from flexengine.planner.planner import make_plan as make_best
 from flexengine.planner.problem import Problem
 from flexengine.reports.plan_text import describe
@@ -255,6 +259,19 @@ def test_the_planner_finds_what_fits_without_stored_gradients():
     )
     assert losses == expected
     same_bits(weights, expected_weights)
+
+
+def test_14b_is_clipped_within_24_and_64_gib():
+    types = Numerics("bfloat16", "stochastic", "bfloat16", "int8")
+    spec, card = open_model("preset:qwen3-14b", needs_weights=False).spec, preset("rtx-4090")
+    asked = Request(
+        1024, 65536, 24 * GIB, 64 * GIB, 9216, numerics=types, whole_steps=True, segment_blocks=2
+    )  # pinned, so that planning is short
+    plan = make_best(spec, asked, card)
+    assert plan.request.norm_first
+    assert plan.predicted.speed_of_light_s <= plan.predicted.step_s < 120
+    assert plan.predicted.unclipped_s < 0.51 * plan.predicted.step_s
+    assert find_plan(Problem(spec, replace(asked, whole_steps=False), card)) is None
 
 
 @pytest.mark.gpu
