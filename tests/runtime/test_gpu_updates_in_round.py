@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
 from flexengine.models import blocks
+from flexengine.models.in_parts import in_parts
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW, Muon
@@ -59,7 +60,7 @@ def in_round(plan, clipping=False):
 
 def unstored(spec, home, group):
     """The home with no place for a gradient that one layer makes."""
-    once = sum(group in layer.groups for layer in spec.layers) == 1
+    once = sum(group in layer.groups for layer in spec.layers) == spec.groups[group].num_parts == 1
     return replace(home, grads="none") if once and home.update == "gpu" else home
 
 
@@ -107,6 +108,7 @@ STREAMED = (GroupPlan(),)
 
 def unstored_plan(spec, clipping=False, homes=STREAMED, **options):
     """A plan of one streamed round that stores no gradients. homes: of groups, in turn."""
+    spec = in_parts(spec) if options.get("in_parts") else spec
     groups = [unstored(spec, homes[group % len(homes)], group) for group in range(len(spec.groups))]
     return in_round(make_plan(spec, groups=groups, chunk_tokens=64, **options), clipping)
 
@@ -116,13 +118,15 @@ CLIPPED = {
     "rounded": (TIED, None, {"numerics": RULES["8-bit states"]}),
     "by both processors": (TIED, None, {"homes": (GroupPlan(), GroupPlan(update="cpu"))}),
     "adapters with dropout": (TIED, LoRA(rank=3, dropout=0.3), {}),
+    "experts in parts": (CASES["qwen3_moe"], None, {"in_parts": True}),
     "experts in balance": (CASES["qwen3_moe"] | {"router_aux_loss_coef": 0.3, "output_router_logits": True}, None, {}),
 }
 
 
 @pytest.mark.parametrize("case", list(CLIPPED))
 @pytest.mark.parametrize("clip", [0.3, 1e9])
-def test_gradients_that_are_clipped_need_no_place(case, clip):
+def test_gradients_that_are_clipped_need_no_place(case, clip, monkeypatch):
+    monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
     config, lora, options = CLIPPED[case]
     source = random_weights(config)
     source = source if lora is None else source._replace(spec=with_lora(source.spec, lora))
