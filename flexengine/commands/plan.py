@@ -25,6 +25,7 @@ from flexengine.options.job import Job
 from flexengine.options.objective import ObjectiveOptions
 from flexengine.options.option import flag_of
 from flexengine.plan import Plan, PlanError, Request
+from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.charts.memory_file import memory_svg
@@ -46,6 +47,8 @@ from flexengine.run.objective_price import CacheRoom, cache_room, price
 
 DOES_NOT_FIT = 2
 """Exit status when nothing fits, as for any request that cannot be carried out."""
+NUM_PLANNED = 2
+"""Of what would fit, so many are planned, which takes seconds each."""
 
 
 class Asked(NamedTuple):
@@ -127,8 +130,8 @@ def _fits(asked: Asked, picture: Picture) -> int:
 
 
 def _does_not_fit(asked: Asked, profile: HardwareProfile, error: ShortageError) -> int:
-    """Tell what is missing and what would fit; the first remedy is planned in full, so that its speed is known."""
-    planned = _first_planned(asked, profile, error)
+    """Tell what is missing and what would fit; the first remedies are planned in full, so that their speed is known."""
+    planned = [_planned(asked, profile, remedy) for remedy in error.remedies[:NUM_PLANNED]]
     if asked.flags.json:
         print(json.dumps(shortage_json(error), indent=1))
     print(f"flexengine plan: {shortage_report(error, planned)}", file=sys.stderr)
@@ -141,11 +144,9 @@ def _does_not_fit(asked: Asked, profile: HardwareProfile, error: ShortageError) 
     return DOES_NOT_FIT
 
 
-def _first_planned(asked: Asked, profile: HardwareProfile, error: ShortageError) -> Plan | None:
-    if not error.remedies:
-        return None
+def _planned(asked: Asked, profile: HardwareProfile, remedy: Remedy) -> Plan | None:
     try:
-        return plan_for_ranks(asked.model, error.remedies[0].request, profile, _network_bytes_per_s(asked.flags))
+        return plan_for_ranks(asked.model, remedy.request, profile, _network_bytes_per_s(asked.flags))
     except PlanError:
         return None
 

@@ -23,7 +23,7 @@ from flexengine.reports.plan_text import bound_line
 from flexengine.reports.text_format import join_words, largest_first, number_ranges, percent, positions_by_value
 from flexengine.schedule.save_sets import savable_ops
 
-HOME_WORDS = {"gpu": "GPU", "host": "host", "dealt": "divided", None: "frozen"}
+HOME_WORDS = {"gpu": "GPU", "host": "host", "dealt": "divided", "none": "not stored", None: "frozen"}
 SOURCE_WORDS = {"preset": "published (preset)", "measured": "measured on this machine"}
 
 
@@ -141,9 +141,10 @@ def _decisions(layer: LayerSpec, kept: LayerPlan, groups: Sequence[GroupPlan]) -
 def _layer_places(picture: Picture) -> list[tuple[str, list[str | None]]]:
     """Give the rows of the layer chart: data of parameters first, then the input and what ops keep for backward."""
     plan, layers = picture.plan, picture.model.layers
+    last = [layer.groups[-1] for layer in layers]
     rows: list[tuple[str, list[str | None]]] = [
         # The last group of a tied head is the embedding's, which holds nearly all of its parameters.
-        (data.name, [data.home(plan.groups[layer.groups[-1]]) for layer in layers])
+        (data.name, [None if home == "none" else home for home in (data.home(plan.groups[g]) for g in last)])
         for data in GROUP_DATA
     ]
     inputs = [input_place(kept) if layer.keeps else None for layer, kept in zip(layers, plan.layers, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
@@ -214,10 +216,10 @@ def _memory_line(name: str, used: int, budget: int, categories: dict[str, int]) 
 # ---- no plan fits ----------------------------------------------------------------------------------------------
 
 
-def shortage_report(error: ShortageError, planned: Plan | None) -> str:
+def shortage_report(error: ShortageError, planned: Sequence[Plan | None]) -> str:
     """Tell why nothing fits, what the smallest plan takes by category, and which changes would fit.
 
-    planned: the plan of the first remedy, whose speed is told beside it.
+    planned: plans of the first remedies, whose speeds are told beside them.
     """
     needs, request = error.needs, error.request
     lines = [f"{needs.plan.model} does not fit ({error.reason.value})"]
@@ -231,8 +233,7 @@ def shortage_report(error: ShortageError, planned: Plan | None) -> str:
         if missing:  # the categories of a memory that suffices do not help
             lines += indented_columns([(name, format_bytes(size)) for name, size in largest_first(categories) if size])
     lines.append("fits with one of" if error.remedies else "no change that was tried makes it fit")
-    # Only the first remedy was planned in full: a plan takes about a second.
-    speeds = [_speed(planned) if i == 0 else "" for i, _ in enumerate(error.remedies)]
+    speeds = map(_speed, [*planned, *[None] * (len(error.remedies) - len(planned))])
     lines += indented_columns([(str(remedy), speed) for remedy, speed in zip(error.remedies, speeds, strict=True)])
     lines += [ADAPTERS] if needs.could_be_adapters else []
     return "\n".join(line.rstrip() for line in lines)

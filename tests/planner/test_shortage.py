@@ -104,6 +104,12 @@ def test_states_of_8_bits_and_adapters_are_among_the_remedies():
     with pytest.raises(ShortageError, match="adapters beside frozen weights take less: --mode lora") as error:
         make_plan(model, request, profile)
     assert "--optimizer-state-dtype int8" in [remedy.flags for remedy in error.value.remedies]
+    with pytest.raises(ShortageError) as error:
+        make_plan(model, replace(request, max_host_bytes=34 * GIB, whole_steps=True), profile)
+    small = "--optimizer-state-dtype int8 --master-dtype bfloat16"
+    assert [str(remedy) for remedy in error.value.remedies][:2] == [
+        f"{small} --max-grad-norm 0", f"{small} (every step runs twice)"
+    ]  # fmt: skip
     frozen, less = with_frozen(model, ("embed",)), replace(request, max_host_bytes=GIB)
     with pytest.raises(ShortageError) as error:
         make_plan(frozen, less, profile)

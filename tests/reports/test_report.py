@@ -106,7 +106,7 @@ def test_simulated_step_is_the_predicted_one(picture):
 
 
 def test_shortage_report_shows_what_is_missing_and_what_fits(error, picture):
-    text = shortage_report(error, picture.plan)
+    text = shortage_report(error, [picture.plan])
     assert "does not fit" in text
     assert re.search(r"GPU memory: .* are missing", text)
     for category, num_bytes in error.needs.gpu_categories.items():

@@ -21,6 +21,8 @@ from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import find_plan
 from flexengine.planner.planner import make_plan as make_best
 from flexengine.planner.problem import Problem
+from flexengine.reports.picture import Picture
+from flexengine.reports.plan_page import html_page
 from flexengine.reports.plan_text import describe
 from flexengine.schedule.layout import Layout
 from tests.engine_helpers import (
@@ -253,6 +255,7 @@ def test_the_planner_finds_what_fits_without_stored_gradients():
     assert clipped.predicted.speed_of_light_s <= clipped.predicted.step_s
     assert clipped.predicted.unclipped_s < clipped.predicted.step_s <= 2 * clipped.predicted.unclipped_s
     assert "--max-grad-norm 0 takes" in describe(clipped, source.spec)
+    assert "not stored" in html_page(Picture(clipped, source.spec, profile))
     roomy = replace(tight, clipping=True, max_host_bytes=2 * least_host("auto"))
     assert not make_best(source.spec, roomy, profile).request.norm_first
     tokens = [random_batch(i, (32, 9, 20), source.spec.vocab_size) for i in range(2)]

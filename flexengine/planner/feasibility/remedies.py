@@ -44,7 +44,7 @@ class Least(NamedTuple):
 
 
 class Try(NamedTuple):
-    """How a changed request is judged: whether anything fits, and the least it takes."""
+    """How a changed request is judged: whether anything fits whose steps run once, and the least it takes."""
 
     fits: Callable[[Request], bool]
     least: Callable[[Request], Least]
@@ -217,6 +217,8 @@ def _cheaper_types(request: Request, fits: Callable[[Request], bool]) -> Iterato
         flags[change.flags.split()[0]] = change.flags
         if len(flags) > 1 and fits(together):
             yield Remedy(" ".join(flags.values()), together)
+            if flags.pop("--max-grad-norm", None):  # with it nothing is stored, either
+                yield Remedy(" ".join(flags.values()), replace(together, clipping=True), "every step runs twice")
             return
 
 

@@ -179,7 +179,7 @@ def shortage(problem: Problem) -> ShortageError:
     least = Least(least_gpu.gpu_bytes, None if least_host is None else least_host.host_bytes)
     judge = Try(lambda r: any(feasibility(way).fits() for way in ways(r)), least_bytes)
     fitting = remedies(request, least, judge)
-    found = tuple(remedy._replace(note=remedy_note(remedy.request, request, profile)) for remedy in fitting)
+    found = tuple(r._replace(note=r.note or remedy_note(r.request, request, profile)) for r in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY
     needs = least_host or least_gpu
     return ShortageError(reason, shortage_message(request, needs, found), request, needs, found)
