@@ -10,7 +10,7 @@ from flexengine.models.block_parts import norm_op, norm_params
 from flexengine.models.block_shape import AnyNorm, BlockNames, BlockShape
 from flexengine.models.blocks import block_buffers, block_ops, block_params
 from flexengine.models.fields import Fields
-from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, Table, WeightSource
+from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, Table, WeightSource, divided
 from flexengine.ops.base import Op
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.embedding import Embedding
@@ -109,10 +109,7 @@ def assemble(
 
 
 def _block_group(index: int, block: LayerContent) -> GroupSpec:
-    # Ops that run part by part name the parameters that may be cut, and into how many parts.
-    divided = [op for op in block.ops if op.divisions > 1]
-    cut = tuple(name for op in divided for name in op.params)
-    divisions = max((op.divisions for op in divided), default=1)
+    divisions, cut = divided(block.ops, block.params)
     return GroupSpec(f"block.{index}", "block", block.params, divisions=divisions, cut=cut)
 
 

@@ -1,7 +1,8 @@
 """Describes a model whose blocks are frozen and have low-rank adapters beside their linear layers.
 
 Each block gets a second parameter group, `adapter.N`, which is trained; everything else of the model is frozen
-(models/freezing.py). Names are PEFT's, so that files of both match.
+(models/freezing.py). Adapters of experts belong to the parts that these cross the link in, unless one tensor holds
+those of all. Names are PEFT's, so that files of both match.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flexengine.checkpoint.expressions import full_matches
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.lora_layers import with_adapters
 from flexengine.models.saved_modules import edge_modules, saved_tensors, with_saved_modules
-from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
+from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource, divided
 from flexengine.ops.adapters.lora import LoraDown
 from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters, OfExperts
 from flexengine.ops.base import Op
@@ -87,7 +88,9 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         params = tuple(param for each, modules in own.items() for param in _params(each, modules, nested))
         there = tuple((param.name, len(groups), param.name) for param in params)
         layers[index] = replace(layer, ops=known[key], params=(*layer.params, *there))
-        groups.append(GroupSpec(f"adapter.{layer.name.rpartition('.')[2]}", ADAPTER_CLASS, params, adapter=True))
+        name, together = f"adapter.{layer.name.rpartition('.')[2]}", any(m[0].one_tensor for m in found.values())
+        divisions, cut = (1, ()) if together else divided(known[key], params)
+        groups.append(GroupSpec(name, ADAPTER_CLASS, params, divisions=divisions, cut=cut, adapter=True))
     adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers))
     _check(adapted, lora)
     beneath = set(range(len(model.groups)))

@@ -128,6 +128,13 @@ class GroupSpec:
         return sum(p.numel for p in self.params)
 
 
+def divided(ops: Iterable[Op], params: Iterable[ParamSpec]) -> tuple[int, tuple[str, ...]]:
+    """Into how many parts some parameters may be cut, and the names of those: what ops that run part by part train."""
+    cut = {name: op.divisions for op in ops if op.divisions > 1 for name in op.params}
+    names = tuple(param.name for param in params if param.name in cut)
+    return max((cut[name] for name in names), default=1), names
+
+
 class Table(NamedTuple):
     """Rotary frequencies, in radians per position, which ops find as the constant `name`.
 

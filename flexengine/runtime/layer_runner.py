@@ -170,7 +170,7 @@ class LayerRunner:
                     self._view(slot, param.start, param.shape, self.wide).zero_()
 
     def _part(self, group: int, part: int) -> Part:
-        """A part of a group; adapters stay whole beside a group in parts."""
+        """A part of a group; adapters of experts in one tensor stay whole beside a group in parts."""
         parts = self.layout.groups[group].parts
         return parts[part if len(parts) > 1 else 0]
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.adapters.dora import adapted_norms
-from flexengine.ops.adapters.lora import part_slice
 from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
 from flexengine.ops.experts.experts import GroupedLinear
@@ -36,7 +35,7 @@ class GroupedLoraUp(GroupedLinear):
     def __init__(self, base: GroupedLinear, adapters: Adapters) -> None:
         vars(self).update(vars(base))
         assert adapters.experts is not None
-        self.adapters, self.one_tensor = adapters, adapters.experts.one_tensor
+        self.adapters, self.of, self.one_tensor = adapters, adapters.experts, adapters.experts.one_tensor
         assert not self.one_tensor or len(adapters.rows) == 1, "one tensor of a fused product has one adapter"
         self.low, self.width, rows = adapters.low.name, adapters.width, self.num_experts * self.out_features
         self.inputs, self.grad_inputs = (*self.inputs, self.low), (*self.grad_inputs, self.low)
@@ -50,8 +49,12 @@ class GroupedLoraUp(GroupedLinear):
     # -- operands ----------------------------------------------------------------------------------------------------
 
     def _experts(self, env: OpEnv) -> slice:
-        """The experts of this call's part."""
-        return part_slice(self.num_experts, env.part, self.num_parts)
+        """The experts of this call's part, of all."""
+        return self.of.part(env.part, self.num_parts)
+
+    def _held(self, env: OpEnv) -> slice:
+        """The same where parameters have them."""
+        return self.of.held(env.part, self.num_parts)
 
     def _low(self, tensors: dict[str, Tensor]) -> Tensor:
         """low [R, J * r], or its gradient."""
@@ -73,7 +76,7 @@ class GroupedLoraUp(GroupedLinear):
     def _write_spread(self, env: OpEnv) -> Tensor:
         spread, scale = self._spread_of(env, self.spread), self.adapters.scale
         spread.zero_()
-        for own, block in self._blocks(env.p[self.adapters.up], spread, self._experts(env)):
+        for own, block in self._blocks(env.p[self.adapters.up], spread, self._held(env)):
             torch.mul(own, scale, out=block) if block.is_contiguous() else block.copy_(own).mul_(scale)
         return spread
 
@@ -92,14 +95,14 @@ class GroupedLoraUp(GroupedLinear):
     def _write_grad_x(self, env: OpEnv) -> None:
         grad_low = self._low(env.g)
         grouped_product(self._grad_y(env), self._write_spread(env), self._bounds(env), grad_low, True)
-        adapter = LowRank(grad_low, env.p[self.adapters.down][self._experts(env)], transposed=True)
+        adapter = LowRank(grad_low, env.p[self.adapters.down][self._held(env)], transposed=True)
         self._multiply(env, "input", adapter=adapter)
 
     def backward_weight(self, env: OpEnv) -> None:
         grad_y, bounds, grad_spread = self._grad_y(env), self._bounds(env), self._spread_of(env, self.grad_spread)
         grouped_weight_gradient(grad_y, self._low(env.t), bounds, grad_spread, False)
         grad_spread.mul_(self.adapters.scale)
-        for total, block in self._blocks(env.gp[self.adapters.up], grad_spread, self._experts(env)):
+        for total, block in self._blocks(env.gp[self.adapters.up], grad_spread, self._held(env)):
             total.copy_(block) if env.first else total.add_(block)
 
     # -- costs -------------------------------------------------------------------------------------------------------
@@ -162,7 +165,7 @@ class GroupedMagnitude(GroupedLoraUp):
         experts, adapters, weight = self._experts(env), self.adapters, env.p[self.weight]
         weight, gains = weight.mT if self.transposed else weight, env.t[self.gains.name][experts]
         gains.fill_(1.0)
-        down, up, magnitude = (env.p[name][experts] for name in (adapters.down, adapters.up, adapters.magnitude))
+        down, up, magnitude = (env.p[name] for name in (adapters.down, adapters.up, adapters.magnitude))
         by_rows = (t.split(adapters.widths, dim=1) for t in (up, magnitude, env.t[self.norms.name][experts]))
         modules = zip(adapters.rows, down.split(adapters.rank, dim=1), *by_rows, strict=True)
         for rows, own_down, own_up, own_magnitude, norms in modules:
@@ -193,12 +196,12 @@ class GroupedMagnitude(GroupedLoraUp):
 
     def backward_weight(self, env: OpEnv) -> None:
         super().backward_weight(env)
-        bounds, experts = self._bounds(env), self._experts(env)
+        bounds = self._bounds(env)
         product = env.t[self.product.name].view(-1, self.out_features)
         operands = (self._x(env.t), env.p[self.weight], bounds, product, self.transposed)
         grouped_product(*operands, adapter=self._adapter(env))
         product.mul_(self._y(env.g))
-        norms, total = env.t[self.norms.name][experts], env.gp[self.adapters.magnitude][experts]
+        norms, total = env.t[self.norms.name][self._experts(env)], env.gp[self.adapters.magnitude]
         sums = total.new_empty((len(total), self.out_features))
         bias_gradient(product, bounds, None, sums, False)
         adapted = torch.cat([sums[:, rows.start : rows.end] for rows in self.adapters.rows], dim=1)

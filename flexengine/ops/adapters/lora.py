@@ -72,11 +72,11 @@ class LoraDown(Op):
         return self.dropout.buffers
 
     def _rows(self, env: OpEnv, x: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor, slice]:
-        """Rows of x and low sorted by expert, their bounds, and the experts of this call's part."""
+        """Rows of x and low sorted by expert, their bounds, and where A has the experts of this call's part."""
         of, adapters = self.adapters.experts, self.adapters
         assert of is not None
         bounds = part_of(env.t[of.bounds], env.part, self.num_parts)
-        experts = part_slice(of.num_experts, env.part, self.num_parts)
+        experts = of.held(env.part, self.num_parts)
         return x.view(-1, adapters.in_features), low.view(-1, adapters.width), bounds, experts
 
     def forward(self, env: OpEnv) -> None:
@@ -126,12 +126,6 @@ class LoraDown(Op):
     def model_flops(self, seq_len: int) -> float:
         """The product and both gradients; where another op adds that of x, it is counted here."""
         return 0.0 if self.for_backward else 3 * self.adapters.down_work(seq_len, 1, 2).flops
-
-
-def part_slice(num_experts: int, part: int, num_parts: int) -> slice:
-    """The experts of a call's part."""
-    count = num_experts // num_parts
-    return slice(part * count, (part + 1) * count)
 
 
 def add_product(start: Tensor, low: Tensor, up: Tensor, out: Tensor) -> None:

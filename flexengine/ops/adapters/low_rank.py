@@ -33,6 +33,15 @@ class OfExperts(NamedTuple):
     bounds: str
     one_tensor: bool = False
 
+    def part(self, number: int, num_parts: int) -> slice:
+        """The experts of a part."""
+        count = self.num_experts // num_parts
+        return slice(number * count, (number + 1) * count)
+
+    def held(self, number: int, num_parts: int) -> slice:
+        """The same among those that a call's parameters hold: one tensor of all experts is never cut."""
+        return self.part(number, num_parts) if self.one_tensor else slice(None)
+
 
 @dataclass(frozen=True)
 class Adapters:

@@ -186,8 +186,8 @@ class RoundLowering(LayerWalk):
     ) -> None:
         """Run all chunks and store their gradients.
 
-        begun: an earlier stage of the layer made gradients. Groups that stay whole beside one in parts, as adapters do,
-        add up over all stages.
+        begun: an earlier stage of the layer made gradients. Groups that stay whole beside one in parts, as adapters of
+        attention alone do, add up over all stages.
         """
         accumulators = self.gradients.accumulators(layer, begun)
         self._backward_chunks(index, layer, at, weights, accumulators, begun, self.context.chunks)

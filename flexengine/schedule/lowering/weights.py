@@ -31,7 +31,7 @@ class WeightLowering:
         return [Access(slot, self._content(group, part, slot)) for group, slot in weights.items()]
 
     def _own(self, group: int, at: StagePart) -> StagePart:
-        """The stage as a group meets it: one that stays whole beside a group in parts, as adapters do, has part 0."""
+        """The stage as a group meets it: one that stays whole beside a group in parts has part 0."""
         return at if self._context.is_in_parts(group) else at._replace(part=0)
 
     def _ready_part(self, group: int, at: StagePart, needed: tuple[int, ...]) -> int:
