@@ -36,6 +36,8 @@ PART_ELEMENTS = 1 << 28
 
 Larger parts take more memory at a time; smaller ones take more calls of the experts' kernels.
 """
+MOST_AS_DENSE = 4
+"""Times PART_ELEMENTS that a part may have where a dense block has as many weights: it then takes no more memory."""
 
 PLAIN: dict[PlainActivation, type[Gelu | SquaredReLU | XIELU]] = {
     "gelu_tanh": Gelu,
@@ -44,21 +46,23 @@ PLAIN: dict[PlainActivation, type[Gelu | SquaredReLU | XIELU]] = {
 }
 
 
-def expert_divisions(s: BlockShape) -> int:
-    """Find the fewest equal parts, of at most PART_ELEMENTS each, that a block's experts divide into."""
+def expert_divisions(s: BlockShape, dense_elements: int) -> int:
+    """Find the fewest equal parts that a block's experts divide into, of at most PART_ELEMENTS each, or of what the
+    largest dense block of the model has."""
     if s.experts is None:
         return 1
     count, elements = s.experts.count, 3 * s.hidden_size * s.experts.width
+    most = max(PART_ELEMENTS, min(dense_elements, MOST_AS_DENSE * PART_ELEMENTS))
     divisors = (n for n in range(1, count + 1) if count % n == 0)
-    return next(n for n in divisors if count // n * elements <= PART_ELEMENTS or n == count)
+    return next(n for n in divisors if count // n * elements <= most or n == count)
 
 
-def block_ops(s: BlockShape) -> tuple[Op, ...]:
+def block_ops(s: BlockShape, dense_elements: int = 0) -> tuple[Op, ...]:
     """List the ops of a block: x -> norm, qkv, rope, attention, + x -> norm, gate-up, act(gate) * up, down, + -> y.
 
     Norms stand where the shape has them. Ops that may run in parts end the block.
     """
-    return _block_ops(s, expert_divisions(s))
+    return _block_ops(s, expert_divisions(s, dense_elements))
 
 
 # A model of 126 equal blocks builds its ops once. `divisions` is part of the key because tests change PART_ELEMENTS.

@@ -130,14 +130,18 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         *scaled,
         LMHeadLoss("lm_head", "h_scaled" if scaled else "h", d, v, "lm_head.weight", s.logit_soft_cap),
     )
+    prefixes = [f"{named.prefix}.{named.layers}.{i}" for i in range(len(s.blocks))]
+    params = [block_params(shape, prefix, s.names) for shape, prefix in zip(s.blocks, prefixes, strict=True)]
+    dense = (own for shape, own in zip(s.blocks, params, strict=True) if shape.experts is None)
+    largest = max((sum(param.numel for param in own) for own in dense), default=0)
     return assemble(
         name,
         family,
         config,
         embedding=LayerContent((Embedding("embed", "y", v, d, "embed.weight", s.embedding_scale),), (embed,)),
         blocks=[
-            LayerContent(block_ops(shape), block_params(shape, prefix, s.names), block_buffers(shape, prefix, s.names))
-            for prefix, shape in ((f"{named.prefix}.{named.layers}.{i}", shape) for i, shape in enumerate(s.blocks))
+            LayerContent(block_ops(shape, largest), own, block_buffers(shape, prefix, s.names))
+            for shape, own, prefix in zip(s.blocks, params, prefixes, strict=True)
         ],
         head=LayerContent(head_ops, final_norm if s.tie_word_embeddings else (*final_norm, lm_head)),
         hidden_size=d,

@@ -6,8 +6,10 @@ import pytest
 from engine_helpers import build_engine, random_batch, same_bits, saved_model, shuffled_order, spec_of, streamed_plan
 from family_configs import CASES, experts, without_head_dim
 
+from flexengine import LoRA
 from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts
+from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 from flexengine.plan import Numerics, Plan
@@ -22,18 +24,19 @@ from flexengine.schedule.programs import lower_evaluation, lower_round
 
 OLMOE = without_head_dim(experts("olmoe", num_experts=16, num_experts_per_tok=2))
 CONFIGS = {"olmoe": OLMOE, "with biases": {**CASES["gpt_oss"], "num_local_experts": 16}}
+ADAPTED = {"olmoe": None, "with biases": None, "olmoe with adapters": LoRA(["q_proj", "all-experts"], 3, use_dora=True)}
 SIZES = {"chunk_tokens": 2, "chunks_per_round": 2, "max_seq_len": 4}
 
 
 @pytest.fixture(autouse=True)
 def four_experts_each(monkeypatch):
     """Parts of four experts."""
-    monkeypatch.setattr(blocks, "expert_divisions", lambda s: 1 if s.experts is None else 4)
+    monkeypatch.setattr(blocks, "expert_divisions", lambda s, _: 1 if s.experts is None else 4)
 
 
-def trained(folder, plan, **options):
+def trained(source, plan, **options):
     """Losses, an evaluation and weights after two steps of rounds of at most four tokens."""
-    engine = build_engine(open_model(folder), plan, AdamW(lr=1e-2), **options)
+    engine = build_engine(source, plan, AdamW(lr=1e-2), **options)
     found = []
     for step in range(2):
         found.append(engine.fwd_bwd(random_batch(step, [4, 2, 3], engine.model.vocab_size)).loss)
@@ -61,14 +64,17 @@ class Fetches:
             self.fetched_bytes += int((shares != 255).any(1).sum()) * shares.shape[1]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ADAPTED)
 def test_untouched_experts_stay_on_the_host(name, tmp_path, monkeypatch):
-    saved_model(tmp_path, CONFIGS[name])
-    whole = streamed_plan(spec_of(CONFIGS[name]), in_parts=True, **SIZES)
-    expected = trained(tmp_path, whole)
+    """With adapters also these of them, which are most of what is fetched here."""
+    saved_model(tmp_path, CONFIGS[name.removesuffix(" with adapters")])
+    source, lora = open_model(tmp_path), ADAPTED[name]
+    source = source if lora is None else source._replace(spec=with_lora(source.spec, lora))
+    whole = streamed_plan(source.spec, in_parts=True, **SIZES)
+    expected = trained(source, whole)
     monkeypatch.setattr(handlers_module, "fetch_experts", fetches := Fetches())
     for slots, order in ((1, None), (5, shuffled_order(2))):
-        losses, weights = trained(tmp_path, replace(whole, touched_only=True, weight_slots=slots), order=order)
+        losses, weights = trained(source, replace(whole, touched_only=True, weight_slots=slots), order=order)
         assert losses == expected[0]
         same_bits(weights, expected[1])
     assert 0 < fetches.fetched_bytes < 0.6 * fetches.possible_bytes
@@ -79,10 +85,11 @@ def test_the_kernel_gives_the_same_bits(tmp_path, monkeypatch):
     config = {**CONFIGS["with biases"], "hidden_size": 21, "num_hidden_layers": 1}
     saved_model(tmp_path, config)
     whole = streamed_plan(spec_of(config), in_parts=True, numerics=Numerics(), **SIZES)
-    expected = trained(tmp_path, whole)
+    source = open_model(tmp_path)
+    expected = trained(source, whole)
     monkeypatch.setattr(fetch_module, "use_kernel", lambda target: True)
     monkeypatch.setattr(handlers_module, "fetch_experts", fetches := Fetches())
-    losses, weights = trained(tmp_path, replace(whole, touched_only=True))
+    losses, weights = trained(source, replace(whole, touched_only=True))
     assert losses == expected[0]
     same_bits(weights, expected[1])
     assert 0 < fetches.fetched_bytes < fetches.possible_bytes

@@ -157,7 +157,7 @@ def adapters_in_one_slot() -> Case:
 
 
 def adapters_of_experts_in_parts() -> Case:
-    """Adapters stay whole beside experts that stream part by part."""
+    """Adapters of experts stream in the parts of these; those of attention and of the router with the rest."""
     source = random_weights(FAMILIES["qwen3_moe"])
     spec = with_lora(source.spec, LoRA(["all-linear", "all-experts", "gate"], rank=2))
     source = source._replace(spec=spec)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from flexengine.hardware.presets import preset
+from flexengine.models.blocks import PART_ELEMENTS
 from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
 from flexengine.models.lora import with_lora
@@ -27,6 +28,7 @@ from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_tables import SizeTables
 from flexengine.planner.surrogate import Surrogate
 from flexengine.reports.plan_text import describe
+from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -149,6 +151,8 @@ def test_bytes_and_seconds_with_adapters(seed, streamed):
     profile, model = slow_link(random.choice([1e9, 4e9, 1e10])), divided_model(6) if seed % 2 else small_model(6)
     model = with_lora(model, LoRA("all", rank=8))
     model = in_parts(model) if seed % 4 == 3 else model
+    cut = {group.slot_class for group in model.groups if group.num_parts > 1}
+    assert cut == ({"block", "adapter"} if seed % 4 == 3 else set())
     memory = memory_of(model, profile, chunk=256, streams_adapters=streamed)
     candidate = random_candidate(memory, random)
     check_bytes(memory, candidate)
@@ -219,6 +223,18 @@ def test_products_of_the_head_run_at_a_share_of_the_rate_of_linear_layers():
         seconds + work.kernels * profile.host.launch_s
     )
     assert work.plus(work).head_flops == 2 * work.head_flops == 8 * work.shared(4).head_flops
+
+
+def test_parts_of_experts_are_as_large_as_a_dense_block():
+    """Where there is one: slots hold it in any case."""
+    sizes = {}
+    for name in ("deepseek-v3", "qwen3-235b-a22b"):
+        layouts = [group_storage(group, Numerics()) for group in in_parts(open_model(f"preset:{name}").spec).groups]
+        sizes[name] = {(len(layout.parts) - 1, layout.part_numel) for layout in layouts[1:-1]}
+    assert sizes["qwen3-235b-a22b"] == {(16, 8 * 3 * 4096 * 1536)}
+    (_, dense), (count, part) = sorted(sizes["deepseek-v3"])
+    assert (count, part) == (32, 8 * 3 * 7168 * 2048)
+    assert PART_ELEMENTS < part < dense < 2 * part
 
 
 def test_slices_cover_the_sequence():

@@ -31,7 +31,7 @@ PROFILE = slow_link(1e8)
 @pytest.fixture
 def model(monkeypatch):
     """Sixteen experts in parts of four, of which a token takes two."""
-    monkeypatch.setattr(blocks, "expert_divisions", lambda s: 4)
+    monkeypatch.setattr(blocks, "expert_divisions", lambda *_: 4)
     config = without_head_dim(experts("olmoe", num_experts=16, num_experts_per_tok=2))
     return in_parts(build_model("olmoe", config))
 
