@@ -142,19 +142,19 @@ SAVED_OTHERWISE = {"kimi_k25": (".blocks.", ".layers."), "qianfan_ocr": ("model.
 
 def tiny_config(kind: str) -> Any:
     """A config of a type with tiny sizes, also in its parts on text and images."""
-    config = _shrunk(transformers.AutoConfig.for_model(kind), {**TINY, **OF_TYPE.get(kind, {})})
+    config = shrunk(transformers.AutoConfig.for_model(kind), {**TINY, **OF_TYPE.get(kind, {})})
     for name in getattr(type(config), "sub_configs", {}):
         part = getattr(config, name, None)
         if part is not None:
             own = {**TINY, **OF_TYPE.get(part.model_type, {}), **OF_TEXT.get(part.model_type, {})}
-            setattr(config, name, _shrunk(part, {**own, "num_hidden_layers": 2} if name == "text_config" else TOWER))
+            setattr(config, name, shrunk(part, {**own, "num_hidden_layers": 2} if name == "text_config" else TOWER))
     for name, token in TOKENS.items():
         if hasattr(config, name):
             setattr(config, name, token)
     return config
 
 
-def _shrunk(config: Any, sizes: dict[str, Any]) -> Any:
+def shrunk(config: Any, sizes: dict[str, Any]) -> Any:
     """The config of the same type with other sizes, as far as it has the fields."""
     if "text_config" in getattr(type(config), "sub_configs", {}):
         return config
@@ -167,11 +167,11 @@ def _shrunk(config: Any, sizes: dict[str, Any]) -> Any:
     return type(config)(**{**stated, **changed, **kinds})
 
 
-def tiny_model(kind: str) -> Any:
-    """A random model of a type, in float32; norms and biases are random, too."""
+def tiny_model(kind: str, config: Any = None) -> Any:
+    """A random model of a type, in float32; norms and biases are random, too. config: of its class, else a tiny one."""
     torch.manual_seed(7)
     loader = transformers.AutoModelForCausalLM if kind in CAUSAL else transformers.AutoModelForImageTextToText
-    config = tiny_config(kind)
+    config = tiny_config(kind) if config is None else config
     with torch.device("meta"):
         size = loader.from_config(config).num_parameters()
     if size > MOST_PARAMETERS:
@@ -185,12 +185,14 @@ def tiny_model(kind: str) -> Any:
     return model
 
 
-def compared(kind: str, dtype: Literal["float32", "float64"] = "float32", least_share: float = 0.0) -> dict[str, float]:
-    """The relative errors of loss and gradients of one step of a tiny model.
+def compared(
+    kind: str, dtype: Literal["float32", "float64"] = "float32", least_share: float = 0.0, config: Any = None
+) -> dict[str, float]:
+    """The relative errors of loss and gradients of one step of a tiny model; config: as of `tiny_model`.
 
     least_share: gradients below this share of the largest one's norm are compared with that.
     """
-    model = tiny_model(kind)
+    model = tiny_model(kind, config)
     if dtype == "float64":
         model = widen(model)
     total = sum(_loss(model, row) for row in IDS) / sum(len(row) - 1 for row in IDS)

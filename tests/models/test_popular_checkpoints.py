@@ -1,7 +1,18 @@
-"""The configs of 100 of the most used checkpoints: each is described, tiny and at its size, and some are planned."""
+"""The configs of 100 of the most used checkpoints: each is described, tiny and at its size, and some are planned.
+
+    python -m tests.models.test_popular_checkpoints [TYPE ...]
+
+trains a step of every tiny one beside transformers, those that are equal once, which takes a minute.
+"""
+
+import json
+import sys
+import warnings
 
 import pytest
+import transformers
 
+from bench.coverage import OPAQUE_BOUND, ROUNDED, TOKENS, TOWER, compared, shrunk
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import FAMILIES, build_model
 from flexengine.plan import Request
@@ -47,3 +58,44 @@ def test_plans_at_full_size_keep_their_budgets(name):
     assert predicted.gpu_bytes <= request.max_gpu_bytes
     assert predicted.host_bytes <= request.max_host_bytes
     assert predicted.speed_of_light_s <= predicted.step_s
+
+
+def errors_of(config):
+    """The relative errors of loss and gradients of a step of a tiny model, whose weights are not quantised."""
+    kind, drawn = config["model_type"], {"initializer_range": 0.2, "pad_token_id": None}
+    small = {name: value for name, value in tiny(config).items() if name != "quantization_config"} | drawn
+    parts = {"text_config": small["text_config"] | drawn} if "text_config" in small else {}
+    read = type(transformers.AutoConfig.for_model(kind)).from_dict(small | parts)
+    if hasattr(read, "vision_config"):
+        read.vision_config = shrunk(read.vision_config, TOWER)
+        for name in TOKENS.keys() & vars(read).keys():
+            setattr(read, name, TOKENS[name])
+    return compared(kind, "float64" if kind in ROUNDED else "float32", 1e-3, read)
+
+
+@pytest.mark.parametrize("name", ["microsoft/phi-2", "google/gemma-3-4b-it", "Qwen/Qwen2.5-VL-7B-Instruct"])
+def test_a_step_is_that_of_transformers(name):
+    assert max(errors_of(CHECKPOINTS[name][1]).values()) <= OPAQUE_BOUND
+
+
+def main():
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    known, errors, kinds = {}, {}, sys.argv[1:]
+    for name, (_, config) in CHECKPOINTS.items():
+        if name in REFUSED or (kinds and config["model_type"] not in kinds):
+            continue
+        key = json.dumps({**tiny(config), "architectures": None}, sort_keys=True)
+        if key not in known:
+            try:
+                known[key] = max(errors_of(config).values())
+            except Exception as error:  # that of one checkpoint shall not cost the others'
+                known[key] = f"{type(error).__name__}: {error}"[:200]
+            print(name, config["model_type"], known[key], flush=True)
+        errors[name] = known[key]
+    trained = [error for error in errors.values() if isinstance(error, float) and error <= OPAQUE_BOUND]
+    print(f"{len(trained)} of {len(CHECKPOINTS)} train, {len(known)} distinct, largest error {max(trained):.1e}")
+
+
+if __name__ == "__main__":
+    main()
