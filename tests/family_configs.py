@@ -133,6 +133,13 @@ def latent(model_type: str, **changes: Any) -> dict:
     return without_head_dim(routed(model_type, **{**heads, "q_lora_rank": 11, "kv_lora_rank": 14, **changes}))
 
 
+def mamba(model_type: str, **changes: Any) -> dict:
+    """Four Mamba-2 heads in two groups; of the layers the second has attention in most of these configs. eps is large,
+    as in `qwen_next`."""
+    sizes = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8, "rms_norm_eps": 1e-2}
+    return without_head_dim(variant(model_type, **{**sizes, **changes}))
+
+
 INDEXED = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 8}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.3,
@@ -352,6 +359,48 @@ CASES: dict[str, dict] = {
             shared_intermediate_size=9,
             **GRANITE,
         )
+    ),
+    "granitemoehybrid": mamba(
+        "granitemoehybrid",
+        layer_types=["mamba", "attention"],
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        intermediate_size=12,
+        shared_intermediate_size=9,
+        position_embedding_type="rope",
+        **GRANITE,
+    ),
+    "granitemoehybrid, dense": mamba(
+        "granitemoehybrid",
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=0,
+        shared_intermediate_size=33,
+        mamba_d_head="auto",
+        mamba_n_heads=8,
+        hidden_size=32,
+        tie_word_embeddings=True,
+    ),
+    "granitemoehybrid, no attention": mamba(
+        "granitemoehybrid",
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        intermediate_size=12,
+        mamba_proj_bias=True,
+        shared_intermediate_size=9,
+        time_step_limit=[0.1, 2.0],
+        mamba_conv_bias=False,
+    ),
+    "bamba": mamba("bamba", attn_layer_indices=[1], mamba_n_groups=1),
+    "bamba, biases, limits": mamba(
+        "bamba",
+        attn_layer_indices=[0],
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        mamba_d_conv=2,
+        time_step_limit=[0.5, 1.5],
+        tie_word_embeddings=True,
+        hidden_size=32,
     ),
     "hyperclovax": variant("hyperclovax", use_post_norm=True, **GRANITE),
     "hyperclovax, norms before": variant("hyperclovax", use_post_norm=False, attention_bias=True),

@@ -6,7 +6,6 @@ SIZES = {"vocab_size": 67, "initializer_range": 0.2, "pad_token_id": None, "bos_
 USUAL = {**SIZES, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 OF_GPT = {**SIZES, "n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 64}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 CONFIGS = {
     "gpt_neox": {**USUAL, "rotary_pct": 0.5},  # branches side by side, norms with biases
     "gptj": {**OF_GPT, "rotary_dim": 4},  # a bias of the head
@@ -17,12 +16,8 @@ CONFIGS = {
     "lfm2": {**USUAL, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "mamba2": {**SIZES, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 12, "state_size": 8,
                "n_groups": 1, "chunk_size": 16},
-    "bamba": {**USUAL, **MAMBA, "attn_layer_indices": [1]},
     "cohere2_moe": {**USUAL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                     "logit_scale": 0.5},
-    "granitemoehybrid": {**USUAL, **MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
-                         "num_experts_per_tok": 2, "shared_intermediate_size": 16, "logits_scaling": 2.0,
-                         "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
 }  # fmt: skip
 
 

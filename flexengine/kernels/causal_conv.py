@@ -1,7 +1,7 @@
 """Causal convolution of every channel along a sequence's tokens, then silu, forward and the two halves of backward.
 
 T tokens, C channels, W taps. Channels are [T, groups, width] views of a fused row, one part of all channels per launch.
-Source: Yang et al. 2024, "Gated Delta Networks". z_t = sum over p < W of weight[:, W - 1 - p] * x_(t - p), where
+Source: Yang et al. 2024, "Gated Delta Networks". z_t = bias + sum over p < W of weight[:, W - 1 - p] * x_(t - p), where
 x_(t - p) counts only if positions[t] >= p; rows before the first are those of `tail`, which the chunk before left.
 fp32 arithmetic, one rounding at the store.
 """
@@ -22,11 +22,13 @@ _ROWS, _COLUMNS, _WARPS = 8, 128, 1  # tile of a program: every row is read once
 
 class ConvChannels(NamedTuple):
     """Channels [first, first + groups * width) of all: their inputs x [T, groups, width], rows and groups may be
-    strided, all channels' weight [C, 1, W], positions [T] int32, and what the chunk before left, tail [W - 1, C]."""
+    strided, all channels' weight [C, 1, W] and bias [C], positions [T] int32, and what the chunk before left, tail
+    [W - 1, C]."""
 
     x: Tensor
     first: int
     weight: Tensor
+    bias: Tensor | None
     positions: Tensor
     tail: Tensor | None
 
@@ -46,9 +48,14 @@ class ConvChannels(NamedTuple):
 
     def inputs(self) -> tuple:
         """What every kernel reads z from."""
-        tail = self.weight if self.tail is None else self.tail
+        bias, tail = (self.weight if given is None else given for given in (self.bias, self.tail))
         sizes = (self.rows, self.columns, self.x.shape[2], self.weight.shape[0], self.first)
-        return self.x, self.weight, self.positions, tail, *sizes, *self.x.stride()[:2]
+        return self.x, self.weight, bias, self.positions, tail, *sizes, *self.x.stride()[:2]
+
+    def constants(self) -> dict:
+        """What every kernel is compiled for."""
+        given = {"BIASES": int(self.bias is not None), "HAS_TAIL": self.tail is not None}
+        return given | {"TAPS": self.weight.shape[2], "ROWS": _ROWS, "COLUMNS": _COLUMNS, "num_warps": _WARPS}
 
     def check(self, **others: Tensor) -> None:
         """Raise ValueError unless shapes, dtypes and strides fit; others [T, C], rows strided."""
@@ -56,6 +63,8 @@ class ConvChannels(NamedTuple):
         check_tensor("x", self.x, self.x.shape, FLOATS, strided_rows=True)
         check_tensor("weight", self.weight, (channels, 1, taps), FLOATS)
         check_tensor("positions", self.positions, (self.rows,), (torch.int32,))
+        if self.bias is not None:
+            check_tensor("bias", self.bias, (channels,), FLOATS)
         if self.first + self.columns > channels:
             raise ValueError(f"channels {self.first} to {self.first + self.columns} are not among {channels}")
         if self.tail is not None:
@@ -71,10 +80,7 @@ def causal_conv_forward(part: ConvChannels, y: Tensor) -> None:
     """
     part.check(y=y)
     if part.rows:
-        _forward_kernel[part.grid(part.rows)](
-            *part.inputs(), y, y.stride(0), HAS_TAIL=part.tail is not None, TAPS=part.weight.shape[2], ROWS=_ROWS,
-            COLUMNS=_COLUMNS, num_warps=_WARPS,
-        )  # fmt: skip
+        _forward_kernel[part.grid(part.rows)](*part.inputs(), y, y.stride(0), **part.constants())
 
 
 def causal_conv_backward_input(
@@ -96,24 +102,24 @@ def causal_conv_backward_input(
         _backward_kernel[part.grid(part.rows + taps - 1)](
             *part.inputs(), grad_y, grad_x, grad_y if grad_left is None else grad_left,
             grad_y if grad_before is None else grad_before, grad_y.stride(0), *grad_x.stride()[:2],
-            HAS_TAIL=part.tail is not None, HAS_LEFT=grad_left is not None, HAS_BEFORE=grad_before is not None,
-            TAPS=taps, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
+            HAS_LEFT=grad_left is not None, HAS_BEFORE=grad_before is not None, **part.constants(),
         )  # fmt: skip
 
 
 def causal_conv_backward_weight(part: ConvChannels, grad_y: Tensor, partials: Tensor) -> None:
-    """partials[:, p, channels of the part] = sums of grad_z_t * x_(t - p) over P groups of consecutive tokens.
+    """partials[:, p, channels of the part] = sums of grad_z_t * x_(t - p) over P groups of consecutive tokens, and
+    behind those of all taps the sums of grad_z_t, if there is a bias.
 
-    partials [P, W, C] fp32; the sum over P is the caller's. Order: launches on the current stream, never synchronises.
+    partials [P, W (+ 1), C] fp32; the sum over P is the caller's. Order: launches on the current stream, never
+    synchronises.
     Raises: ValueError on other shapes, dtypes or strides.
     """
     part.check(grad_y=grad_y)
     groups, (channels, _, taps) = len(partials), part.weight.shape
-    check_tensor("partials", partials, (groups, taps, channels), (torch.float32,))
+    check_tensor("partials", partials, (groups, taps + (part.bias is not None), channels), (torch.float32,))
     _weight_kernel[(groups, cdiv(part.columns, _COLUMNS))](
-        *part.inputs(), grad_y, partials, grad_y.stride(0), cdiv(part.rows, groups),
-        HAS_TAIL=part.tail is not None, TAPS=taps, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
-    )  # fmt: skip
+        *part.inputs(), grad_y, partials, grad_y.stride(0), cdiv(part.rows, groups), **part.constants()
+    )
 
 
 @triton.jit
@@ -144,19 +150,24 @@ def _rows(
 
 
 @triton.jit
-def _weights(weight_ptr, columns, column_count, first, TAPS: tl.constexpr):
-    """The weight [COLUMNS] in fp32 of every number of tokens back."""
+def _weights(weight_ptr, bias_ptr, columns, column_count, first, BIASES: tl.constexpr, TAPS: tl.constexpr):
+    """The weight [COLUMNS] in fp32 of every number of tokens back, and then what z begins with."""
     found = ()
     for back in tl.static_range(TAPS):
         taps = weight_ptr + (first + columns) * TAPS + (TAPS - 1 - back)
         found += (tl.load(taps, mask=columns < column_count, other=0.0).to(tl.float32),)
+    if BIASES:
+        bias = tl.load(bias_ptr + first + columns, mask=columns < column_count, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros_like(found[0])
+    found += (bias,)
     return found
 
 
 @triton.jit
 def _sum(x, weights, position, row: tl.constexpr, TAPS: tl.constexpr):
     """z [COLUMNS] of the row after TAPS - 1 + `row` others of x."""
-    z = tl.zeros_like(x[0])
+    z = weights[TAPS]
     for back in tl.static_range(TAPS):
         z += tl.where(position >= back, weights[back] * x[row + TAPS - 1 - back], 0.0)
     return z
@@ -185,12 +196,13 @@ def _grad_sums(
 
 @triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
-    x_ptr, weight_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step, y_ptr,
-    y_stride, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step,
+    y_ptr, y_stride, BIASES: tl.constexpr, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * ROWS
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    weights = _weights(weight_ptr, columns, column_count, first, TAPS)
+    weights = _weights(weight_ptr, bias_ptr, columns, column_count, first, BIASES, TAPS)
     x = _rows(
         x_ptr, tail_ptr, begin - (TAPS - 1), columns, count, column_count, width, channels, first, x_stride, x_step,
         HAS_TAIL, TAPS, ROWS + TAPS - 1,
@@ -205,15 +217,15 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _backward_kernel(
-    x_ptr, weight_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step,
+    x_ptr, weight_ptr, bias_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step,
     grad_y_ptr, grad_x_ptr, grad_left_ptr, grad_before_ptr, grad_y_stride, grad_x_stride, grad_x_step,
-    HAS_TAIL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_BEFORE: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BIASES: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_BEFORE: tl.constexpr, TAPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Inputs from the tail's first row on: what is before row 0 belongs to the chunk before."""
     begin = tl.program_id(0) * ROWS - (TAPS - 1)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    weights = _weights(weight_ptr, columns, column_count, first, TAPS)
+    weights = _weights(weight_ptr, bias_ptr, columns, column_count, first, BIASES, TAPS)
     x = _rows(
         x_ptr, tail_ptr, begin - (TAPS - 1), columns, count, column_count, width, channels, first, x_stride, x_step,
         HAS_TAIL, TAPS, ROWS + 2 * (TAPS - 1),
@@ -243,17 +255,18 @@ def _backward_kernel(
 
 @triton.jit(do_not_specialize=["count", "group_rows"])
 def _weight_kernel(
-    x_ptr, weight_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step,
+    x_ptr, weight_ptr, bias_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step,
     grad_y_ptr, partials_ptr, grad_y_stride, group_rows,
-    HAS_TAIL: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIASES: tl.constexpr, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    weights = _weights(weight_ptr, columns, column_count, first, TAPS)
+    weights = _weights(weight_ptr, bias_ptr, columns, column_count, first, BIASES, TAPS)
     end = tl.minimum((group + 1) * group_rows, count)
     totals = ()
     for _ in tl.static_range(TAPS):
         totals += (tl.zeros((COLUMNS,), tl.float32),)
+    of_bias = tl.zeros((COLUMNS,), tl.float32)
     for tile in range(tl.cdiv(group_rows, ROWS)):
         begin = group * group_rows + tile * ROWS
         x = _rows(
@@ -269,6 +282,10 @@ def _weight_kernel(
                 product = tl.where(positions[i] >= back, grad_z[i] * x[i + TAPS - 1 - back], 0.0)
                 added += (totals[back] + product,)
             totals = added
+            of_bias += grad_z[i]
+    if BIASES:
+        target = partials_ptr + (group * (TAPS + 1) + TAPS).to(tl.int64) * channels + first + columns
+        tl.store(target, of_bias, mask=columns < column_count)
     for back in tl.static_range(TAPS):
-        target = partials_ptr + (group * TAPS + back).to(tl.int64) * channels + first + columns
+        target = partials_ptr + (group * (TAPS + BIASES) + back).to(tl.int64) * channels + first + columns
         tl.store(target, totals[back], mask=columns < column_count)

@@ -23,7 +23,7 @@ TRANSLATED = (
 """Families whose targets PEFT (0.21) turns into tensors of experts."""
 CALLED_OTHERWISE = {
     "hy_v3": (".shared_mlp.", ".router."),
-    **dict.fromkeys(("granitemoe", "granitemoeshared"), (".block_sparse_moe.",)),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), (".block_sparse_moe.",)),
     "exaone": (".attn.", ".mlp."),
     "sarvam_moe": (".attention.",),
     **dict.fromkeys(("aria_text", "aria"), (".experts.",)),

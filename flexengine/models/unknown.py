@@ -19,7 +19,7 @@ BLOCKS_OF_ENCODERS = (
 )
 MISSING_IN_TYPES: dict[str, str] = {
     "state-space layers (Mamba)": (
-        "mamba mamba2 falcon_mamba jamba bamba falcon_h1 granitemoehybrid nemotron_h nemotron_h_omni zamba zamba2 "
+        "mamba mamba2 falcon_mamba jamba falcon_h1 nemotron_h nemotron_h_omni zamba zamba2 "
         "granite4_vision granite_docling"
     ),
     "recurrent layers": "rwkv recurrent_gemma xlstm reformer",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexengine.models.block_shape import AnyNorm, BlockNames, Norms
+from flexengine.models.block_shape import AnyNorm, BlockNames, Mixer, Norms
 from flexengine.models.decoder import DecoderNames
 from flexengine.models.fields import Fields
 from flexengine.models.rope import THETA
@@ -258,6 +258,7 @@ class Variant:
     rotated. typed_ropes: frequencies for each kind of layers. latent: whether latent attention rotates pairs side by
     side; None for attention of the usual kind. longest: the field with the longest sequence that trains, and beyond
     it what longer ones would need.
+    mixer: what has the place of attention in layers of linear attention.
     layer_thetas: the field with a base for every layer, 0 for one that does not rotate.
     """
 
@@ -298,7 +299,8 @@ class Variant:
     logit_scale: Number = one
     score_scale: Callable[[Fields], float | None] = usual
     query_scale: Callable[[Fields], tuple[float, int] | None] = no_scaling
-    experts: Callable[[Fields, Sizes], Routed] | None = None
+    experts: Callable[[Fields, Sizes], Routed | None] | None = None
+    mixer: Callable[[Fields], Mixer] | None = None
     balanced: bool = False
     latent: Callable[[Fields], bool] | None = None
     longest: str = ""

@@ -11,6 +11,7 @@ from flexengine.models.block_shape import BlockNames
 from flexengine.models.decoder import DecoderNames
 from flexengine.models.granite_rows import GRANITES
 from flexengine.models.latent_rows import LATENT, LATER
+from flexengine.models.mamba_rows import MAMBAS
 from flexengine.models.routed import (
     aria_experts,
     ernie_experts,
@@ -361,6 +362,7 @@ VARIANTS: dict[str, Variant] = {
         ),
     ),
     **GRANITES,
+    **MAMBAS,
     **LATENT,
 }  # fmt: skip
 """Model type -> what it has beside Llama's decoder."""

@@ -11,7 +11,7 @@ from flexengine.models.fields import Fields
 from flexengine.models.latent_block import LatentAttention
 from flexengine.models.moe import check_counts, read_balance
 from flexengine.models.rope import THETA_RANGE, rope_table, score_scale, typed_rope_table
-from flexengine.models.sizes import FULL, SLIDING, Sizes, read_activation, read_sizes, read_window
+from flexengine.models.sizes import FULL, LINEAR, SLIDING, Sizes, read_activation, read_sizes, read_window
 from flexengine.models.spec import ModelSpec, Table
 from flexengine.models.variant import Told, Variant
 from flexengine.models.variant_rows import VARIANTS
@@ -28,6 +28,7 @@ def build(name: str, config: dict) -> ModelSpec:
     sizes, norm = read_sizes(fields), row.norm._replace(eps=fields.number(*row.eps, high=1.0))
     kinds = row.kinds(fields, sizes.num_hidden_layers)
     rotated = row.rotated(fields, kinds)
+    mixer = None if row.mixer is None else row.mixer(fields)
     latent = None if row.latent is None else _latent(fields, row.latent(fields))
     tables = _tables(fields, config, latent.heads.rope_dim if latent else sizes.head_dim, row)
     by_layer = [tables[kind] if rotates else None for kind, rotates in zip(kinds, rotated, strict=True)]
@@ -45,6 +46,8 @@ def build(name: str, config: dict) -> ModelSpec:
         if latent:
             scale = sizes.head_dim**-0.5 * score_scale(config, name)
             shape = replace(shape, mixer=latent, attention=AttentionStyle(scale))
+        if kinds[index] == LINEAR:
+            shape = replace(shape, mixer=mixer)
         return shape if experts is None or index in experts.dense else replace(shape, experts=experts.shape)
 
     shape = DecoderShape(
@@ -99,7 +102,7 @@ def _tables(fields: Fields, config: dict, head_dim: int, row: Variant) -> dict[s
             kind: typed_rope_table(config, head_dim, name, kind, "rope_theta", theta) for kind, theta in thetas.items()
         }
     options = {"theta": row.theta, "share": row.share, "partial": row.share < 1.0 or row.partial}
-    return dict.fromkeys((FULL, SLIDING), rope_table(config, head_dim, name, config["model_type"], **options))
+    return dict.fromkeys((FULL, SLIDING, LINEAR), rope_table(config, head_dim, name, config["model_type"], **options))
 
 
 def _tables_by_layer(fields: Fields, count: int, head_dim: int, place: str) -> list[Table | None]:

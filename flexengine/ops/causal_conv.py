@@ -1,12 +1,12 @@
 """Causal convolution along the tokens of a sequence, each channel by itself, then silu.
 
 Source: Yang et al. 2024, "Gated Delta Networks" (short convolutions of queries, keys and values). With x_p the input p
-tokens back, nothing before a sequence's first: z = sum over p < W of weight[:, W - 1 - p] * x_p, y = silu(z). With
+tokens back, none before a sequence's first: z = bias + sum over p < W of weight[:, W - 1 - p] * x_p, y = silu(z). With
 grad_z = grad_y * s * (1 + z * (1 - s)), s = sigmoid(z): grad_x gets weight[:, W - 1 - p] * grad_z from p tokens ahead,
-grad_weight[:, W - 1 - p] is the sum over tokens of grad_z * x_p.
+grad_weight[:, W - 1 - p] is the sum over tokens of grad_z * x_p, grad_bias that of grad_z.
 
 Shapes: C channels, which are columns of a fused projection, several parts one after the other; y [T, C]; weight
-[C, 1, W]. Along a sequence that is cut into chunks go the last W - 1 inputs [W - 1, C] of each.
+[C, 1, W], bias [C]. Along a sequence that is cut into chunks go the last W - 1 inputs [W - 1, C] of each.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ def _kernels() -> ModuleType:
 class CausalConv(Op):
     """y = silu(conv(parts of x)). Backward finds z again; it writes the gradients of its own columns of x."""
 
-    def __init__(self, name: str, x: str, y: str, parts: tuple[Columns, ...], taps: int, weight: str) -> None:
+    def __init__(
+        self, name: str, x: str, y: str, parts: tuple[Columns, ...], taps: int, weight: str, bias: str | None = None
+    ) -> None:
         self.name, self.x, self.y, self.parts, self.taps, self.weight = name, x, y, parts, taps, weight
+        self.bias = bias
         self.channels = sum(part.total for part in parts)
         self.inputs = self.needs_input = self.needs_weight = self.grad_inputs = (x,)
         self.outputs = (TensorSpec(y, (self.channels,)),)
-        self.params = (weight,)
-        self.partials = TensorSpec(f"{name}_partials", (taps * self.channels,), "float32", rows=WEIGHT_GRAD_PARTIALS)
+        self.params = (weight,) if bias is None else (weight, bias)
+        self.sums = taps + len(self.params) - 1
+        width = self.sums * self.channels
+        self.partials = TensorSpec(f"{name}_partials", (width,), "float32", rows=WEIGHT_GRAD_PARTIALS)
         self.tail = f"{name}_tail"
         self.carried = (Carried(self.tail, (taps - 1, self.channels), per_chunk=True),)
 
@@ -67,6 +72,8 @@ class CausalConv(Op):
     def _sums(self, env: OpEnv, rows: Tensor) -> Tensor:
         """The sums z [T, C] before silu."""
         z = torch.zeros_like(rows[self.taps - 1 :])
+        if self.bias is not None:
+            z += wide(env.p[self.bias])
         for back, weight in enumerate(self._weights(env)):
             z += weight * self._shifted(env, rows, back)
         return z
@@ -100,8 +107,9 @@ class CausalConv(Op):
         if not use_kernel(x) or x.dtype == torch.float64:
             return found
         tail = None if window is None else window.before(self.tail)
+        bias = None if self.bias is None else env.p[self.bias]
         for part in self.parts:
-            channels = _kernels().ConvChannels(part.of(x), first, env.p[self.weight], env.chunk.positions, tail)
+            channels = _kernels().ConvChannels(part.of(x), first, env.p[self.weight], bias, env.chunk.positions, tail)
             found.append((part, channels))
             first += part.total
         return found
@@ -136,18 +144,20 @@ class CausalConv(Op):
             _kernels().causal_conv_backward_input(part, env.g[self.y], columns.of(env.g[self.x]), left, before)
 
     def backward_weight(self, env: OpEnv) -> None:
-        target, parts = env.gp[self.weight][:, 0], self._kernel_parts(env)
+        parts = self._kernel_parts(env)
         if parts:
-            partials = env.t[self.partials.name].view(-1, self.taps, self.channels)
+            partials = env.t[self.partials.name].view(-1, self.sums, self.channels)
             for _, part in parts:
                 _kernels().causal_conv_backward_weight(part, env.g[self.y], partials)
-            total = partials.sum(0).flip(0).t()
+            found = list(partials.sum(0))
         else:
             rows = self._rows(env)
             grad_z = self._grad_sums(env, rows)
-            found = [(grad_z * self._shifted(env, rows, back)).sum(0) for back in reversed(range(self.taps))]
-            total = torch.stack(found, dim=1)
-        target.copy_(total) if env.first else target.add_(total)
+            found = [(grad_z * self._shifted(env, rows, back)).sum(0) for back in range(self.taps)]
+            found += [grad_z.sum(0)] if self.bias else []
+        totals = torch.stack(found[: self.taps][::-1], dim=1)[:, None], *found[self.taps :]
+        for name, total in zip(self.params, totals, strict=True):
+            env.gp[name].copy_(total) if env.first else env.gp[name].add_(total)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return (self.partials,) if half == "weight" else ()

@@ -66,7 +66,7 @@ def test_ragged_sequences(checks, device):
 
 def test_groups_of_heads_and_runs_of_sequences(checks, device, monkeypatch):
     """Two key heads of several blocks, one at a time, and of three sequences the last by itself."""
-    monkeypatch.setattr(delta_segments, "TILE_HEADS", 3)
+    monkeypatch.setattr(delta_segments, "STATE_BYTES", 3 * 4 * 20 * 70)
     check(checks, *draw(checks, (2, 2, 20, 70), (66, 2, 1), torch.bfloat16, device))
 
 

@@ -184,9 +184,9 @@ COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 8e6, "tie
 EXAONE = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 4096, "sliding_window_pattern": "LLLG",
           "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16,
           "rope_scaling": {**LLAMA3, "factor": 16.0}}  # fmt: skip
-HYBRID = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256,
-          "shared_intermediate_size": 4096, "num_local_experts": 0, "num_experts_per_tok": 0,
-          "layer_types": (["mamba"] * 9 + ["attention"]) * 4}  # fmt: skip
+HYBRID = {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256,
+          "shared_intermediate_size": 8192, "num_local_experts": 0, "num_experts_per_tok": 0,
+          "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4}  # fmt: skip
 
 CHECKPOINTS: dict[str, tuple[float, dict[str, Any]]] = {
     "meta-llama/Llama-2-7b-hf": (6.74, llama(4096, 11008, 32, 32, 32, 32000)),
@@ -301,8 +301,8 @@ CHECKPOINTS: dict[str, tuple[float, dict[str, Any]]] = {
         "olmoe", "OlmoeForCausalLM", 2048, 1024, 16, 16, 16, 50304, num_experts=64, num_experts_per_tok=8)),
     "ibm-granite/granite-3.3-8b-instruct": (
         8.17, sized("granite", "GraniteForCausalLM", 4096, 12800, 40, 32, 8, 49159, **MULTIPLIERS)),
-    "ibm-granite/granite-4.0-h-micro": (0, sized(
-        "granitemoehybrid", "GraniteMoeHybridForCausalLM", 2048, 4096, 40, 32, 8, 100352, **HYBRID, **MULTIPLIERS)),
+    "ibm-granite/granite-4.0-h-micro": (3.19, sized(
+        "granitemoehybrid", "GraniteMoeHybridForCausalLM", 2048, 8192, 40, 32, 8, 100352, **HYBRID, **MULTIPLIERS)),
     "zai-org/GLM-4-9B-0414": (9.4, sized(
         "glm4", "Glm4ForCausalLM", 4096, 13696, 40, 32, 2, 151552, head_dim=128, attention_bias=True,
         partial_rotary_factor=0.5, tie_word_embeddings=False, pad_token_id=151329)),

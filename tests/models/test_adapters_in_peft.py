@@ -27,6 +27,8 @@ OF_FAMILY = {
     "phi3": [["gate_up_proj"], ["qkv_proj"]],
     "glm4": [["gate_up_proj"]],
     "granitemoeshared": [["shared_mlp.input_linear"], ["all-experts"]],
+    "granitemoehybrid": [["in_proj", "shared_mlp.input_linear"], ["all-experts"]],
+    "bamba": [["out_proj", "down_proj"]],
     "starcoder2": [["c_proj"]],
 }
 """Targets of a family beside all-linear; of others with experts EXPERTS, of dense ones one module of two."""
@@ -36,7 +38,8 @@ WITH_EXPERTS = {
 }  # fmt: skip
 UNREAD = (["gate_proj", "up_proj"], ["gate_proj"], ["w1", "w3"])
 """Of experts one by one PEFT reads these with their other products alone."""
-CALLED_OTHERWISE = {("hy_v3", "all-linear"), ("hy_v3", "down_proj"), ("granitemoeshared", "all-experts")}
+CALLED_OTHERWISE = {("hy_v3", "all-linear"), ("hy_v3", "down_proj"), ("granitemoeshared", "all-experts"),
+                    ("granitemoehybrid", "all-experts")}  # fmt: skip
 """Families and targets of modules that transformers calls by other names than checkpoints."""
 VARIANTS = {"use_rslora": True}, {"use_dora": True}, {"dropout": 0.1}, {"init": "pissa"}
 

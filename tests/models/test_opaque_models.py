@@ -34,7 +34,7 @@ def test_loss_gradients_logits_and_export(reference, tmp_path):
         check_export(engine, reference, tmp_path)
 
 
-THREE = ["gpt_neo", "bamba", "cohere2_moe"]
+THREE = ["gpt_neo", "mamba2", "cohere2_moe"]
 
 
 def trained(folder, plan_of, **options):
@@ -66,7 +66,7 @@ def test_plans_give_the_same_bits_and_keep_to_their_budget(reference):
         same_bits(engine.state_dict(), streamed)
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [("gpt_neox", (300, 40)), ("bamba", (100,)), ("cohere2_moe", (300,))])
+@pytest.mark.parametrize(("kind", "lengths"), [("gpt_neox", (300, 40)), ("mamba2", (100,)), ("cohere2_moe", (300,))])
 def test_memory_of_a_call_is_within_what_the_plan_counts(kind, lengths):
     spec, tokens = build_model(kind, config_of(kind)), sum(lengths)
     layer, params = spec.blocks[0], {param.name: param for param in spec.groups[1].params}

@@ -1,12 +1,14 @@
 """Runs one op as the engine does: with the declared tensors only, over buffers filled with NaN."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from flexengine.ops.attention.choice import KernelName
 from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Window
+from flexengine.ops.columns import Columns
 
 BYTES_UNWRITTEN = {"uint8": (0x7F, torch.uint8), "int32": (-(2**31), torch.int32)}
 """What buffers of whole numbers hold until somebody writes them: NaN in FP8, an index that no tensor has."""
@@ -155,6 +157,34 @@ class OpHarness:
                 assert torch.equal(given[name], x), f"{op.name} changed its input {name}"
         return outputs
 
+    def run_cut(
+        self, op: Op, inputs: dict[str, torch.Tensor], params: dict[str, torch.Tensor], grad_y: torch.Tensor,
+        cuts: tuple[int, ...],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:  # fmt: skip
+        """Output, gradients of inputs and of parameters of a sequence in slices: forward over these in order, the
+        window filled anew, backward in reverse, as the schedule does."""
+        bounds, y, slices = [0, *torch.tensor(cuts).cumsum(0).tolist()], op.outputs[0].name, []
+        shared = self.window(op, bounds[-1], max(cuts))
+        for i, (a, b) in enumerate(pairwise(bounds)):
+            chunk = self.chunk((b - a,), window=replace(shared, start=a, chunk=i))
+            own = {name: x[a:b] for name, x in inputs.items()}
+            slices.append((slice(a, b), chunk, own, self.forward(op, chunk, own, params)))
+        for rows in shared.carried.values():
+            rows.fill_(float("nan"))
+        for _, chunk, own, _ in slices:
+            op.fill_window(OpEnv(own, params, {}, {}, chunk))
+        for grad in shared.grads.values():
+            grad.zero_()
+        grads, sums = {name: self.nan(*x.shape) for name, x in inputs.items()}, {}
+        for rows, chunk, own, outputs in reversed(slices):
+            again = self.forward(op, chunk, own, params)
+            assert all(torch.equal(again[name], outputs[name]) for name in outputs)  # as where it is recomputed
+            result = self.run(op, chunk, own, params, {y: grad_y[rows]}, previous_params=sums or None)
+            for name in inputs:
+                grads[name][rows] = result.grads[name]
+            sums = result.param_grads
+        return torch.cat([outputs[y] for *_, outputs in slices]), grads, sums
+
     def _input_half(self, op, chunk, saved, params, given, previous, accumulators, left, first, write_over):
         tensors = {name: saved[name].clone() for name in op.needs_input} | left
         grads = dict(given)
@@ -204,6 +234,11 @@ class Checks:
         assert actual.shape == expected.shape, f"{name}: shape {list(actual.shape)}, not {list(expected.shape)}"
         error = float((actual - expected).norm() / expected.norm().clamp(min=least_norm))
         assert error <= tolerance, f"{name}: relative error {error:.2e} exceeds {tolerance:.2e}"
+
+    @staticmethod
+    def columns(parts: tuple[Columns, ...], rows: torch.Tensor) -> torch.Tensor:
+        """These columns of rows [T, all], side by side."""
+        return torch.cat([part.of(rows).flatten(1) for part in parts], dim=1)
 
     @classmethod
     def all_close(cls, actual: dict, expected: dict, tolerance: float = 1e-12) -> None:

@@ -1,13 +1,9 @@
 """Gated delta rule: packed and cut sequences against the recurrence, token by token, under autograd."""
 
-from dataclasses import replace
-from itertools import pairwise
-
 import pytest
 import torch
 from torch.nn.functional import softplus
 
-from flexengine.ops.base import OpEnv
 from flexengine.ops.columns import Columns, whole
 from flexengine.ops.delta import segments as delta_segments
 from flexengine.ops.delta.delta_rule import DeltaRule
@@ -31,7 +27,7 @@ def make(sizes, interleaved=False):
 
 def draw(h, op, tokens):
     """(inputs, params, grad_o)."""
-    g, n, k, v = op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim
+    g, n, k, v = op.sizes
     inputs = {"qkv": h.randn(tokens, 2 * g * k + n * v), "gates": h.randn(tokens, 2 * n + 2)}
     params = {"A_log": h.randn(n), "dt_bias": h.randn(n)}
     return inputs, params, h.randn(tokens, n * v)
@@ -39,7 +35,7 @@ def draw(h, op, tokens):
 
 def definition(op, inputs, params, grad_o, seq_lens):
     """Output and gradients by name, in float64."""
-    g, n, k, v = op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim
+    g, n, k, v = op.sizes
     leaves = {name: x.detach().double().cpu().requires_grad_() for name, x in {**inputs, **params}.items()}
     q, key, value = leaves["qkv"].split((g * k, g * k, n * v), dim=1)
     q, key = (x.view(-1, g, k).repeat_interleave(n // g, dim=1) for x in (q, key))
@@ -59,18 +55,19 @@ def definition(op, inputs, params, grad_o, seq_lens):
     return o, dict(zip(leaves, torch.autograd.grad(o, leaves.values(), grad_o.double().cpu()), strict=True))
 
 
-def gates_only(op, grad):
-    """The columns of a gradient that the op writes."""
-    return torch.cat([columns.of(grad).flatten(1) for columns in op.columns], dim=1)
-
-
 def check(h, checks, op, seq_lens, tolerance=1e-11, previous=None):
     inputs, params, grad_o = draw(h, op, sum(seq_lens))
     result = h.run(op, h.chunk(seq_lens), inputs, params, {"o": grad_o}, previous_params=previous)
     o, grads = definition(op, inputs, params, grad_o, seq_lens)
     checks.close(result.outputs["o"], o, tolerance, "o")
     checks.close(result.grads["qkv"], grads["qkv"], tolerance, "qkv", 1e-2)
-    checks.close(gates_only(op, result.grads["gates"]), gates_only(op, grads["gates"]), tolerance, "gates", 1e-2)
+    checks.close(
+        checks.columns(op.columns, result.grads["gates"]),
+        checks.columns(op.columns, grads["gates"]),
+        tolerance,
+        "gates",
+        1e-2,
+    )
     for name in params:
         before = 0.0 if previous is None else previous[name]
         checks.close(result.param_grads[name], grads[name].to(h.device) + before, tolerance, name, 1e-2)
@@ -100,41 +97,15 @@ def test_parameter_gradients_add_up(harness, checks):
     check(harness, checks, op, (7, 80), previous={"A_log": harness.randn(4), "dt_bias": harness.randn(4)})
 
 
-def run_cut(h, op, inputs, params, grad_o, cuts):
-    """Forward over slices in order, the window filled anew, backward in reverse, as the schedule does."""
-    bounds = [0, *torch.tensor(cuts).cumsum(0).tolist()]
-    shared = h.window(op, bounds[-1], max(cuts))
-    slices = []
-    for i, (a, b) in enumerate(pairwise(bounds)):
-        chunk = h.chunk((b - a,), window=replace(shared, start=a, chunk=i))
-        own = {name: x[a:b] for name, x in inputs.items()}
-        slices.append((slice(a, b), chunk, own, h.forward(op, chunk, own, params)))
-    for rows in shared.carried.values():
-        rows.fill_(float("nan"))
-    for _, chunk, own, _ in slices:
-        op.fill_window(OpEnv(own, params, {}, {}, chunk))
-    for grad in shared.grads.values():
-        grad.zero_()
-    grads, sums = {name: h.nan(*x.shape) for name, x in inputs.items()}, {}
-    for rows, chunk, own, outputs in reversed(slices):
-        again = h.forward(op, chunk, own, params)
-        assert all(torch.equal(again[name], outputs[name]) for name in outputs)  # as where it is recomputed
-        result = h.run(op, chunk, own, params, {op.y: grad_o[rows]}, previous_params=sums or None)
-        for name in inputs:
-            grads[name][rows] = result.grads[name]
-        sums = result.param_grads
-    return torch.cat([outputs[op.y] for *_, outputs in slices]), grads, sums
-
-
 @pytest.mark.parametrize("cuts", [(70, 70, 20), (3, 3, 3, 1), (64, 64), (130, 1)], ids=str)
 def test_a_cut_sequence_equals_the_uncut_one(harness, checks, cuts):
     op = make(SIZES[0])
     inputs, params, grad_o = draw(harness, op, sum(cuts))
-    o, grads, sums = run_cut(harness, op, inputs, params, grad_o, cuts)
+    o, grads, sums = harness.run_cut(op, inputs, params, grad_o, cuts)
     expected, wanted = definition(op, inputs, params, grad_o, (sum(cuts),))
     checks.close(o, expected, 1e-11)
     checks.close(grads["qkv"], wanted["qkv"], 1e-11)
-    checks.close(gates_only(op, grads["gates"]), gates_only(op, wanted["gates"]), 1e-11)
+    checks.close(checks.columns(op.columns, grads["gates"]), checks.columns(op.columns, wanted["gates"]), 1e-11)
     for name in params:
         checks.close(sums[name], wanted[name], 1e-11)
 
@@ -216,10 +187,10 @@ def test_cuda_matches_the_recurrence(make_harness, checks, dtype, sizes, seq_len
 def test_cut_on_cuda(make_harness, checks, dtype, cuts):
     h, op, tolerance = make_harness("cuda", dtype), make((2, 4, 64, 48)), TOLERANCES[dtype]
     inputs, params, grad_o = draw(h, op, sum(cuts))
-    o, grads, sums = run_cut(h, op, inputs, params, grad_o, cuts)
+    o, grads, sums = h.run_cut(op, inputs, params, grad_o, cuts)
     expected, wanted = definition(op, inputs, params, grad_o, (sum(cuts),))
     checks.close(o, expected, tolerance)
     checks.close(grads["qkv"], wanted["qkv"], tolerance)
-    checks.close(gates_only(op, grads["gates"]), gates_only(op, wanted["gates"]), tolerance)
+    checks.close(checks.columns(op.columns, grads["gates"]), checks.columns(op.columns, wanted["gates"]), tolerance)
     for name in params:
         checks.close(sums[name], wanted[name], tolerance)

@@ -11,26 +11,32 @@ EPS, HEADS, HEAD_DIM, WIDTH = 1e-3, 4, 5, 43
 GATES = {"side by side": whole(3, HEADS * HEAD_DIM), "in two groups": Columns(2, 2, 21, 2 * HEAD_DIM)}
 
 
-def norm_definition(o, gate, weight):
-    rows = o.view(len(o), HEADS, HEAD_DIM)
-    normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPS) * weight
-    return normed.flatten(1) * torch.nn.functional.silu(gate)
+KINDS = {"norm": (True, False), "norm of gated rows": (False, True), "norm of each head": (False, False), "gate": None}
+"""Norms: whether heads share the weight, and whether the gate comes first."""
+
+
+def norm_definition(op, o, gate, weight):
+    factor = torch.nn.functional.silu(gate)
+    rows = (o * factor if op.gate_first else o).view(len(o), HEADS, HEAD_DIM)
+    normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPS) * weight.view(-1, HEAD_DIM)
+    return normed.flatten(1) * (1.0 if op.gate_first else factor)
 
 
 def make(kind, gate):
-    if kind == "norm":
-        return GatedRMSNorm("norm", "o", "z", "y", GATES[gate], HEAD_DIM, "w", EPS)
+    if KINDS[kind]:
+        return GatedRMSNorm("norm", "o", "z", "y", GATES[gate], HEAD_DIM, "w", EPS, *KINDS[kind])
     return HeadGate("gate", "o", "z", "y", GATES[gate])
 
 
 def check(h, checks, kind, gate, tokens, tolerance=1e-12, previous=None):
     op = make(kind, gate)
     inputs = {"o": h.randn(tokens, HEADS * HEAD_DIM), "z": h.randn(tokens, WIDTH)}
-    params, grad_y = ({"w": h.randn(HEAD_DIM)} if op.params else {}), h.randn(tokens, HEADS * HEAD_DIM)
+    params = {"w": h.randn(op.weights * HEAD_DIM)} if op.params else {}
+    grad_y = h.randn(tokens, HEADS * HEAD_DIM)
     result = h.run(op, h.chunk((tokens,)), inputs, params, {"y": grad_y}, previous_params=previous)
     leaves = [t.detach().double().cpu().requires_grad_() for t in (*inputs.values(), *params.values())]
     z = op.gate.of(leaves[1]).flatten(1)
-    y = norm_definition(leaves[0], z, leaves[2]) if params else leaves[0] * torch.sigmoid(z)
+    y = norm_definition(op, leaves[0], z, leaves[2]) if params else leaves[0] * torch.sigmoid(z)
     grads = torch.autograd.grad(y, leaves, grad_y.double().cpu())
     checks.close(result.outputs["y"], y, tolerance, "y")
     checks.close(result.grads["o"], grads[0], tolerance, "grad_o")
@@ -43,7 +49,7 @@ def check(h, checks, kind, gate, tokens, tolerance=1e-12, previous=None):
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("kind", ["norm", "gate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_matches_autograd(harness, checks, kind, gate):
     check(harness, checks, kind, gate, 7)
 
@@ -57,12 +63,12 @@ def test_weight_gradients_add_up(harness, checks):
     [("side by side", torch.bfloat16, 1e-2), ("in two groups", torch.float32, 1e-5)],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["norm", "gate"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_match_autograd(make_harness, checks, kind, gate, dtype, tolerance):
     """What runs on CUDA."""
     check(make_harness("cpu", dtype), checks, kind, gate, 7, tolerance)
-    previous = {"w": torch.randn(HEAD_DIM)} if kind == "norm" else None
+    previous = {"w": torch.randn(make(kind, gate).weights * HEAD_DIM)} if KINDS[kind] else None
     check(make_harness("cpu", dtype), checks, kind, gate, 131, tolerance, previous)
 
 
@@ -79,7 +85,7 @@ def test_a_frozen_weight_changes_no_other_gradient(make_harness, checks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("kind", ["norm", "gate"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("deterministic")
 def test_cuda_matches_autograd(make_harness, checks, kind, gate, dtype):
     check(make_harness("cuda", dtype), checks, kind, gate, 1000, checks.GPU_TOLERANCE[dtype])

@@ -230,7 +230,8 @@ def test_buffers_of_the_delta_rules_kernels(case, tile_heads, monkeypatch):
     from flexengine.ops.delta import kernels as delta_kernels  # noqa: PLC0415 (Triton is imported when first used)
 
     monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
-    monkeypatch.setattr(delta_segments, "TILE_HEADS", tile_heads)
+    _, _, k, v = DELTA_CASES[case][0]
+    monkeypatch.setattr(delta_segments, "STATE_BYTES", 4 * k * v * tile_heads)
     launches = [(x, name) for x in delta_kernels._kernels() for name in vars(x) if name.startswith("delta_")]
     assert launches
     for file, name in launches:

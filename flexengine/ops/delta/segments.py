@@ -20,9 +20,9 @@ SEGMENT_TILES = 32
 """Tiles of all sequences of a segment: 2048 tokens."""
 SIDE_BY_SIDE = 8
 """Sequences of one segment at the most; their states go from tile to tile together."""
-TILE_HEADS = 4608
-"""Slots of value heads that kernels take at a time, unless one sequence and one key head have more: 8192 tokens of 32
-heads, and some room for slots that are not full. Buffers take 1.2 GiB at heads of 128 columns."""
+STATE_BYTES = 288 << 20
+"""Most bytes of all tiles' states that kernels hold at a time, unless one sequence and one key head have more: 8192
+tokens of 32 heads of 128 columns, and some room for slots that are not full. The delta rule's buffers take 1.2 GiB."""
 
 
 class Segment(NamedTuple):
@@ -84,6 +84,11 @@ def scatter(rows: Tensor, segment: Segment, out: Tensor) -> None:
         out[first : first + count] = source[:count]
 
 
+def tile_heads(sizes: Sizes) -> int:
+    """Slots of value heads that kernels take at a time."""
+    return max(1, STATE_BYTES // (4 * sizes.key_dim * sizes.value_dim))
+
+
 class Run(NamedTuple):
     """Sequences [begin, end) of a chunk, and their slots for tiles; a few slots may be empty."""
 
@@ -93,7 +98,7 @@ class Run(NamedTuple):
 
     def heads(self, sizes: Sizes) -> int:
         """Value heads to take at a time, those of whole key heads: nearly as many every time."""
-        groups = -(-sizes.key_heads // max(1, TILE_HEADS // (self.slots * sizes.ratio)))
+        groups = -(-sizes.key_heads // max(1, tile_heads(sizes) // (self.slots * sizes.ratio)))
         return -(-sizes.key_heads // groups) * sizes.ratio
 
 
@@ -113,11 +118,15 @@ def runs(seq_lens: Sequence[int], sizes: Sizes) -> list[Run]:
 
 def _most_slots(tokens: int, sizes: Sizes) -> int:
     """Slots of a run of more than one sequence."""
-    return min(TILE_HEADS // sizes.ratio, 2 * _tiles(tokens) + SIDE_BY_SIDE)
+    return min(tile_heads(sizes) // sizes.ratio, 2 * _tiles(tokens) + SIDE_BY_SIDE)
+
+
+def most_slots(tokens: int, sizes: Sizes) -> int:
+    """Slots of a run, at the most."""
+    return max(_most_slots(tokens, sizes), tokens // TILE + 2)
 
 
 def most_tile_heads(tokens: int, sizes: Sizes) -> int:
     """Slots times heads that kernels take at a time, at the most."""
-    alone = tokens // TILE + 2
-    slots = max(_most_slots(tokens, sizes), alone)
-    return min(sizes.value_heads * slots, max(TILE_HEADS, sizes.ratio * alone))
+    heads = max(tile_heads(sizes), sizes.ratio * (tokens // TILE + 2))
+    return min(sizes.value_heads * most_slots(tokens, sizes), heads)

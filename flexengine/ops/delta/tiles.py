@@ -8,6 +8,8 @@ exp(c_i - c_j) for j <= i, a state S [K, V] before the tile, rows q (scaled), k,
     P_ij = (q_i . k_j) d_ij for j <= i           R = U - W S               (what is written into the state)
     o = (q exp(c)) S + P R                       S' = exp(c_C) S + (k exp(c_C - c))^T R
 
+Without correction, as in Dao & Gu 2024, "Transformers are SSMs", A and W are zero, so R = U = b v, and o gets skip * v.
+
 All exponents are <= 0. Shapes: B sequences, G key heads, r value heads of each, M tiles, C tokens of a tile, K and V
 head widths: q, k [B, G, 1, M, C, K], v [B, G, r, M, C, V], log decay and strength [B, G, r, M, C], states
 [B, G, r, K, V]; all of one wide dtype. Tokens beyond a sequence's end are zeros, which change nothing.
@@ -48,7 +50,11 @@ class Ends(NamedTuple):
 
 class Operands(NamedTuple):
     """What kernels and the plain path start from: qkv [T, 2 G K + N V] as it came, log decay and strength [T, N], the
-    chunk's sequences, and the states at their ends."""
+    chunk's sequences, and the states at their ends.
+
+    skip [N]: factors of values in the output, of the rule without correction. It takes queries and keys as they are;
+    in a row of qkv come values, keys and queries, in this order.
+    """
 
     qkv: Tensor
     gates: tuple[Tensor, Tensor]
@@ -56,6 +62,7 @@ class Operands(NamedTuple):
     seq_lens: Sequence[int]
     sizes: Sizes
     ends: Ends
+    skip: Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -70,17 +77,23 @@ class Rows(NamedTuple):
 
 class Prepared(NamedTuple):
     """What is the same whatever the state: `d`, `a` and `p` [.., C, C] as above, `grown` = exp(c), `rest` =
-    exp(c_C - c) and `last` = exp(c_C); `inverse` = (I + A)^-1."""
+    exp(c_C - c) and `last` = exp(c_C); `u`; and what only corrections need."""
 
     d: Tensor
-    a: Tensor
     p: Tensor
     grown: Tensor
     rest: Tensor
     last: Tensor
-    inverse: Tensor
     u: Tensor
+    solved: Solved | None
+
+
+class Solved(NamedTuple):
+    """A [.., C, C] and W of a correction as above, and `inverse` = (I + A)^-1."""
+
+    a: Tensor
     w: Tensor
+    inverse: Tensor
 
 
 @contextmanager
@@ -125,27 +138,29 @@ def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     return grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def prepare(rows: Rows) -> Prepared:
+def prepare(rows: Rows, corrected: bool = True) -> Prepared:
     """Compute all that needs no state."""
     q, k, v, decay, strength = rows
     ones = torch.ones(TILE, TILE, dtype=decay.dtype, device=decay.device)
     total = decay @ ones.triu()  # sums up to each token; torch's own are not deterministic on CUDA
     d = (total[..., :, None] - total[..., None, :]).clamp_(max=0.0).exp_().tril_()
-    a = ((k @ k.mT) * d).mul_(strength[..., None]).tril_(-1)
-    inverse, grown = unit_lower_inverse(a), total.exp()
-    last = total[..., -1:]
-    u, w = inverse @ (strength[..., None] * v), inverse @ ((strength * grown)[..., None] * k)
-    return Prepared(d, a, (q @ k.mT) * d, grown, (last - total).exp_(), last.exp()[..., None], inverse, u, w)
+    grown, last, u, solved = total.exp(), total[..., -1:], strength[..., None] * v, None
+    if corrected:
+        a = ((k @ k.mT) * d).mul_(strength[..., None]).tril_(-1)
+        inverse = unit_lower_inverse(a)
+        u, solved = inverse @ u, Solved(a, inverse @ ((strength * grown)[..., None] * k), inverse)
+    return Prepared(d, (q @ k.mT) * d, grown, (last - total).exp_(), last.exp()[..., None], u, solved)
 
 
 def states_of(rows: Rows, made: Prepared, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """States before every tile [B, G, r, M, K, V], what is written R [B, G, r, M, C, V], and the state after all."""
-    tail, written = rows.k * made.rest[..., None], torch.empty_like(made.u)
-    states = state.new_empty((*made.w.shape[:4], *state.shape[3:]))
+    tail, written = rows.k * made.rest[..., None], torch.empty_like(made.u) if made.solved else made.u
+    states = state.new_empty((*made.u.shape[:4], *state.shape[3:]))
     for i in range(made.u.shape[3]):
         states[:, :, :, i] = state
-        new = torch.sub(made.u[:, :, :, i], made.w[:, :, :, i] @ state, out=written[:, :, :, i])
-        state = made.last[:, :, :, i] * state + tail[:, :, :, i].mT @ new
+        if made.solved:
+            torch.sub(made.u[:, :, :, i], made.solved.w[:, :, :, i] @ state, out=written[:, :, :, i])
+        state = made.last[:, :, :, i] * state + tail[:, :, :, i].mT @ written[:, :, :, i]
     return states, written, state
 
 
@@ -161,13 +176,15 @@ def backward_of(
     state after them."""
     tail, seen = rows.k * made.rest[..., None], rows.q * made.grown[..., None]
     grad_written, from_o = made.p.mT @ grad_o, seen.mT @ grad_o
-    grad_last, grad_tail = torch.empty_like(made.last), torch.empty_like(made.w)
+    grad_last, grad_tail = torch.empty_like(made.last), torch.empty_like(tail)
     for i in reversed(range(made.u.shape[3])):
         at = (slice(None), slice(None), slice(None), i)
         grad_last[at] = (grad_state * states[at]).sum((-2, -1), keepdim=True)
         grad_tail[at] = written[at] @ grad_state.mT
         grad_written[at] += tail[at] @ grad_state
-        grad_state = from_o[at] + made.last[at] * grad_state - made.w[at].mT @ grad_written[at]
+        grad_state = from_o[at] + made.last[at] * grad_state
+        if made.solved:
+            grad_state -= made.solved.w[at].mT @ grad_written[at]
     return _backward_inside(rows, made, states, written, grad_o, grad_written, grad_tail, grad_last), grad_state
 
 
@@ -177,18 +194,23 @@ def _backward_inside(
 ) -> Rows:  # fmt: skip
     """The part of `backward_of` that needs no order. `total` is c above."""
     q, k, v, _, strength = rows
-    grad_p = (grad_o @ written.mT).tril_()
-    solved_u, solved_w = made.inverse.mT @ grad_written, made.inverse.mT @ -(grad_written @ states.mT)
-    grad_a = -(solved_u @ made.u.mT + solved_w @ made.w.mT).tril_(-1)
-    grad_seen, scale = grad_o @ states.mT, (strength * made.grown)[..., None]
-    grad_qk, grad_kk = grad_p * made.d, grad_a * made.d * strength[..., None]
+    grad_p, grad_seen = (grad_o @ written.mT).tril_(), grad_o @ states.mT
+    grad_qk = grad_p * made.d
     grad_q = grad_seen * made.grown[..., None] + grad_qk @ k
-    grad_k = (grad_kk + grad_kk.mT) @ k + grad_qk.mT @ q + grad_tail * made.rest[..., None] + solved_w * scale
-    by_key = (solved_w * k).sum(-1)  # of strength * exp(c)
-    grad_strength = ((grad_a * made.d) * (k @ k.mT)).sum(-1) + (solved_u * v).sum(-1) + by_key * made.grown
-    pairs, left = grad_a * made.a + grad_p * made.p, (grad_tail * k).sum(-1) * made.rest
-    grad_total = pairs.sum(-1) - pairs.sum(-2) - left
-    grad_total += ((grad_seen * q).sum(-1) + by_key * strength) * made.grown
+    grad_k = grad_qk.mT @ q + grad_tail * made.rest[..., None]
+    pairs, left = grad_p * made.p, (grad_tail * k).sum(-1) * made.rest
+    by_total, grad_u, grad_strength = (grad_seen * q).sum(-1), grad_written, 0.0
+    if made.solved:
+        a, _, inverse = made.solved
+        grad_u, solved_w = inverse.mT @ grad_written, inverse.mT @ -(grad_written @ states.mT)
+        grad_a = -(grad_u @ made.u.mT + solved_w @ made.solved.w.mT).tril_(-1)
+        grad_kk, by_key = grad_a * made.d * strength[..., None], (solved_w * k).sum(-1)  # of strength * exp(c)
+        grad_k += (grad_kk + grad_kk.mT) @ k + solved_w * (strength * made.grown)[..., None]
+        grad_strength = ((grad_a * made.d) * (k @ k.mT)).sum(-1) + by_key * made.grown
+        pairs += grad_a * a
+        by_total += by_key * strength
+    grad_total = pairs.sum(-1) - pairs.sum(-2) - left + by_total * made.grown
     grad_total[..., -1] += left.sum(-1) + (grad_last * made.last)[..., 0, 0]
+    grad_strength += (grad_u * v).sum(-1)
     ones = torch.ones(TILE, TILE, dtype=q.dtype, device=q.device)
-    return Rows(grad_q, grad_k, strength[..., None] * solved_u, grad_total @ ones.tril(), grad_strength)
+    return Rows(grad_q, grad_k, strength[..., None] * grad_u, grad_total @ ones.tril(), grad_strength)
