@@ -161,6 +161,20 @@ def delta_rule(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
     delta_kernels.backward(given, o, Ends(), qkv.clone(), (gates[0].clone(), gates[1].clone()))
 
 
+def scan(state: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Both halves of Mamba-2's scan."""
+    from flexengine.ops.delta import scan_kernels  # noqa: PLC0415
+    from flexengine.ops.delta.tiles import Ends, Operands, Sizes  # noqa: PLC0415
+
+    sizes, lengths = Sizes(1, 4, state, head_dim), (65, 3)
+    xbc, gates = torch.zeros(sum(lengths), 4 * head_dim + 2 * state, dtype=dtype), torch.zeros(3, sum(lengths), 4)
+    ends, skip, o = torch.tensor((0, 65, 68), dtype=torch.int32), torch.zeros(4), torch.zeros(68, 4 * head_dim)
+    given = Operands(xbc, (gates[0], gates[1]), ends, lengths, sizes, Ends(), skip)
+    scan_kernels.forward(given, o.to(dtype))
+    scan_kernels.fill_window(given)
+    scan_kernels.backward(given, o.to(dtype), Ends(), xbc.clone(), tuple(gates.clone()))
+
+
 def experts(tiling: tuple[int, ...]) -> None:
     """Products of experts and their weights' gradients."""
     from flexengine.kernels import grouped as kernels  # noqa: PLC0415
@@ -223,6 +237,7 @@ CASES: dict[str, Callable[[], None]] = {
     "delta rule, 64 and 256": lambda: delta_rule(64, 256, torch.bfloat16),
     "delta rule, 256 and 128": lambda: delta_rule(256, 128, torch.bfloat16),
     "delta rule, 128, fp32": lambda: delta_rule(128, 128, torch.float32),
+    "scan, 128 and 64": lambda: scan(128, 64, torch.bfloat16),
     "adapted unit": adapted_unit,
     "experts": lambda: experts((128, 128, 64, 8, 8, 3)),
     WIDE_TILES: lambda: experts((128, 256, 64, 8, 8, 3)),

@@ -38,7 +38,7 @@ def delta_states(
     _states_kernel[(cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, u, w, u if states is None else states, u if before is None else before,
         u if left is None else left, **tiles.constants(), STORE=states is not None, HAS_BEFORE=before is not None,
-        HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns, **_forward_launch(tiles.qkv.dtype, k),
+        HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns, **forward_launch(tiles.qkv.dtype, k),
     )  # fmt: skip
 
 
@@ -66,9 +66,11 @@ def delta_states_backward(
     )  # fmt: skip
 
 
-def _forward_launch(dtype: torch.dtype, key_dim: int) -> dict[str, int]:
-    """Read the next tile ahead only where shared memory holds two: 99 KiB on consumer cards take two tiles of 128
-    columns in bf16 but not in fp32, and no card takes two of 256."""
+def forward_launch(dtype: torch.dtype, key_dim: int) -> dict[str, int]:
+    """Read the next tile ahead only where shared memory holds two.
+
+    99 KiB on consumer cards take two tiles of 128 columns in bf16 but not in fp32, and no card takes two of 256.
+    """
     return {"num_warps": 4, "num_stages": 2 if key_dim <= (64 if dtype == torch.float32 else 128) else 1}
 
 

@@ -6,7 +6,8 @@ from torch.nn.functional import softplus
 
 from flexengine.ops.columns import whole
 from flexengine.ops.delta import segments as delta_segments
-from flexengine.ops.delta.state_space import UNLIMITED, Limits, StateSpaceScan, in_parts
+from flexengine.ops.delta.segments import in_parts
+from flexengine.ops.delta.state_space import UNLIMITED, Limits, StateSpaceScan
 from flexengine.ops.delta.tiles import Sizes
 
 SIZES = {"grouped": (2, 4, 5, 3), "one group": (1, 6, 3, 8)}  # groups, heads, size of the state, width of a head
@@ -94,3 +95,35 @@ def test_a_cut_sequence_equals_the_uncut_one(harness, checks, cuts):
 @pytest.mark.parametrize(("sizes", "parts"), [((1, 128, 128, 64), 8), ((8, 128, 128, 64), 8), ((1, 24, 256, 128), 2)])
 def test_parts_of_heads(sizes, parts):
     assert in_parts(Sizes(*sizes)) == (parts, *sizes[1:])
+
+
+KERNELS = {torch.float32: 5e-5, torch.bfloat16: 1e-2}
+"""Tolerances of kernels, which multiply in float32 in the interpreter; gradients of decays are differences."""
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), [((2, 4, 5, 3), torch.float32), ((1, 4, 70, 20), torch.bfloat16)], ids=str)
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_match_the_recurrence(monkeypatch, make_harness, checks, sizes, dtype):
+    """What runs on CUDA, with parts of two heads, of which those of one tile are taken at a time."""
+    monkeypatch.setattr(delta_segments, "PART_HEADS", 2)
+    monkeypatch.setattr(delta_segments, "STATE_BYTES", 4 * 2 * sizes[2] * sizes[3])
+    h, op = make_harness("cpu", dtype), make(sizes)
+    check(h, checks, op, (66, 3, 1), KERNELS[dtype])
+    check_cut(h, checks, op, (70, 2), KERNELS[dtype])
+
+
+ON_CUDA = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""The plain path for float64, kernels for the others."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ON_CUDA, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 32, 128, 64), (2, 4, 256, 128), (8, 16, 16, 72)], ids=str)
+@pytest.mark.usefixtures("deterministic")
+def test_cuda_matches_the_recurrence(make_harness, checks, dtype, sizes):
+    h, op, found = make_harness("cuda", dtype), make(sizes), []
+    for _ in range(5):
+        torch.manual_seed(0)
+        found.append(check(h, checks, op, (130, 1, 64, 205), ON_CUDA[dtype]))
+        checks.same_bits(found[0], found[-1])
+    check_cut(h, checks, op, (128, 128, 20), ON_CUDA[dtype])

@@ -21,6 +21,7 @@ from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.delta import plain as delta_plain
 from flexengine.ops.delta import segments as delta_segments
 from flexengine.ops.delta.delta_rule import DeltaRule
+from flexengine.ops.delta.state_space import StateSpaceScan
 from flexengine.optim.adamw import AdamW, adamw_update
 from flexengine.optim.rule import Update
 from flexengine.runtime.gradients import Squares, finish_gradient
@@ -61,6 +62,7 @@ CONFIGS = {
     "deepseek_v3": {**CASES["deepseek_v3, experts everywhere"], **WIDER, "n_routed_experts": 64},
     "qwen3_next": {**CASES["qwen3_next, linear attention, not normalised"], **WIDER, **LINEAR},
     "qwen3_5_text": {**CASES["qwen3_5_text, full attention, biases, tied"], **WIDER},
+    "granitemoehybrid": {**CASES["granitemoehybrid"], **WIDER, "mamba_d_state": 24},
     "gpt2": gpt2(n_embd=96, vocab_size=997, n_positions=2000),
 }
 
@@ -197,16 +199,20 @@ DELTA_CASES = {
 }
 
 
-def delta_rule(case, dtype, device="cpu"):
+RULES = {"delta": DeltaRule, "scan": StateSpaceScan}
+
+
+def linear_attention(rule, case, dtype, device="cpu"):
     """(op, tokens, env)."""
     (g, n, k, v), seq_lens = DELTA_CASES[case]
     tokens, wide = sum(seq_lens), torch.float64 if dtype == torch.float64 else torch.float32
-    op = DeltaRule("rule", "qkv", "gates", "o", (g, n, k, v), whole(0, n), whole(n, n))
+    columns = [whole(0, n), whole(n, n)][: 2 if rule == "delta" else 1]
+    op = RULES[rule]("rule", "qkv", "gates", "o", (g, n, k, v), *columns)
     empty = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=device)  # noqa: E731
     rows = {"qkv": empty(tokens, 2 * g * k + n * v).normal_(), "gates": empty(tokens, 2 * n).normal_()}
-    tensors = {**rows, "o": empty(tokens, n * v), "rule_param_grads": empty(2, n, dtype=wide)}
+    tensors = {**rows, "o": empty(tokens, n * v), "rule_param_grads": empty(len(op.params), n, dtype=wide)}
     grads = {"o": tensors["o"].normal_(), **{name: torch.empty_like(x) for name, x in rows.items()}}
-    params = {"A_log": empty(n).zero_(), "dt_bias": empty(n).fill_(1.0)}
+    params = {name: empty(n).fill_(0.0 if name == "A_log" else 1.0) for name in op.params}
     nothing, cu = torch.empty(0), torch.tensor([0, *seq_lens]).cumsum(0).to(device, torch.int32)
     chunk = ChunkContext(tokens, nothing, nothing, nothing, cu, seq_lens, nothing, {})
     return op, tokens, OpEnv(tensors, params, grads, {}, chunk)
@@ -214,9 +220,10 @@ def delta_rule(case, dtype, device="cpu"):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("case", DELTA_CASES)
-def test_the_delta_rule(case, dtype):
+@pytest.mark.parametrize("rule", RULES)
+def test_linear_attention(rule, case, dtype):
     """The plain path: what it takes depends on segments, and hardly on the chunk."""
-    op, tokens, env = delta_rule(case, dtype)
+    op, tokens, env = linear_attention(rule, case, dtype)
     allowed = delta_plain.workspace_bytes(tokens, max(4, dtype.itemsize), op.sizes) + SMALL
     for call in (op.forward, op.backward_input):
         taken = peak_bytes(lambda call=call: call(env))
@@ -225,18 +232,22 @@ def test_the_delta_rule(case, dtype):
 
 @pytest.mark.parametrize("tile_heads", [4608, 20])
 @pytest.mark.parametrize("case", DELTA_CASES)
-def test_buffers_of_the_delta_rules_kernels(case, tile_heads, monkeypatch):
+@pytest.mark.parametrize("rule", RULES)
+def test_buffers_of_linear_attentions_kernels(rule, case, tile_heads, monkeypatch):
     """The kernels themselves take nothing: they are left out."""
     from flexengine.ops.delta import kernels as delta_kernels  # noqa: PLC0415 (Triton is imported when first used)
+    from flexengine.ops.delta import scan_kernels  # noqa: PLC0415
 
     monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
     _, _, k, v = DELTA_CASES[case][0]
     monkeypatch.setattr(delta_segments, "STATE_BYTES", 4 * k * v * tile_heads)
-    launches = [(x, name) for x in delta_kernels._kernels() for name in vars(x) if name.startswith("delta_")]
+    scan = (scan_kernels.scan_states, scan_kernels.scan_outputs, scan_kernels.scan_backward)
+    files = delta_kernels._kernels() if rule == "delta" else scan
+    launches = [(x, name) for x in files for name in vars(x) if name.startswith(f"{rule}_")]
     assert launches
     for file, name in launches:
         monkeypatch.setattr(file, name, lambda *_: None)
-    op, tokens, env = delta_rule(case, torch.bfloat16)
+    op, tokens, env = linear_attention(rule, case, torch.bfloat16)
     allowed = op.workspace_bytes(tokens, 2) + SMALL
     for call in (op.forward, op.backward_input):
         taken = peak_bytes(lambda call=call: call(env))
@@ -246,8 +257,9 @@ def test_buffers_of_the_delta_rules_kernels(case, tile_heads, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", DELTA_CASES)
-def test_the_delta_rule_on_cuda(case, dtype):
-    op, tokens, env = delta_rule(case, dtype, "cuda")
+@pytest.mark.parametrize("rule", RULES)
+def test_linear_attention_on_cuda(rule, case, dtype):
+    op, tokens, env = linear_attention(rule, case, dtype, "cuda")
     allowed = op.workspace_bytes(tokens, dtype.itemsize) + SMALL
     for call in (op.forward, op.backward_input):
         call(env)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.ops.delta.segments import runs
+from flexengine.ops.delta.segments import runs, spans_of
 from flexengine.ops.delta.tiles import TILE, Ends, Operands
 
 if TYPE_CHECKING:
@@ -126,17 +126,7 @@ def _parts(given: Operands) -> Iterator[Tiles]:
     sizes = given.sizes
     for run in runs(given.seq_lens, sizes):
         cu, heads = given.cu_seqlens[run.begin : run.end + 1], run.heads(sizes)
-        spans = _spans(cu, run.slots)
+        spans = spans_of(cu, run.slots)
         for first in range(0, sizes.value_heads, heads):
             count = min(heads, sizes.value_heads - first)
             yield _kernels().prepare.Tiles(given.qkv, *given.gates, cu, spans, sizes, first, count)
-
-
-def _spans(cu: Tensor, slots: int) -> Tensor:
-    """[2, slots] int32: first row of every tile and its sequence's end; a slot without a tile begins at the end."""
-    numbers = torch.arange(max(slots, len(cu)), dtype=torch.int32, device=cu.device)
-    starts = cu[:-1] // TILE - cu[0] // TILE + numbers[: len(cu) - 1]
-    numbers = numbers[:slots]
-    sequence = torch.searchsorted(starts, numbers, right=True) - 1
-    begin = cu[:-1][sequence] + (numbers - starts[sequence]) * TILE
-    return torch.stack((begin, cu[1:][sequence]))

@@ -24,6 +24,9 @@ STATE_BYTES = 288 << 20
 """Most bytes of all tiles' states that kernels hold at a time, unless one sequence and one key head have more: 8192
 tokens of 32 heads of 128 columns, and some room for slots that are not full. The delta rule's buffers take 1.2 GiB."""
 
+PART_HEADS = 16
+"""Most heads whose gradients of B and C one program adds up; more programs have fewer to do."""
+
 
 class Segment(NamedTuple):
     """The same tiles of several sequences: (first row, rows) of each within the chunk, and the number of tiles, beyond
@@ -89,6 +92,12 @@ def tile_heads(sizes: Sizes) -> int:
     return max(1, STATE_BYTES // (4 * sizes.key_dim * sizes.value_dim))
 
 
+def in_parts(sizes: Sizes) -> Sizes:
+    """Sizes by parts, equally many heads of one group each, in the place of groups: kernels take whole parts."""
+    part = next(count for count in range(min(PART_HEADS, sizes.ratio), 0, -1) if sizes.ratio % count == 0)
+    return sizes._replace(key_heads=sizes.value_heads // part)
+
+
 class Run(NamedTuple):
     """Sequences [begin, end) of a chunk, and their slots for tiles; a few slots may be empty."""
 
@@ -130,3 +139,13 @@ def most_tile_heads(tokens: int, sizes: Sizes) -> int:
     """Slots times heads that kernels take at a time, at the most."""
     heads = max(tile_heads(sizes), sizes.ratio * (tokens // TILE + 2))
     return min(sizes.value_heads * most_slots(tokens, sizes), heads)
+
+
+def spans_of(cu: Tensor, slots: int) -> Tensor:
+    """[2, slots] int32: first row of every tile and its sequence's end; a slot without a tile begins at the end."""
+    numbers = torch.arange(max(slots, len(cu)), dtype=torch.int32, device=cu.device)
+    starts = cu[:-1] // TILE - cu[0] // TILE + numbers[: len(cu) - 1]
+    numbers = numbers[:slots]
+    sequence = torch.searchsorted(starts, numbers, right=True) - 1
+    begin = cu[:-1][sequence] + (numbers - starts[sequence]) * TILE
+    return torch.stack((begin, cu[1:][sequence]))

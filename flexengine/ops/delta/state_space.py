@@ -21,11 +21,8 @@ from flexengine.ops.base import OpEnv, Work, wide
 from flexengine.ops.columns import Columns
 from flexengine.ops.delta import plain as delta_plain
 from flexengine.ops.delta.linear_attention import LinearAttention
-from flexengine.ops.delta.segments import most_slots, most_tile_heads
-from flexengine.ops.delta.tiles import TILE, Sizes
-
-PART_HEADS = 16
-"""Most heads whose gradients of B and C one program adds up; more programs have fewer to do."""
+from flexengine.ops.delta.segments import in_parts, most_slots, most_tile_heads
+from flexengine.ops.delta.tiles import TILE
 
 
 class Limits(NamedTuple):
@@ -33,12 +30,6 @@ class Limits(NamedTuple):
 
     low: float = 0.0
     high: float = float("inf")
-
-
-def in_parts(sizes: Sizes) -> Sizes:
-    """Sizes by parts, equally many heads of one group each, in the place of groups: kernels take whole parts."""
-    part = next(count for count in range(min(PART_HEADS, sizes.ratio), 0, -1) if sizes.ratio % count == 0)
-    return sizes._replace(key_heads=sizes.value_heads // part)
 
 
 UNLIMITED = Limits()
@@ -78,10 +69,9 @@ class StateSpaceScan(LinearAttention):
         return (grad_dt,), (grad_decay.mul_(dt.clamp_(*self.limits)), grad_dt, grad_skip)
 
     def _kernels(self) -> ModuleType:
-        return delta_plain
+        from flexengine.ops.delta import scan_kernels  # noqa: PLC0415 (Triton is imported when first used)
 
-    def _served(self, compute_bytes: int) -> bool:
-        return False
+        return scan_kernels
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 
