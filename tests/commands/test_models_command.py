@@ -24,6 +24,7 @@ PUBLISHED = {
     "phi-4": 14659507200, "gpt2": 124439808, "mixtral-8x7b": 46702792704, "olmoe-1b-7b": 6919161856,
     "qwen3-30b-a3b": 30532122624, "qwen3-235b-a22b": 235093634560, "gpt-oss-20b": 20914757184,
     "gpt-oss-120b": 116829156672, "deepseek-v2-lite": 15706484224, "deepseek-v3": 671026404352,
+    "bamba-9b": 9780235392,
 }  # fmt: skip
 """Parameters of the published checkpoints, a tied tensor counted once."""
 TEXT_OF_PUBLISHED = {
