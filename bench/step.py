@@ -44,13 +44,15 @@ from flexengine.runtime.engine import Engine
 T = TypeVar("T")
 
 GIB = 2**30
+IMAGE_ROWS = 1024
+"""Tokens that stand for an image."""
 PIECE_BYTES = 16 * 2**20
 """Of planes that are copied from a GPU to be digested."""
 OPTIONS = (
     "init", "max_seq_len", "max_global_batch_tokens", "max_host_mem_gib", "device", "dtype", "master_dtype",
     "optimizer_state_dtype", "matmul_dtype", "keep_dtype", "cuda_graphs", "freeze", "mode", "lora_rank", "lora_alpha",
     "lora_targets", "use_dora", "base_dtype", "max_grad_norm", "recompute", "chunk_tokens", "round_tokens",
-    "round_multiple", "transport", "deterministic",
+    "round_multiple", "transport", "deterministic", "max_image_tokens", "train_tower",
 )  # fmt: skip
 """Options of a job that are flags here."""
 
@@ -91,19 +93,35 @@ def printer(team: Team | None) -> Callable[[str], None]:
     return lambda text: print(text, flush=True) if is_first(team) else None
 
 
-def one_batch(engine: Engine) -> Tensor:
-    """Full sequences of random tokens, a step's worth, the same in every process: int64 [sequences, max_seq_len]."""
-    request = engine.plan.request
+def one_batch(engine: Engine) -> dict[str, Tensor]:
+    """Full sequences of random tokens, a step's worth, the same in every process: int64 [sequences, max_seq_len].
+
+    Where images are trained with, as many tokens as may be stand for images of IMAGE_ROWS, of which no label is.
+    """
+    request, given = engine.plan.request, engine.model.given
     shape = (request.max_global_batch_tokens // request.max_seq_len, request.max_seq_len)
-    return torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    if given is None:
+        return {"input_ids": ids, "labels": ids}
+    ids[ids == given.token_id] = 0
+    image = given.tower.example(IMAGE_ROWS)
+    rows, count = given.tower.calls(image)[0].rows, 0
+    for row in ids:  # a token of text lies between two images
+        for start in range(1, len(row) - rows, rows + 1):
+            if rows * (count + 1) <= given.max_tokens:
+                row[start : start + rows], count = given.token_id, count + 1
+    columns = {name: torch.cat([column] * count) for name, column in image.items()}
+    return {"input_ids": ids, "labels": ids.where(ids != given.token_id, torch.tensor(-100)), **columns}
 
 
-def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int, say: Callable[[str], None] = print) -> Timed:
+def timed_steps(
+    engine: Engine, batch: dict[str, Tensor], warmup: int, steps: int, say: Callable[[str], None] = print
+) -> Timed:
     """Train on the same batch again and again."""
     losses, norms, seconds, model_flops, hardware_flops = [], [], [], 0.0, 0.0
     for index in range(warmup + steps):
         begin = time.perf_counter()
-        out, result = engine.train_step(input_ids=batch, labels=batch)
+        out, result = engine.train_step(batch)
         elapsed = time.perf_counter() - begin
         losses.append(out.loss)
         norms.append(result.grad_norm)
@@ -115,10 +133,10 @@ def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int, say: Cal
     return Timed(seconds, losses, norms, model_flops, hardware_flops)
 
 
-def measured_busy_s(engine: Engine, batch: Tensor) -> dict[str, float]:
+def measured_busy_s(engine: Engine, batch: dict[str, Tensor]) -> dict[str, float]:
     """Busy seconds per stream of one more step, in which every command is timed."""
     engine.measure_next_step(keep_runs=True)
-    engine.train_step(input_ids=batch, labels=batch)
+    engine.train_step(batch)
     busy_s: dict[str, float] = {}
     for run in engine.take_timed_runs():
         for stream, seconds in run.timing.busy_s.items():

@@ -26,7 +26,7 @@ from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.models.task_heads import config_for, read_head, with_head_saved, with_task_head
-from flexengine.models.towers.description import with_images
+from flexengine.models.towers.description import frozen_of_images, with_images
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options.adapters import LORA_OPTIONS
 from flexengine.options.job import Job
@@ -57,7 +57,8 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     """
     _check_opaque(spec, job)
     model = with_keep_dtype(with_matmul_dtype(with_images(spec, job), job.matmul_dtype), job.keep_dtype)
-    model = with_lora(model, with_head_saved(own, spec)) if (own := job.lora_setup) else with_frozen(model, job.freeze)
+    frozen = (*job.freeze, *frozen_of_images(model, job))
+    model = with_lora(model, with_head_saved(own, spec)) if (own := job.lora_setup) else with_frozen(model, frozen)
     if job.trains and (unread := unread_by_peft(model)):
         logger.warning(unread)
     model = model if job.trains else forward_only(model)

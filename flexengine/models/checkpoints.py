@@ -72,8 +72,10 @@ def own_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:
     sources = {source.name for group in model.groups for param in group.params for source in param.sources}
 
     def own(name: str) -> str:
-        if name in sources:
-            return name
+        # versions of transformers before and after 5 begin the names of towers in either way
+        found = next((other for other in (name, f"{TEXT}{name}", name.removeprefix(TEXT)) if other in sources), None)
+        if found is not None:
+            return found
         head = None if model.task else next((head for head in HEADS if name.startswith(head)), None)
         if head is not None:
             return own_head + name.removeprefix(head)

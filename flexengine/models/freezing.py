@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
+from flexengine.ops.given_rows import PlaceRows
 from flexengine.ops.opaque import OpaqueBlock
 from flexengine.wording import did_you_mean, shown
 
@@ -67,7 +68,7 @@ def forward_only(model: ModelSpec) -> ModelSpec:
 def _treated(op: Op, untrained: Sequence[str], backward: bool) -> Op:
     if not backward:
         return op.forward_only()
-    if isinstance(op, OpaqueBlock):  # one call of autograd gives the gradients of any of its parameters
+    if isinstance(op, OpaqueBlock | PlaceRows):  # one call of autograd gives the gradients of any of its parameters
         return op.training(tuple(name for name in op.params if name not in untrained))
     # Parameters of one op stream and update together, so an op has one answer.
     frozen = [name in untrained for name in op.params]

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from flexengine.ops.base import Op
 from flexengine.ops.experts.balance import Balancing
 from flexengine.ops.formats.weight_format import Storage
-from flexengine.ops.given_rows import GivenRows
+from flexengine.ops.given_rows import GivenRows, placing
 from flexengine.options.lora import LoRA
 from flexengine.options.task import TaskHead
 
@@ -178,6 +178,14 @@ class LayerSpec:
         """Indices of the parameter groups that this layer reads, in order of first use."""
         return tuple(dict.fromkeys(group for _, group, _ in self.params))
 
+    @cached_property
+    def backward_groups(self) -> tuple[int, ...]:
+        """Those that its backward reads: all, but of an embedding what its ops say."""
+        if self.input is not None:
+            return self.groups
+        read = {name for op in self.ops for name in op.backward_params}
+        return tuple(dict.fromkeys(group for local, group, _ in self.params if local in read))
+
     @property
     def has_backward(self) -> bool:
         """Whether anything is trained in this layer or below it."""
@@ -233,6 +241,16 @@ class ModelSpec:
     def num_axes(self) -> int:
         """Axes that positions have: three where images lie in a plane, else one."""
         return 1 if self.given is None else self.given.num_axes
+
+    @property
+    def rows_shape(self) -> tuple[int, int, int]:
+        """Shape of all rows that a batch may be given, of several depths; of no elements where it has none."""
+        return (0, 0, 0) if self.given is None else (self.given.depth, self.given.max_tokens, self.hidden_size)
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether something is trained of what gives rows."""
+        return self.given is not None and placing(self.layers[0].ops).has_weight_half
 
     @property
     def num_parameters(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 
@@ -29,15 +28,11 @@ class Embedding(Op):
         return torch.tensor(self.scale, dtype=dtype).item()
 
     def backward_weight(self, env: OpEnv) -> None:
-        acc, (ids, grad) = env.gp[self.weight], self._text_rows(env)
+        acc, ids, grad = env.gp[self.weight], env.chunk.input_ids, env.g[self.y]
         if env.first:
             acc.zero_()
         rows = grad.to(acc.dtype)
         acc.index_add_(0, ids, rows if self.scale == 1.0 else rows * self._scale_in(grad.dtype))
-
-    def _text_rows(self, env: OpEnv) -> tuple[Tensor, Tensor]:
-        """The tokens whose rows come from the weight, and the gradients of these rows."""
-        return env.chunk.input_ids, env.g[self.y]
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         passes = 1 if self.scale == 1.0 else 2

@@ -1,24 +1,32 @@
-"""Rows that a tower gives to tokens of one kind, in the place of rows of the embedding.
+"""Rows that a tower gives to tokens of one kind: in the place of those of the embedding, and added behind blocks.
 
-A tower is what makes rows of the hidden state from something that is no text. It is frozen: it runs once for a batch,
-before the batch's rounds, and nothing flows back to it.
+A tower is what makes rows of the hidden state from something that is no text. Its parameters are the embedding
+layer's. It runs when the first chunk asks for rows of a call, and its backward, which runs it again, when all rows of
+the call have their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
-import torch
 from torch import Tensor
 
-from flexengine.ops.base import OpEnv, Work
-from flexengine.ops.embedding import Embedding
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 
 Columns = Mapping[str, Tensor]
 """What a tower reads of a batch, by the names that a processor of transformers gives."""
+AddGrad = Callable[[str, Tensor], object]
+"""Takes the gradient of a weight, by its name."""
+
+
+class TowerCall(NamedTuple):
+    """Columns that a tower reads at once, and how many rows it gives for them."""
+
+    columns: Columns
+    rows: int
 
 
 class Tower(Protocol):
@@ -29,16 +37,11 @@ class Tower(Protocol):
         """Names of what it reads, of which the first must be there."""
         ...
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of its weights, by name."""
+    def example(self, rows: int) -> Columns:
+        """Columns of one thing, or of equal ones, that give at least so many rows."""
         ...
 
-    def read(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Fill the weights from a checkpoint. Raises: ValueError for one that lacks some."""
-        ...
-
-    def calls(self, columns: Columns) -> list[Columns]:
+    def calls(self, columns: Columns) -> list[TowerCall]:
         """Divide a batch's columns into those of single calls, in order; no plan has a say in it.
 
         Raises: ValueError for columns that do not go together, or for one thing of more rows than a call may have.
@@ -52,17 +55,23 @@ class Tower(Protocol):
         """
         ...
 
-    def __call__(self, weights: Mapping[str, Tensor], call: Columns, device: torch.device) -> Tensor:
-        """The rows [n, D] of a call, on a device. weights: on the host; each crosses when it is used."""
+    def __call__(self, weights: Mapping[str, Tensor], columns: Columns) -> Tensor:
+        """The rows [depth, n, D] of a call, where the weights are."""
+        ...
+
+    def backward(
+        self, weights: Mapping[str, Tensor], trained: Sequence[str], columns: Columns, grads: Tensor, add: AddGrad
+    ) -> None:
+        """Run a call again, and give `add` the gradients of the trained weights for those of its rows."""
         ...
 
 
 class TowerCost(NamedTuple):
-    """What rows cost: most device bytes of a call beside the arena, work of a row, host bytes of columns for a row."""
+    """What rows cost: most device bytes of a call beside its weights, work of a row forward, and of one backward."""
 
     peak_bytes: int
-    row_work: Work
-    column_bytes: int
+    forward: Work
+    backward: Work
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,9 @@ class GivenRows:
     """Which tokens get their rows from a tower, and how many a batch may have of them.
 
     token_id: the token that stands for a row. name: what people call its things, for messages. max_tokens: most such
-    tokens of a batch; share: the share of a full batch's tokens that these are. num_axes: axes that positions have.
+    tokens of a batch; share: the share of a full batch's tokens that these are. cost_of: what rows cost where these
+    parameters are trained. row_bytes: of columns on the host for a row. depth: rows for a token: that of the
+    embedding, and what is added behind each of the first blocks. num_axes: axes that positions have.
     """
 
     name: str
@@ -78,56 +89,127 @@ class GivenRows:
     max_tokens: int
     share: float
     tower: Tower
-    cost: TowerCost
+    cost_of: Callable[[tuple[str, ...]], TowerCost]
+    row_bytes: int
+    depth: int = 1
     num_axes: int = 1
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of the tower's weights."""
-        return sum(torch.Size(shape).numel() for shape in self.tower.shapes.values())
 
     @property
     def column_bytes(self) -> int:
         """Host bytes of the columns of the largest batch."""
-        return self.max_tokens * self.cost.column_bytes
+        return self.max_tokens * self.row_bytes
 
 
-class EmbeddingWithRows(Embedding):
-    """An embedding, some of whose rows are given. Those get no gradient; the work of making them is counted here."""
+def placing(ops: Iterable[Op]) -> PlaceRows:
+    """The op of an embedding layer that places rows."""
+    return next(op for op in ops if isinstance(op, PlaceRows))
 
-    def __init__(self, embedding: Embedding, given: GivenRows) -> None:
-        e = embedding
-        super().__init__(e.name, e.y, e.vocab_size, e.width, e.weight, e.scale)
-        self.given = given
+
+class PlaceRows(Op):
+    """y <- y with rows of a tower for tokens that stand for them, of which the embedding gets no gradient.
+
+    weights: names of the tower's parameters. Backward computes with them, and so they are there.
+    """
+
+    def __init__(self, x: str, y: str, width: int, given: GivenRows, weights: tuple[str, ...]) -> None:
+        self.name, self.x, self.y, self.width, self.given = "place_rows", x, y, width, given
+        self.inputs, self.outputs, self.in_place = (x,), (TensorSpec(y, (width,)),), (x, y)
+        self.grad_inputs, self.params, self.weights = (x,), weights, weights
+
+    @property
+    def cost(self) -> TowerCost:
+        """What rows cost."""
+        return self.given.cost_of(self.params if self.has_weight_half else ())
+
+    @property
+    def backward_params(self) -> tuple[str, ...]:
+        return self.weights if self.has_weight_half else ()
+
+    def training(self, params: tuple[str, ...]) -> Self:
+        """The same op of whose parameters these alone are trained."""
+        op = copy.copy(self) if params else self.untrained()
+        op.params = params
+        return op
 
     def forward(self, env: OpEnv) -> None:
-        super().forward(env)
         if env.chunk.given is not None:
-            y, start = env.t[self.y], 0
-            for rows in env.chunk.given.values:
-                at = env.chunk.given.at[start : start + len(rows)]
-                y.index_copy_(0, at, rows.to(y.device, non_blocking=True))
-                start += len(rows)
+            rows, y = env.chunk.given, env.t[self.y]
+            rows.store.make(env.p, rows.pieces)
+            y.index_copy_(0, rows.at, rows.values(0, y.device))
 
-    def _text_rows(self, env: OpEnv) -> tuple[Tensor, Tensor]:
-        ids, grad, given = env.chunk.input_ids, env.g[self.y], env.chunk.given
-        return (ids, grad) if given is None else (ids[given.others], grad[given.others])
+    def backward_input(self, env: OpEnv) -> None:
+        rows, grad, trained = env.chunk.given, env.g[self.x], self.params if self.has_weight_half else ()
+        if env.first:
+            for name in trained:
+                env.gp[name].zero_()
+        if rows is None:
+            return
+        if trained:
+            rows.take(0, grad)
+        grad.index_fill_(0, rows.at, 0.0)
+        if trained:
+            rows.store.backward(env.p, rows.pieces, trained, lambda name, found: env.gp[name].add_(found))
+
+    def backward_weight(self, env: OpEnv) -> None:
+        """Do nothing: the tower's backward gave both halves."""
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        placed = tokens * self.given.share
-        copies = Work(memory_bytes=2.0 * placed * self.width * compute_bytes, kernels=1)
-        return super().forward_work(tokens, seq_len, compute_bytes).plus(copies).plus(self._tower_work(placed))
-
-    def _tower_work(self, rows: float) -> Work:
         # kernels of a call are launched for many rows at once, which the work of a row does not tell
-        return self.given.cost.row_work.times(rows)
+        placed = tokens * self.given.share
+        copies = Work(memory_bytes=2.0 * placed * self.given.depth * self.width * compute_bytes, kernels=1)
+        return copies.plus(self.cost.forward.times(placed))
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        placed = tokens * self.given.share
+        zeros = Work(memory_bytes=1.0 * placed * self.width * compute_bytes, kernels=1)
+        return zeros.plus(self.cost.backward.times(placed)) if self.has_weight_half else zeros
 
     def model_flops(self, seq_len: int) -> float:
-        return 0.0  # as of every embedding: what a text of this length takes; images are not known by its length
+        return 0.0  # what a text of this length takes; images are not known by its length: see `flops_of_rows`
+
+    def flops_of_rows(self, count: int) -> float:
+        """FLOPs of the tower's forward, and of its backward without running it again, for so many rows."""
+        forward = self.cost.forward.flops
+        # layers run once more in each of the two forwards that backward takes beside the first one
+        gradients = max(0.0, self.cost.backward.flops - 2 * forward) if self.has_weight_half else 0.0
+        return count * (forward + gradients)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        placed = min(tokens, self.given.max_tokens) * self.width * compute_bytes
-        return max(super().workspace_bytes(tokens, compute_bytes) + 2 * placed, self.given.cost.peak_bytes)
+        return self.cost.peak_bytes + _placed_bytes(self.given, tokens, self.width, compute_bytes)
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return max(super().plain_workspace_bytes(tokens, compute_bytes), self.given.cost.peak_bytes)
+        return self.workspace_bytes(tokens, compute_bytes)
+
+
+class AddRows(Op):
+    """y <- y + the rows of one depth, for tokens that stand for rows. The gradient of x is that of y."""
+
+    replays = False
+
+    def __init__(self, x: str, y: str, width: int, given: GivenRows, depth: int) -> None:
+        self.name, self.x, self.y, self.width, self.given, self.depth = "add_rows", x, y, width, given, depth
+        self.inputs, self.outputs, self.in_place = (x,), (TensorSpec(y, (width,)),), (x, y)
+        self.grad_inputs = (x,)
+
+    def forward(self, env: OpEnv) -> None:
+        if env.chunk.given is not None:
+            rows, y = env.chunk.given, env.t[self.y]
+            y.index_add_(0, rows.at, rows.values(self.depth, y.device))
+
+    def backward_input(self, env: OpEnv) -> None:
+        if env.chunk.given is not None and env.chunk.given.store.trained:
+            env.chunk.given.take(self.depth, env.g[self.x])
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return Work(memory_bytes=4.0 * tokens * self.given.share * self.width * compute_bytes, kernels=2)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return _placed_bytes(self.given, tokens, self.width, compute_bytes)
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return self.workspace_bytes(tokens, compute_bytes)
+
+
+def _placed_bytes(given: GivenRows, tokens: int, width: int, compute_bytes: int) -> int:
+    """Bytes of a chunk's rows on the device, twice: as they come in pieces, and as one."""
+    return 2 * min(tokens, given.max_tokens) * width * compute_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, lru_cache
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -31,7 +31,7 @@ LONGEST_LOOP = 128
 STEP = 256
 """Tokens to whose multiples scans pad a sequence, at the most."""
 LARGE = 1 << 14
-"""Elements of tensors of floats beyond which `traced_forward` computes none."""
+"""Elements of tensors of floats beyond which `traced` computes none."""
 ALLOCATION_BYTES = 64
 """The allocator's granularity on the CPU."""
 
@@ -163,12 +163,12 @@ def traced_call(
     return CallCost(forward.work(), both.work(), max(forward.peak_bytes, both.peak_bytes))
 
 
-def traced_forward(run: Callable[[], object]) -> tuple[Work, int]:
-    """Trace what runs without gradients; returns its work, and most bytes that were alive at once.
+def traced(run: Callable[[], object]) -> tuple[Work, int]:
+    """Trace what runs; returns its work, and most bytes that were alive at once.
 
     It runs on the CPU, for calls that look at numbers, but large tensors of floats are never computed.
     """
-    with torch.no_grad(), _Uncomputed(), _Counted() as counted:
+    with _Uncomputed(), _Counted() as counted:
         run()
     return counted.work(), counted.peak_bytes
 
@@ -278,17 +278,26 @@ def _grouped_flops(a: Tensor, b: Tensor, *others: Any, **options: Any) -> float:
     return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Stands for kernels that make no matrix of scores, which is what runs; counts their FLOPs."""
+class _FusedAttention:
+    """Stands for kernels that make no matrix of scores, which is what runs; counts their FLOPs.
+
+    It takes the function's place for its thread: a mode of torch would not see what backward recomputes.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.forward_flops = self.backward_flops = 0.0
+        self._thread = threading.get_ident()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
+    def __enter__(self) -> None:
+        self._own = torch.nn.functional.scaled_dot_product_attention
+        torch.nn.functional.scaled_dot_product_attention = self._count
+
+    def __exit__(self, *error: Any) -> None:
+        torch.nn.functional.scaled_dot_product_attention = self._own
+
+    def _count(self, *args: Any, **kwargs: Any) -> Tensor:
+        if threading.get_ident() != self._thread:
+            return self._own(*args, **kwargs)
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         q, k, v = (named[name] for name in ("query", "key", "value"))
         pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if named.get("is_causal") else 1.0)

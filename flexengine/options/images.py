@@ -17,9 +17,12 @@ class ImageOptions:
     max_image_tokens: Annotated[
         int,
         Option(
-            "most tokens of one batch that stand for images; above 0 images are trained with, and their tower and"
-            " projector are read and stay as they are",
+            "most tokens of one batch that stand for images; above 0 images are trained with: the projector is trained"
+            " as the text is, and the tower stays as it is",
             least=0,
             most=MOST_IMAGE_TOKENS,
         ),
     ] = 0
+    train_tower: Annotated[
+        bool, Option("train all of what sees images, too; --freeze projector leaves that as it is")
+    ] = False

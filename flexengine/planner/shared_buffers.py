@@ -329,7 +329,10 @@ class SharedBuffers:
     def edge_choices(self) -> list[EdgeChoice]:
         """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident."""
         choices = (STREAMED,) if self.request.shares_node else (STREAMED, RESIDENT_BOTH, RESIDENT)
-        homes = list(product(choices, repeat=len(self.edge_groups)))
+        others = set(self.model.layers[0].groups) - {0}  # what the embedding reads beside its table goes with it
+        leaders = [group for group in self.edge_groups if group not in others]
+        chosen = (dict(zip(leaders, own, strict=True)) for own in product(choices, repeat=len(leaders)))
+        homes = [tuple(of[0 if group in others else group] for group in self.edge_groups) for of in chosen]
         separate_or_shared = (EdgeChoice(share, False, edges) for share in (False, True) for edges in homes)
         return [*separate_or_shared, *(EdgeChoice(True, True, edges) for edges in homes if STREAMED in edges)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -52,15 +52,13 @@ class BatchWriter:
             slot, self.offsets[name] + chunk * rows.get(name, self.chunk_tokens) * width, (count,), dtype
         )
 
-    def load_tower(self, folder: Path | None) -> None:
-        """Read the weights of a tower from a checkpoint, where the model has one."""
-        if self._given is not None:
-            self._given.load(folder)
+    def begin_rows(self, batch: Sequences, chunks: Iterable[PackedChunk] = ()) -> None:
+        """Take what a tower gives rows for, before a batch's first round. chunks: those that are trained on here.
 
-    def make_rows(self, batch: Sequences) -> None:
-        """Make the rows that a tower gives to a batch, before its first round. Waits for the device."""
+        Raises: ValueError unless it gives as many as there are tokens for them.
+        """
         if batch.rows is not None and self._given is not None:
-            self._given.make(batch.rows)
+            self._given.begin(batch.rows, chunks)
 
     def write(self, batch: Sequences, chunks: list[PackedChunk]) -> list[ChunkContext]:
         """Fill the host slot for one round. Order: the copy of the round before must have left it."""

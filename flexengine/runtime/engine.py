@@ -161,7 +161,6 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
     def _load(self) -> None:
         with self.context.together():
             fill_weights(self.weights, self.buffers, self.source.weights_folder, self.settings.seed)
-            self.rounds.load_tower(self.source.weights_folder)
         with self.context.together():  # adapters begin with what all ranks have loaded of the base
             start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
             self.executor.synchronize()

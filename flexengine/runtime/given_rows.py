@@ -1,10 +1,9 @@
-"""Makes rows that a tower gives: once for a batch, before its rounds, into a slot of the host that its chunks read."""
+"""Makes rows that a tower gives, call by call as chunks ask for them, into a slot of the host; and their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import accumulate
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.custom_loss import IGNORE_INDEX
-from flexengine.ops.given_rows import Columns, GivenRows
+from flexengine.ops.given_rows import AddGrad, Columns, GivenRows, TowerCall
 from flexengine.ops.placed_rows import PlacedRows
 from flexengine.runtime.arena import Arenas
-from flexengine.schedule.fixed_slots import tower_offsets
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import PackedChunk
 
@@ -38,56 +36,102 @@ class GivenInput(NamedTuple):
 
 
 class RowMaker:
-    """Runs the tower of one layout. Its weights and the rows of a batch lie in the host's arena."""
+    """Runs the tower of one layout. The rows of a batch, and their gradients, lie in the host's arena."""
 
     def __init__(self, layout: Layout, arenas: Arenas) -> None:
         assert layout.model.given is not None, "the model has a tower"
-        self._given, self._arenas = layout.model.given, arenas
-        dtype = getattr(torch, layout.plan.request.numerics.compute)
-        slot, offsets = layout.place("tower", memory="host"), tower_offsets(self._given, dtype.itemsize)
-        shapes = self._given.tower.shapes
-        self._weights = {name: arenas.view(slot, offsets[name], shape, dtype) for name, shape in shapes.items()}
-        shape = self._given.max_tokens, layout.model.hidden_size
-        self._rows = arenas.view(layout.place("given_rows", memory="host"), 0, shape, dtype)
+        self._given, self._device = layout.model.given, arenas.device
+        self._dtype = getattr(torch, layout.plan.request.numerics.compute)
+        self.trained, shape = layout.model.trains_tower, layout.model.rows_shape
+        self.rows = arenas.view(layout.place("given_rows", memory="host"), 0, shape, self._dtype)
+        grads = layout.place("given_grads", memory="host") if self.trained else None
+        self._grads = self.rows if grads is None else arenas.view(grads, 0, shape, self._dtype)
+        self._calls = list[TowerCall]()
 
-    def load(self, folder: Path | None) -> None:
-        """Read the tower's weights. Raises: ValueError where there is no checkpoint, or it lacks some."""
-        if folder is None:
-            raise ValueError(
-                f"max_image_tokens={self._given.max_tokens}: the tower that reads {self._given.name} is not trained, so"
-                " it needs a checkpoint; leave it out to train the text alone from random weights"
-            )
-        self._given.tower.read(folder, self._weights)
+    def begin(self, batch: GivenInput, chunks: Iterable[PackedChunk]) -> None:
+        """Take a batch, of which this process trains on these chunks.
 
-    def make(self, batch: GivenInput) -> None:
-        """Make all rows of a batch. Waits for the device.
-
-        Raises: ValueError unless they are as many as their tokens.
+        Raises: ValueError unless its things give as many rows as there are tokens for them.
         """
-        end, tower = 0, self._given.tower
-        for call in tower.calls(batch.columns):
-            rows = tower(self._weights, call, self._arenas.device)
-            if end + len(rows) <= batch.starts[-1]:
-                self._rows[end : end + len(rows)].copy_(rows)
-            end += len(rows)
-            del rows
-        if end != batch.starts[-1]:
-            raise ValueError(_wrong_count(self._given, batch.starts[-1], end))
+        self._calls = self._given.tower.calls(batch.columns)
+        self._ends = [0, *accumulate(call.rows for call in self._calls)]
+        if self._ends[-1] != batch.starts[-1]:
+            raise ValueError(_wrong_count(self._given, batch.starts[-1], self._ends[-1]))
+        self._made = [False] * len(self._calls)
+        if self.trained:
+            self._grads[:, : self._ends[-1]].zero_()  # rows of other ranks have no gradient here
+            self._left = [0] * len(self._calls)
+            for chunk in chunks:
+                for number, count in self._reached(_pieces(batch, chunk)):
+                    self._left[number] += count
 
     def of_chunk(self, batch: GivenInput, chunk: PackedChunk) -> PlacedRows | None:
-        """The rows of a chunk; None where it has none. Order: after `make`."""
-        placed, values, first, starts = torch.zeros(chunk.tokens, dtype=torch.bool), [], 0, batch.starts
+        """The rows of a chunk; None where it has none. Order: after `begin`."""
+        placed, first = torch.zeros(chunk.tokens, dtype=torch.bool), 0
         for piece in chunk.ranges:
             at = batch.at[piece.sequence]
-            low, high = torch.searchsorted(at, torch.tensor([piece.start, piece.start + piece.length])).tolist()
-            if low < high:
-                placed[at[low:high] - piece.start + first] = True
-                values.append(self._rows[starts[piece.sequence] + low : starts[piece.sequence] + high])
+            placed[at[(at >= piece.start) & (at < piece.start + piece.length)] - piece.start + first] = True
             first += piece.length
-        if not values:
-            return None
-        at, others = (mask.nonzero().flatten().to(self._arenas.device) for mask in (placed, ~placed))
-        return PlacedRows(at, others, values)
+        pieces = tuple(_pieces(batch, chunk))
+        return PlacedRows(placed.nonzero().flatten().to(self._device), pieces, self) if pieces else None
+
+    def _reached(self, pieces: Iterable[slice]) -> Iterator[tuple[int, int]]:
+        """The calls that rows are of, and how many of each."""
+        for piece in pieces:
+            for number, (start, end) in enumerate(pairwise(self._ends)):
+                count = min(end, piece.stop) - max(start, piece.start)
+                if count > 0:
+                    yield number, count
+
+    def _columns(self, number: int) -> Columns:
+        """What a call reads, on the device."""
+        found = self._calls[number].columns
+        return {
+            name: column.to(self._device, self._dtype if column.is_floating_point() else None)
+            for name, column in found.items()
+        }
+
+    # -- as of RowStore ----------------------------------------------------------------------------------------------
+
+    def make(self, weights: Mapping[str, Tensor], pieces: Sequence[slice]) -> None:
+        """Make those of these rows that are not there."""
+        for number, _ in self._reached(pieces):
+            if not self._made[number]:
+                rows = self._given.tower(weights, self._columns(number))
+                place = self.rows[:, self._ends[number] : self._ends[number + 1]]
+                assert rows.shape == place.shape, f"a call gave {list(rows.shape)} rows, not {list(place.shape)}"
+                for own, found in zip(place, rows, strict=True):
+                    own.copy_(found, non_blocking=True)
+                self._made[number] = True
+
+    def take(self, depth: int, pieces: Sequence[slice], grads: Tensor) -> None:
+        """Keep the gradients [n, D] of these rows."""
+        start = 0
+        for piece in pieces:
+            end = start + piece.stop - piece.start
+            self._grads[depth, piece].copy_(grads[start:end], non_blocking=True)
+            start = end
+
+    def backward(
+        self, weights: Mapping[str, Tensor], pieces: Sequence[slice], trained: Sequence[str], add: AddGrad
+    ) -> None:
+        """Run backward of calls all of whose rows have gradients, now that these have."""
+        for number, count in self._reached(pieces):
+            self._left[number] -= count
+            if self._left[number] == 0:
+                own = self._grads[:, self._ends[number] : self._ends[number + 1]]
+                grads = torch.stack([one.to(self._device, non_blocking=True) for one in own])
+                self._given.tower.backward(weights, trained, self._columns(number), grads, add)
+
+
+def _pieces(batch: GivenInput, chunk: PackedChunk) -> Iterator[slice]:
+    """The numbers of a chunk's rows in the batch."""
+    for piece in chunk.ranges:
+        start = batch.starts[piece.sequence]
+        bounds = torch.tensor([piece.start, piece.start + piece.length])
+        low, high = torch.searchsorted(batch.at[piece.sequence], bounds).tolist()
+        if low < high:
+            yield slice(start + low, start + high)
 
 
 def _wrong_count(given: GivenRows, tokens: int, rows: int) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.ops.given_rows import placing
 from flexengine.runtime.batch_input import Sequences
 from flexengine.schedule.layout import Layout
 
@@ -66,6 +67,8 @@ def evaluate_output(loss_sum: float, batch: Sequences, token_losses: list[Tensor
 def without_loss(batch: Sequences, layout: Layout) -> FwdBwdOutput:
     """The output of a batch but for its loss, which is not known yet: its sizes and FLOPs."""
     model_flops = layout.model.model_flops(batch.lengths)
+    if batch.rows is not None:
+        model_flops += placing(layout.model.layers[0].ops).flops_of_rows(batch.rows.starts[-1])
     hardware_flops = model_flops + _recompute_flops(batch, layout)
     return FwdBwdOutput(math.nan, batch.num_tokens, batch.num_target_tokens, model_flops, hardware_flops)
 

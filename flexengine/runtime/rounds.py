@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -43,10 +41,6 @@ class RoundRunner:
         self._plan, self._device = layers.layout.plan, layers.arenas.device
         self._may_warn = self._plan.request.numerics.grad == "bfloat16"
 
-    def load_tower(self, folder: Path | None) -> None:
-        """Read the weights of a tower from a checkpoint, where the model has one."""
-        self._batches.load_tower(folder)
-
     def train(
         self, batch: Sequences, balance: ExpertBalance | None = None, settings: UpdateSettings | None = None,
         updates: RoundUpdates = "none",
@@ -62,7 +56,8 @@ class RoundRunner:
             self._state.require_stored(self._plan.stores_gradients)
         if self._replay is not None:
             self._replay.begin_batch([[[piece.length for piece in c.ranges] for c in chunks] for chunks in rounds])
-        self._batches.make_rows(batch)
+        own = self._context.own_rounds(first, len(rounds))
+        self._batches.begin_rows(batch, (chunk for number in own for chunk in rounds[number]))
         if balance is not None and (len(rounds) > 1 or self._plan.shares_node):
             self._count_tokens_of_experts(batch, rounds, balance)
         losses = list[Tensor]()
@@ -103,7 +98,7 @@ class RoundRunner:
         Filling them waits for every round. everywhere: each of several ranks runs all rounds.
         """
         rounds, losses = self._pack(batch), list[Tensor]()
-        self._batches.make_rows(batch)
+        self._batches.begin_rows(batch)
         for number, chunks in enumerate(rounds):
             if not everywhere and not self._context.evaluates(number):
                 continue

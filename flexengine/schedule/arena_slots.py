@@ -8,6 +8,7 @@ is made. Overlap is safe: hazards follow addresses, not names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from flexengine.models.spec import BLOCK_CLASSES
@@ -18,7 +19,6 @@ from flexengine.schedule.fixed_slots import (
     batch_offsets,
     host_scalar_bytes,
     norm_square_bytes,
-    tower_bytes,
 )
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
@@ -81,10 +81,8 @@ class _HostSlots:
         """Append all slots; returns the bytes of the arena."""
         sizes, region = self._sizes, self._region
         if sizes.model.given is not None:  # first, so that a change of plan leaves it where it is
-            region.add("tower", tower_bytes(sizes.model.given, sizes.compute_bytes), "towers")
-            region.add(
-                "given_rows", sizes.model.given.max_tokens * sizes.model.hidden_size * sizes.compute_bytes, "batch"
-            )
+            for role in ("given_rows", *(["given_grads"] if sizes.model.trains_tower else [])):
+                region.add(role, math.prod(sizes.model.rows_shape) * sizes.compute_bytes, "batch")
         _add_batch(sizes, region)
         if sizes.plan.updates_on_cpu:
             region.add("scalars", host_scalar_bytes(len(sizes.groups), sizes.acc_bytes), "scalars")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-from flexengine.ops.given_rows import GivenRows
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_program import align
 
@@ -38,20 +36,6 @@ def run_square_bytes(groups: Iterable[GroupStorage]) -> int:
 def host_scalar_bytes(num_groups: int, scale_bytes: int) -> int:
     """Bytes of the slot that tells the host the gradients' norm and the factor on each, of `scale_bytes` bytes."""
     return HOST_SCALES + scale_bytes * num_groups
-
-
-def tower_offsets(given: GivenRows, compute_bytes: int) -> dict[str, int]:
-    """Byte offsets of a tower's weights inside their slot, and its `end`."""
-    offsets, end = {}, 0
-    for name, shape in given.tower.shapes.items():
-        offsets[name] = end
-        end += align(math.prod(shape) * compute_bytes)
-    return {**offsets, "": end}
-
-
-def tower_bytes(given: GivenRows, compute_bytes: int) -> int:
-    """Bytes of the slot for a tower's weights."""
-    return tower_offsets(given, compute_bytes)[""]
 
 
 def batch_offsets(chunks_per_round: int, chunk_tokens: int, num_axes: int = 1) -> dict[str, int]:

@@ -25,7 +25,7 @@ def group_uses(model: ModelSpec) -> list[GroupUse]:
     for layer in model.layers:
         for group in layer.groups:
             forward[group] += layer.kind != "head"
-            backward[group] += layer.kind != "embedding" and layer.has_backward
+            backward[group] += group in layer.backward_groups and layer.has_backward
     gradients = [
         0 if spec.frozen else sum(group in layer.groups for layer in model.layers)
         for group, spec in enumerate(model.groups)

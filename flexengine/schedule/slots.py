@@ -16,7 +16,7 @@ Role = str
 - accumulator: a group's gradient of the round at work; spilled: the head's of a tied group, until the embedding's;
 - decoded: elements of the compute dtype, made of weights that are stored in fewer bytes;
 - batch, losses: one round's tokens and losses;
-- tower, given_rows: weights of what makes rows of images; the rows of a batch;
+- given_rows, given_grads: rows that a tower gives to the tokens of a batch, and their gradients;
 - received: pieces of all ranks' accumulators, of a split plan;
 - handed, head_input: a chunk's input of a layer that another rank computes, then its gradient, in stages; the head's
   input of the round whose head is this rank's;

@@ -10,17 +10,22 @@ from flexengine.ops.base import Op
 from flexengine.ops.rope import RoPE, RoPEInAxes, table_of_axis
 
 NUM_AXES = 3
+INTERLEAVED = {"qwen3_vl": [24, 20, 20], "qwen3_5": [11, 11, 10], "qwen3_5_moe": [11, 11, 10]}
+"""Types that share out frequencies in turns -> the sections of a config that states none."""
 
 
 def with_axes(model: ModelSpec) -> ModelSpec:
     """Have blocks rotate by positions in three axes, as the config's mrope_section shares out the frequencies.
+
+    That is one section behind the other, or in turns, of which the first axis has those that the others leave.
 
     Raises: ValueError for a config that says no such thing, or scales the rotations.
     """
     fields = Fields(model.name, model.hf_config)
     text = Fields(model.name, fields.nested("text_config") or model.hf_config)
     options = text.nested("rope_parameters") or text.nested("rope_scaling")
-    sections, (table,) = options.get("mrope_section"), model.tables
+    turns = INTERLEAVED.get(model.family)
+    sections, (table,) = options.get("mrope_section", turns), model.tables
     if (
         not isinstance(sections, list)
         or not all(isinstance(count, int) for count in sections)
@@ -34,6 +39,9 @@ def with_axes(model: ModelSpec) -> ModelSpec:
             " alone"
         )
     axis_of = [number % NUM_AXES for number, count in enumerate(sections) for _ in range(count)]
+    if turns is not None:
+        shares = ((i // NUM_AXES < sections[i % NUM_AXES], i % NUM_AXES) for i in range(len(table.values)))
+        axis_of = [axis if has else 0 for has, axis in shares]
     tables = (
         Table(
             table_of_axis(table.name, axis),

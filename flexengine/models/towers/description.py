@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from flexengine.models.opaque.loading import empty_model
-from flexengine.models.spec import ModelSpec
+from flexengine.models.opaque.names import sources_of
+from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec
 from flexengine.models.towers.axes import NUM_AXES, with_axes
 from flexengine.models.towers.layouts import CALL_ROWS, Grids, Layout, Sizes, Tiles
 from flexengine.models.towers.tower import TransformersTower
+from flexengine.models.with_images import NOTICE
+from flexengine.ops.base import Op, Work
 from flexengine.ops.embedding import Embedding
-from flexengine.ops.given_rows import Columns, EmbeddingWithRows, GivenRows, TowerCost
-from flexengine.ops.opaque_cost import traced_forward
+from flexengine.ops.given_rows import AddRows, Columns, GivenRows, PlaceRows, TowerCost
+from flexengine.ops.opaque_cost import traced
 from flexengine.options.job import Job
+
+TOWER, PROJECTOR = "tower", "projector"
+"""Groups of what gives rows: what sees images, and what makes rows of the text's width of that."""
+_PROJECTOR = re.compile(
+    r"(^|\.)(multi_modal_projector|vision_projection|connector|merger|deepstack_merger_list|embed_vision)\."
+)
+TYPICAL_ROWS = 1024
+"""Rows of the image that the work of a row is told by: as many as a photograph of 1024 by 1024 pixels has."""
 
 
 def _tiles(config: Any, **options: Any) -> Layout:
@@ -55,6 +68,9 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "lighton_ocr": _sizes,
     "qwen2_vl": _grids,
     "qwen2_5_vl": _grids,
+    "qwen3_vl": _grids,
+    "qwen3_5": _grids,
+    "qwen3_5_moe": _grids,
 }
 """Model type -> how its processor lays out images."""
 
@@ -62,7 +78,8 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
 def with_images(model: ModelSpec, job: Job) -> ModelSpec:
     """Have rows of images stand for their tokens, where a job trains with images. Call it before what freezes.
 
-    Raises: ValueError for a model whose images are not trained, for several GPUs, or where there is no transformers.
+    What makes them is two more groups of the embedding layer: tower and projector. Raises: ValueError for a model whose
+    images are not trained, or where there is no transformers.
     """
     if not job.max_image_tokens:
         return model
@@ -74,16 +91,77 @@ def with_images(model: ModelSpec, job: Job) -> ModelSpec:
     made = model.hidden_size, getattr(torch, job.dtype), most
     tower = TransformersTower(shell, layout, *made)
     if isinstance(layout, Tiles):
-        layout = layout._replace(rows=len(_rows(tower, layout.probe(1))))
+        layout = layout._replace(rows=_rows(tower, layout.probe(1)).shape[1])
         tower = TransformersTower(shell, layout, *made)
-    share = min(1.0, job.max_image_tokens / job.max_global_batch_tokens)
-    cost = _cost(tower, layout)
-    axes = NUM_AXES if isinstance(layout, Grids) else 1
-    given = GivenRows("images", shell.config.image_token_id, job.max_image_tokens, share, tower, cost, axes)
-    model = model if axes == 1 else with_axes(model)
-    embedding, *others = model.layers
-    ops = tuple(EmbeddingWithRows(op, given) if isinstance(op, Embedding) else op for op in embedding.ops)
-    return replace(model, layers=(replace(embedding, ops=ops), *others), given=given)
+    params = [_param(shell, name, shape) for name, shape in tower.shapes.items()]
+    given = _given(tower, layout, shell.config.image_token_id, job)
+    return _with_rows(model if given.num_axes == 1 else with_axes(model), given, params)
+
+
+def _given(tower: TransformersTower, layout: Layout, token_id: int, job: Job) -> GivenRows:
+    call = layout.probe(tower.most)
+    found = _rows(tower, call)
+    depth, count = found.shape[:2]
+    return GivenRows(
+        name="images",
+        token_id=token_id,
+        max_tokens=job.max_image_tokens,
+        share=min(1.0, job.max_image_tokens / job.max_global_batch_tokens),
+        tower=tower,
+        cost_of=lru_cache(maxsize=None)(lambda trained: _cost(tower, layout, trained)),
+        row_bytes=-(-_num_bytes(call) // count),
+        depth=depth,
+        num_axes=NUM_AXES if isinstance(layout, Grids) else 1,
+    )
+
+
+def _param(shell: Any, name: str, shape: tuple[int, ...]) -> ParamSpec:
+    kind = "matrix" if len(shape) > 1 else "vector"
+    init = "normal" if kind == "matrix" else "ones" if name.endswith("weight") else "zeros"
+    return ParamSpec(name, shape, sources_of(shell, name, shape), kind, init)
+
+
+def _with_rows(model: ModelSpec, given: GivenRows, params: Sequence[ParamSpec]) -> ModelSpec:
+    """Put the groups of a tower behind the embedding's, an op behind the embedding, and one behind the first blocks."""
+    split = {TOWER: [p for p in params if not _PROJECTOR.search(p.name)]}
+    split[PROJECTOR] = [p for p in params if _PROJECTOR.search(p.name)]
+    own = [GroupSpec(name, name, tuple(members)) for name, members in split.items() if members]
+
+    def moved(layer: LayerSpec) -> LayerSpec:
+        places = ((local, group + len(own) * (group > 0), name) for local, group, name in layer.params)
+        return replace(layer, params=tuple(places))
+
+    embedding, *others = map(moved, model.layers)
+    there = ((p.name, number, p.name) for number, group in enumerate(own, 1) for p in group.params)
+    names, ops = tuple(p.name for p in params), list[Op]()
+    for op in embedding.ops:
+        ops += _placing(op, given, names) if isinstance(op, Embedding) else [op]
+    layers = [replace(embedding, ops=tuple(ops), params=(*embedding.params, *there)), *others]
+    for depth in range(1, given.depth):
+        block = layers[depth]
+        assert block.output is not None
+        op = AddRows(block.output, f"{block.output}.rows", model.hidden_size, given, depth)
+        layers[depth] = replace(block, ops=(*block.ops, op), output=op.y)
+    groups = (model.groups[0], *own, *model.groups[1:])
+    notice = model.notice.removeprefix(NOTICE).removeprefix("; ")
+    return replace(model, layers=tuple(layers), groups=groups, given=given, notice=notice)
+
+
+def _placing(op: Embedding, given: GivenRows, weights: tuple[str, ...]) -> list[Op]:
+    text = Embedding(op.name, f"{op.y}.text", op.vocab_size, op.width, op.weight, op.scale)
+    return [text, PlaceRows(text.y, op.y, op.width, given, weights)]
+
+
+def frozen_of_images(model: ModelSpec, job: Job) -> tuple[str, ...]:
+    """What of a model is frozen unless a job says otherwise: the tower, but not the projector.
+
+    Raises: ValueError where a job trains a tower that there is not, or adapters beside it.
+    """
+    if job.train_tower and (model.given is None or job.lora_setup):
+        asked = job.words.setting("train_tower", True)
+        instead = f"it takes {job.words.spelled('max_image_tokens')}" if model.given is None else "it takes mode full"
+        raise ValueError(f"{asked}: trains all of what sees images, and {instead}; leave it out, or say so")
+    return (TOWER,) if model.given is not None and not job.train_tower else ()
 
 
 def _check(model: ModelSpec, job: Job) -> None:
@@ -101,23 +179,40 @@ def _check(model: ModelSpec, job: Job) -> None:
 def _rows(tower: TransformersTower, call: Columns) -> torch.Tensor:
     """The rows of a call, without numbers: weights are zeros that take no memory."""
     found = []
-    traced_forward(lambda: found.append(_run_empty(tower, call)))
+    with torch.no_grad():
+        traced(lambda: found.append(tower(*_empty(tower, call))))
     return found[0]
 
 
-def _run_empty(tower: TransformersTower, call: Columns) -> torch.Tensor:
-    dtype = tower.dtype
-    call = {name: c.to(dtype) if c.is_floating_point() else c for name, c in call.items()}
-    return tower.run(lambda name: torch.zeros((), dtype=dtype).expand(tower.shapes[name]), call)
+def _empty(tower: TransformersTower, call: Columns) -> tuple[dict[str, torch.Tensor], Columns]:
+    zero = torch.zeros((), dtype=tower.dtype)
+    columns = {name: c.to(tower.dtype) if c.is_floating_point() else c for name, c in call.items()}
+    return {name: zero.expand(shape) for name, shape in tower.shapes.items()}, columns
 
 
-def _cost(tower: TransformersTower, layout: Layout) -> TowerCost:
-    """What the largest call costs, traced."""
-    call = layout.probe(tower.most)
-    count = len(_rows(tower, call))
-    work, peak = traced_forward(lambda: _run_empty(tower, call))
-    column_bytes = sum(c.numel() * c.element_size() for c in call.values())
-    weights = sorted((torch.Size(shape).numel() for shape in tower.shapes.values()), reverse=True)
-    # pixels as they come and in the compute dtype; two modules' weights and the next one's, as one calls another
-    held = 2 * column_bytes + sum(weights[:4]) * tower.dtype.itemsize
-    return TowerCost(peak + held, work.times(1 / count), -(-column_bytes // count))
+def _num_bytes(call: Columns) -> int:
+    return sum(c.numel() * c.element_size() for c in call.values())
+
+
+def _cost(tower: TransformersTower, layout: Layout, trained: Collection[str]) -> TowerCost:
+    """What the largest call takes, and a row of one with a typical image, traced."""
+
+    def backward(columns: Columns) -> Callable[[], object]:
+        weights, call = _empty(tower, columns)
+        shape = _rows(tower, columns).shape
+        return lambda: tower.backward(weights, list(trained), call, torch.zeros(shape, dtype=tower.dtype), _drop)
+
+    def forward(columns: Columns) -> Callable[[], object]:
+        weights, call = _empty(tower, columns)
+        return lambda: tower(weights, call)
+
+    largest, typical = layout.probe(tower.most), layout.probe(min(TYPICAL_ROWS, tower.most))
+    count = _rows(tower, typical).shape[1]
+    work, gradients = traced(forward(typical))[0], traced(backward(typical))[0] if trained else Work()
+    peak = max(traced(run(largest))[1] for run in ([forward, backward] if trained else [forward]))
+    # pixels as they come and in the compute dtype
+    return TowerCost(peak + 2 * _num_bytes(largest), work.times(1 / count), gradients.times(1 / count))
+
+
+def _drop(name: str, grad: torch.Tensor) -> None:
+    """Take a gradient that nobody wants."""

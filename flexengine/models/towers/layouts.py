@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from flexengine.ops.given_rows import Columns
+from flexengine.ops.given_rows import Columns, TowerCall
 
 CALL_ROWS = 4096
 """Rows of one call. More would take more memory, and fewer let more calls read the weights. It sets bits, so that no
@@ -25,7 +25,7 @@ class Layout(Protocol):
         """What it reads; the first holds the pixels."""
         ...
 
-    def calls(self, columns: Columns, most: int) -> list[Columns]:
+    def calls(self, columns: Columns, most: int) -> list[TowerCall]:
         """Divide columns into those of calls of at most `most` rows. Raises: ValueError for one image of more."""
         ...
 
@@ -50,7 +50,7 @@ class Tiles(NamedTuple):
     def columns(self) -> tuple[str, ...]:
         return ("pixel_values",) if self.mask is None else ("pixel_values", self.mask)
 
-    def calls(self, columns: Columns, most: int) -> list[Columns]:
+    def calls(self, columns: Columns, most: int) -> list[TowerCall]:
         pixels, shape = columns["pixel_values"], (self.channels, *self.size)
         if pixels.dim() < 4 or tuple(pixels.shape[-3:]) != shape or not pixels.is_floating_point():
             raise ValueError(
@@ -64,10 +64,11 @@ class Tiles(NamedTuple):
             real = (flat["pixel_values"] != 0).flatten(1).any(1)
             flat = {name: column[real] for name, column in flat.items()}
         step, count = max(1, most // self.rows), len(flat["pixel_values"])
-        found = list[Columns]()
+        found = list[TowerCall]()
         for start in range(0, count, step):
             call = {name: column[start : start + step] for name, column in flat.items()}
-            found.append({name: column[None] for name, column in call.items()} if self.nested else call)
+            rows = self.rows * len(call["pixel_values"])
+            found.append(TowerCall({n: column[None] for n, column in call.items()} if self.nested else call, rows))
         return found
 
     def probe(self, rows: int) -> Columns:
@@ -85,7 +86,7 @@ class Grids(NamedTuple):
     merge: int
     columns: tuple[str, ...] = ("pixel_values", "image_grid_thw")
 
-    def calls(self, columns: Columns, most: int) -> list[Columns]:
+    def calls(self, columns: Columns, most: int) -> list[TowerCall]:
         pixels, grids = (columns[name] for name in self.columns)
         patches = grids.prod(-1).tolist() if grids.dim() == 2 and grids.shape[1] == 3 else [-1]
         if pixels.dim() != 2 or pixels.shape[1] != self.width or sum(patches) != len(pixels) or min(patches) < 1:
@@ -95,8 +96,8 @@ class Grids(NamedTuple):
             )
         ends = [0, *torch.tensor(patches).cumsum(0).tolist()]
         return [
-            {"pixel_values": pixels[ends[a] : ends[b]], "image_grid_thw": grids[a:b]}
-            for a, b in _runs([count // self.merge**2 for count in patches], most)
+            TowerCall({"pixel_values": pixels[ends[a] : ends[b]], "image_grid_thw": grids[a:b]}, rows)
+            for a, b, rows in _runs([count // self.merge**2 for count in patches], most)
         ]
 
     def probe(self, rows: int) -> Columns:
@@ -112,7 +113,7 @@ class Sizes(NamedTuple):
     patch: int
     columns: tuple[str, ...] = ("pixel_values", "image_sizes")
 
-    def calls(self, columns: Columns, most: int) -> list[Columns]:
+    def calls(self, columns: Columns, most: int) -> list[TowerCall]:
         pixels, sizes = (columns[name] for name in self.columns)
         if pixels.dim() != 4 or pixels.shape[1] != self.channels or tuple(sizes.shape) != (len(pixels), 2):
             raise ValueError(
@@ -121,9 +122,9 @@ class Sizes(NamedTuple):
             )
         rows = [(high // self.patch) * (wide // self.patch) for high, wide in sizes.tolist()]
         found = []
-        for a, b in _runs(rows, most):
+        for a, b, total in _runs(rows, most):
             high, wide = sizes[a:b].amax(0).tolist()
-            found.append({"pixel_values": pixels[a:b, :, :high, :wide], "image_sizes": sizes[a:b]})
+            found.append(TowerCall({"pixel_values": pixels[a:b, :, :high, :wide], "image_sizes": sizes[a:b]}, total))
         return found
 
     def probe(self, rows: int) -> Columns:
@@ -138,9 +139,9 @@ def _sides(rows: int) -> tuple[int, int]:
     return high, -(-rows // high)
 
 
-def _runs(rows: list[int], most: int) -> list[tuple[int, int]]:
-    """Divide images into runs of at most `most` rows, in order. Raises: ValueError for one of more."""
-    found, start, total = list[tuple[int, int]](), 0, 0
+def _runs(rows: list[int], most: int) -> list[tuple[int, int, int]]:
+    """Divide images into runs of at most `most` rows, in order: first, end, rows. Raises: ValueError for one of more."""
+    found, start, total = list[tuple[int, int, int]](), 0, 0
     for index, count in enumerate(rows):
         if count > most:
             raise ValueError(
@@ -148,7 +149,7 @@ def _runs(rows: list[int], most: int) -> list[tuple[int, int]]:
                 " smaller, or raise max_image_tokens and max_seq_len"
             )
         if total + count > most:
-            found.append((start, index))
+            found.append((start, index, total))
             start, total = index, 0
         total += count
-    return [*found, (start, len(rows))] if rows else found
+    return [*found, (start, len(rows), total)] if rows else found

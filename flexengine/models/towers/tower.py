@@ -1,28 +1,26 @@
-"""A tower and projector of a model of transformers, whose modules get their weights when they are called.
+"""A tower and projector of a model of transformers, as a function of their weights.
 
 What a model makes of images has one name in transformers, `get_image_features`, whatever the tower. Its modules lie on
-the meta device; each gets its own weights from the host for the time of its call, so that those of two modules within
-each other are on the device at once, and never all.
+the meta device, and are called with the weights that are given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
-from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
-from flexengine.models.opaque.names import sources_of
+from flexengine.models.opaque.skeleton import replaced_forward
 from flexengine.models.towers.layouts import Layout
-from flexengine.ops.given_rows import Columns
-from flexengine.wording import shown
+from flexengine.ops.given_rows import AddGrad, Columns, TowerCall
 
-Supply = Callable[[str], Tensor]
-"""Gives a weight, by name, where and in the type that it is computed with."""
+Then = Callable[[Tensor], Tensor]
 
 
 class TransformersTower:
@@ -40,20 +38,16 @@ class TransformersTower:
         self._model, self._layout, self._width, self.dtype = model, layout, width, dtype
         self.columns = layout.columns
         text = {id(p) for p in model.get_decoder().parameters()} | {id(p) for p in _head(model)}
-        own = {name: p for name, p in model.named_parameters() if id(p) not in text}
-        self.shapes = {name: tuple(p.shape) for name, p in own.items()}
-        # torch's own attention reads the weights of a module within it, and does not call it
-        modules = model.named_modules()
-        self._callers: dict[str, nn.Module] = {
-            f"{name}.out_proj": module for name, module in modules if isinstance(module, nn.MultiheadAttention)
-        }
-        self._modules = [
-            (name, module)
-            for name, module in model.named_modules()
-            if any(f"{name}.{local}".lstrip(".") in own for local, _ in module.named_parameters(recurse=False))
-        ]
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in text}
+        """Shapes of its weights, by name."""
+        self._features = _Features(model)
+        self._layers = list(_outermost_layers(model, self.shapes))
 
-    def calls(self, columns: Columns) -> list[Columns]:
+    def example(self, rows: int) -> Columns:
+        """As of `Tower`."""
+        return self._layout.probe(rows)
+
+    def calls(self, columns: Columns) -> list[TowerCall]:
         """As of `Tower`."""
         return self._layout.calls(columns, self.most)
 
@@ -76,56 +70,64 @@ class TransformersTower:
             found.append(positions[:, 0])
         return found
 
-    def __call__(self, weights: Mapping[str, Tensor], call: Columns, device: torch.device) -> Tensor:
+    def __call__(self, weights: Mapping[str, Tensor], columns: Columns) -> Tensor:
         """As of `Tower`."""
-        moved = {n: c.to(device, self.dtype) if c.is_floating_point() else c.to(device) for n, c in call.items()}
-        return self.run(lambda name: weights[name].to(device, non_blocking=True), moved)
+        with torch.no_grad():
+            return self._call(weights, columns, lambda rows: rows)
 
-    def run(self, supply: Supply, call: Columns) -> Tensor:
-        """The rows [n, D] of a call, on its device, with weights as they are supplied."""
-        with torch.no_grad(), self._supplied(supply), _buffers_on(self._model, call[self.columns[0]].device):
-            found = self._model.get_image_features(**call, return_dict=True)
-        return torch.cat([piece.reshape(-1, self._width) for piece in _leaves(found.pooler_output)])
+    def backward(
+        self, weights: Mapping[str, Tensor], trained: Sequence[str], columns: Columns, grads: Tensor, add: AddGrad
+    ) -> None:
+        """As of `Tower`. Of layers the inputs are kept; each is run once more for its backward."""
+        # what `add` writes may lie in one storage with the weights, and would count as a change of these but for `data`
+        weights = {name: weights[name].data for name in self.shapes}
+        leaves = {name: weights[name].data.requires_grad_() for name in trained}
+        for name, leaf in leaves.items():  # so that those of all weights are never there at once
+            leaf.register_post_accumulate_grad_hook(partial(_hand_over, name, add))
 
-    @contextmanager
-    def _supplied(self, supply: Supply) -> Iterator[None]:
-        """Give modules their weights while they run; those that are not called themselves, all the time."""
-        outer = {id(self._model), id(self._model.base_model)}
-        with ExitStack() as stack:
-            for name, module in self._modules:
-                give, take = _exchange(module, name, supply)
-                stack.callback(take)
-                caller = self._callers.get(name) or module
-                if id(caller) in outer:
-                    give()
-                else:
-                    stack.callback(caller.register_forward_pre_hook(lambda *_, give=give: give()).remove)
-                    stack.callback(caller.register_forward_hook(lambda *_, take=take: take()).remove)
-            yield
+        def backward(rows: Tensor) -> Tensor:
+            torch.autograd.backward(rows, grads)
+            return rows.detach()
 
-    def read(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """As of `Tower`."""
-        with CheckpointReader.open(folder) as reader:
-            requests = []
-            for name, weight in weights.items():
-                flat, start = weight.view(-1), 0
-                for source in sources_of(self._model, name, self.shapes[name]):
-                    count = torch.Size(source.shape).numel()
-                    stored = _stored_as(source.name, reader)
-                    requests.append(ReadRequest(stored, flat[start : start + count], None))
-                    start += count
-            reader.read_many(requests)
+        with torch.enable_grad(), ExitStack() as stack:
+            for layer in self._layers:
+                again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                stack.enter_context(replaced_forward(layer, again))
+            self._call({**weights, **leaves}, columns, backward)
+
+    def _call(self, weights: Mapping[str, Tensor], columns: Columns, then: Then) -> Tensor:
+        """What `then` makes of the rows [depth, n, D] of a call. Weights are there as long as it runs."""
+        given = {f"model.{name}": weights[name] for name in self.shapes}
+        with _buffers_on(self._model, columns[self.columns[0]].device):
+            return functional_call(self._features, given, (columns, self._width, then), strict=False)
 
 
-def _stored_as(name: str, reader: CheckpointReader) -> str:
-    """What a checkpoint calls a tensor. Raises: ValueError where it has none of that name."""
-    for found in (name, f"model.{name}", name.removeprefix("model.")):
-        if found in reader.tensors:
-            return found
-    raise ValueError(
-        f"{reader.folder}: the checkpoint lacks {shown(name)}, which makes rows of images; fetch config.json and the"
-        " weights of one model, or leave max_image_tokens out and train the text alone"
-    )
+class _Features(nn.Module):
+    """A model whose call makes rows of images."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, columns: Columns, width: int, then: Then) -> Tensor:
+        found = self.model.get_image_features(**columns, return_dict=True)
+        depths = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
+        return then(torch.stack([torch.cat([leaf.reshape(-1, width) for leaf in _leaves(rows)]) for rows in depths]))
+
+
+def _outermost_layers(model: nn.Module, own: Mapping[str, object]) -> Iterator[nn.Module]:
+    """The members of lists of modules, but for lists within these, whose parameters are own ones."""
+    seen = list[str]()
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in seen)
+        if isinstance(module, nn.ModuleList) and not inside and any(key.startswith(f"{name}.") for key in own):
+            seen.append(name)
+            yield from module
+
+
+def _hand_over(name: str, add: AddGrad, leaf: Tensor) -> None:
+    add(name, leaf.grad)  # type: ignore[arg-type]
+    leaf.grad = None
 
 
 def _head(model: Any) -> list[Tensor]:
@@ -135,20 +137,6 @@ def _head(model: Any) -> list[Tensor]:
 
 def _leaves(found: Any) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else [leaf for part in found for leaf in _leaves(part)]
-
-
-def _exchange(module: nn.Module, name: str, supply: Supply) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What gives a module its own weights, and what takes them back."""
-    empty = {local: p for local, p in module._parameters.items() if p is not None}
-
-    def give() -> None:
-        for local in empty:
-            module._parameters[local] = nn.Parameter(supply(f"{name}.{local}".lstrip(".")), requires_grad=False)
-
-    def take() -> None:
-        module._parameters.update(empty)
-
-    return give, take
 
 
 @contextmanager

@@ -171,7 +171,7 @@ class RoundLowering(LayerWalk):
         if over_blocks:
             self.gradients.update_waiting()  # from slots that this layer's lie over
         for at in self._stages_of(index):
-            weights = self.weights.acquire(layer, at) if layer.input is not None else {}
+            weights = self.weights.acquire(layer, at, layer.backward_groups)
             if at.stage.recomputes and not at.closes:
                 self._use_kept("recompute", index, self.context.chunks, at, weights)
             else:

@@ -261,8 +261,9 @@ class SplitRound(RoundLowering):
         later = later[later.index((index, at)) + 1 :]
         if not later and index > 0 and self.model.layers[index - 1].has_backward:
             later = [(index - 1, stage) for stage in self._stages_of(index - 1)]
-        if later and self.model.layers[later[0][0]].input is not None:
-            self.weights.acquire(self.model.layers[later[0][0]], later[0][1])
+        if later:
+            below = self.model.layers[later[0][0]]
+            self.weights.acquire(below, later[0][1], below.backward_groups)
 
 
 class SplitUpdate(SharedUpdate):
