@@ -186,14 +186,18 @@ class _Uncomputed(TorchDispatchMode):
 
 
 def _large_on_meta(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What a call gives, without storage, where that is a large tensor of floats; empty where it is not."""
+    """What a call gives, without storage, where that is floats, and some of them or of what it reads are many.
+
+    Empty where it is not: numbers that decide something are few, or no floats.
+    """
     args, kwargs = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
     try:
         found = func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
     except (NotImplementedError, RuntimeError):  # its shape depends on numbers
         return []
-    tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-    return [found] if any(t.is_floating_point() and t.numel() > LARGE for t in tensors) else []
+    given, made = ([t for t in tree_leaves(tree) if isinstance(t, Tensor)] for tree in ((args, kwargs), found))
+    is_large = any(t.is_floating_point() and t.numel() > LARGE for t in (*given, *made))
+    return [found] if is_large and all(t.is_floating_point() for t in made) else []
 
 
 class _Counted:

@@ -140,7 +140,7 @@ def _sides(rows: int) -> tuple[int, int]:
 
 
 def _runs(rows: list[int], most: int) -> list[tuple[int, int, int]]:
-    """Divide images into runs of at most `most` rows, in order: first, end, rows. Raises: ValueError for one of more."""
+    """Divide images into runs (first, end, rows) of at most `most` rows. Raises: ValueError for an image of more."""
     found, start, total = list[tuple[int, int, int]](), 0, 0
     for index, count in enumerate(rows):
         if count > most:
