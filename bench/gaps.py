@@ -163,14 +163,16 @@ def issue_rows(
     ]  # fmt: skip
 
 
-def steps(engine: Engine, batch: torch.Tensor, count: int, say: Callable[[str], None], at_s: list[float]) -> list[dict]:
+def steps(
+    engine: Engine, batch: dict[str, torch.Tensor], count: int, say: Callable[[str], None], at_s: list[float]
+) -> list[dict]:
     """Train so many steps; returns wall seconds, those of the thread that issues, and the host's before its first
     program, of the issue of each and after each. at_s: of `note_programs`."""
     rows = []
     for _ in range(count):
         at_s.clear()
         wall_s, thread_s = time.perf_counter(), time.thread_time()
-        out, result = engine.train_step(input_ids=batch, labels=batch)
+        out, result = engine.train_step(batch)
         row = {"step_s": time.perf_counter() - wall_s, "thread_s": time.thread_time() - thread_s}
         parts_s = [end - start for start, end in pairwise((wall_s, *at_s, wall_s + row["step_s"]))]
         row |= {

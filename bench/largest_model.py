@@ -127,7 +127,7 @@ def train(order: Train) -> dict:
     batch = one_batch(engine)
     timed = timed_steps(engine, batch, 0, order.steps)
     engine.measure_next_step(keep_runs=True)
-    engine.train_step(input_ids=batch, labels=batch)
+    engine.train_step(batch)
     update = update_traffic(engine)
     peaks, predicted, job = engine.memory_peaks(), engine.plan.predicted, planned.job
     engine.close()

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from flexengine.ops.base import Op
 from flexengine.ops.experts.balance import Balancing
 from flexengine.ops.formats.weight_format import Storage
-from flexengine.ops.given_rows import GivenRows, placing
+from flexengine.ops.given_rows import GivenRows, PlaceRows, placing
 from flexengine.options.lora import LoRA
 from flexengine.options.task import TaskHead
 
@@ -180,10 +180,10 @@ class LayerSpec:
 
     @cached_property
     def backward_groups(self) -> tuple[int, ...]:
-        """Those that its backward reads: all, but of an embedding what its ops say."""
+        """Those that its backward reads: all, but of an embedding what a tower is run again with."""
         if self.input is not None:
             return self.groups
-        read = {name for op in self.ops for name in op.backward_params}
+        read = {name for op in self.ops if isinstance(op, PlaceRows) for name in op.backward_params}
         return tuple(dict.fromkeys(group for local, group, _ in self.params if local in read))
 
     @property

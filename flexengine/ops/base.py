@@ -258,8 +258,6 @@ class Op(ABC):
     few_operands: bool = False
     """Whether the host issues a call in the time of its launches, which have few operands each; else more operands take
     it longer."""
-    backward_params: tuple[str, ...] = ()
-    """Parameters that backward reads, of an op of the embedding layer, whose weights are not there otherwise."""
     part_inputs: tuple[str, ...] = ()
     """What such a call reads beside inputs and, in backward_input, needs_input."""
 

@@ -123,6 +123,7 @@ class PlaceRows(Op):
 
     @property
     def backward_params(self) -> tuple[str, ...]:
+        """Parameters that backward reads."""
         return self.weights if self.has_weight_half else ()
 
     def training(self, params: tuple[str, ...]) -> Self:

@@ -329,12 +329,17 @@ class SharedBuffers:
     def edge_choices(self) -> list[EdgeChoice]:
         """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident."""
         choices = (STREAMED,) if self.request.shares_node else (STREAMED, RESIDENT_BOTH, RESIDENT)
-        others = set(self.model.layers[0].groups) - {0}  # what the embedding reads beside its table goes with it
-        leaders = [group for group in self.edge_groups if group not in others]
-        chosen = (dict(zip(leaders, own, strict=True)) for own in product(choices, repeat=len(leaders)))
-        homes = [tuple(of[0 if group in others else group] for group in self.edge_groups) for of in chosen]
+        homes = _homes_of_edges(self.edge_groups, self.model.layers[0].groups, choices)
         separate_or_shared = (EdgeChoice(share, False, edges) for share in (False, True) for edges in homes)
         return [*separate_or_shared, *(EdgeChoice(True, True, edges) for edges in homes if STREAMED in edges)]
+
+
+def _homes_of_edges(edges: list[int], embedding: tuple[int, ...], choices: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All ways to hold each edge group; what the embedding reads beside its table goes with that."""
+    of = {group: embedding[0] if group in embedding else group for group in edges}
+    leaders = list(dict.fromkeys(of.values()))
+    chosen = (dict(zip(leaders, own, strict=True)) for own in product(choices, repeat=len(leaders)))
+    return [tuple(homes[of[group]] for group in edges) for homes in chosen]
 
 
 def _block_part(layout: Layout) -> int:

@@ -59,6 +59,8 @@ class RowMaker:
             raise ValueError(_wrong_count(self._given, batch.starts[-1], self._ends[-1]))
         self._made = [False] * len(self._calls)
         if self.trained:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # the batch before may still read its gradients
             self._grads[:, : self._ends[-1]].zero_()  # rows of other ranks have no gradient here
             self._left = [0] * len(self._calls)
             for chunk in chunks:

@@ -56,8 +56,8 @@ class RoundRunner:
             self._state.require_stored(self._plan.stores_gradients)
         if self._replay is not None:
             self._replay.begin_batch([[[piece.length for piece in c.ranges] for c in chunks] for chunks in rounds])
-        own = self._context.own_rounds(first, len(rounds))
-        self._batches.begin_rows(batch, (chunk for number in own for chunk in rounds[number]))
+        # of several ranks those of its own turns would be right, but these are given no rows yet
+        self._batches.begin_rows(batch, (chunk for chunks in rounds for chunk in chunks))
         if balance is not None and (len(rounds) > 1 or self._plan.shares_node):
             self._count_tokens_of_experts(batch, rounds, balance)
         losses = list[Tensor]()

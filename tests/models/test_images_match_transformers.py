@@ -175,19 +175,31 @@ def test_images(case, tmp_path):
 
 
 def test_plans_change_no_bits_and_text_alone_needs_no_images(tmp_path):
-    """Bits are equal where weights stay and where they stream; a batch of text is as in an engine without a tower."""
-    saved("mistral3", tmp_path)
+    """Bits are equal where weights stay and where they stream, whether the tower is trained or not; a batch of text is
+    as in an engine without a tower. transformers reads what was trained."""
+    saved("mistral3", tmp_path / "model")
     images, plain = sizes(3), random_batch(1, [20, 7], 60)
     ids, labels = drawn(images, FAMILIES["mistral3"][2])
-    source, text_alone, found, told = opened(tmp_path), open_model(tmp_path), [], []
-    for make in (streamed_plan, make_plan):
-        with build_engine(source, make(source.spec, chunk_tokens=32)) as engine:
+    batch = {"input_ids": ids, "labels": labels, **joined(images)}
+    source, text_alone, found, told = opened(tmp_path / "model"), open_model(tmp_path / "model"), [], []
+    trained = opened(tmp_path / "model", train_tower=True)
+    for own, make in ((source, streamed_plan), (source, make_plan), (trained, make_plan), (trained, streamed_plan)):
+        with build_engine(own, make(own.spec, chunk_tokens=32)) as engine:
             told.append(engine.evaluate(plain).loss)
-            loss = engine.fwd_bwd({"input_ids": ids, "labels": labels, **joined(images)}).loss
+            loss = engine.fwd_bwd(batch).loss
             found.append({**engine.gradients(), "loss": torch.tensor(loss)})
-    same_bits(*found)
+            if len(found) == 4:
+                engine.step()
+                engine.save_pretrained(tmp_path / "trained")
+                after = engine.evaluate(batch).loss
+    same_bits(*found[:2])
+    same_bits(*found[2:])
+    same_bits(found[0], {name: found[2][name] for name in found[0]})
+    assert {name.split(".")[0] for name in found[2].keys() - found[0].keys()} == {"vision_tower"}
+    exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "trained").eval()
+    assert reference(exported, ids, labels, images)[0].item() == pytest.approx(after, abs=1e-5)
     with build_engine(text_alone, make_plan(text_alone.spec, chunk_tokens=32)) as engine:
-        assert [engine.evaluate(plain).loss] * 2 == told
+        assert [engine.evaluate(plain).loss] * 4 == told
 
 
 GOOD = [IMAGE] * 8 + [1, 2]
@@ -271,3 +283,9 @@ def test_models_whose_images_are_not_trained():
     job = Job(max_image_tokens=9)
     with pytest.raises(ValueError, match="max_image_tokens=9: images of llama models are not trained, only those of"):
         with_images(spec_of(tiny_config()), job)
+
+
+def test_towers_that_are_not_trained():
+    spec = spec_of(tiny_config())
+    with pytest.raises(ValueError, match=r"train_tower=True: .* takes max_image_tokens"):
+        described(spec, Job(train_tower=True))

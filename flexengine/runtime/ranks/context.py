@@ -84,10 +84,6 @@ class RankContext:
         """The turns of this rank's node in a batch, whose first round is the `first`-th of its step."""
         yield from self._transport.turns(self.seat, first, num_rounds)
 
-    def own_rounds(self, first: int, num_rounds: int) -> list[int]:
-        """The rounds of a batch that this rank trains on; arguments as of `turns`."""
-        return list(range(num_rounds))
-
     def evaluates(self, number: int) -> bool:
         """Whether this rank runs a round forward, counted from 0 within its batch."""
         return True
@@ -232,10 +228,6 @@ class SeveralRanks(RankContext):
             self.rounds += 1
             self.last = turn.last
             yield turn
-
-    def own_rounds(self, first: int, num_rounds: int) -> list[int]:
-        turns = self._transport.turns(self.seat, first, num_rounds, self.last if first else 0)
-        return [number for turn in turns for number in turn.rounds]
 
     def evaluates(self, number: int) -> bool:
         return self._transport.rank_of(self.seat, number) == self.ranks.rank
