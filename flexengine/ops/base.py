@@ -81,7 +81,7 @@ class Work(NamedTuple):
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""
-        return Work(*map(add, self, other))
+        return Work._make(map(add, self, other))
 
     def times(self, factor: float) -> Work:
         """So many times this work."""
