@@ -38,9 +38,10 @@ SUPPORT_FILES = (
     "preprocessor_config.json",
     "*_preprocessor_config.json",
     "*_processor_config.json",
+    "modules.json",
 )
 """Patterns of configuration, tokenizer and processor files: what transformers reads beside the weights, of a model that
-takes images, video or audio as well."""
+takes images, video or audio as well; and what sentence-transformers says of embedding models."""
 CHAT_TEMPLATES = "additional_chat_templates"
 """A folder in the model's with further chat templates, such as tool_use.jinja."""
 

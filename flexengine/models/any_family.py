@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from flexengine.models.fields import Fields
-from flexengine.wording import shown
+from flexengine.wording import parse_json, shown
 
 DROPOUTS = (
     "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout", "embedding_dropout",
@@ -34,6 +35,19 @@ def refuse_other_tasks(name: str, config: dict) -> None:
                 "not trained here. Give a model that predicts tokens (...ForCausalLM), or labels them or sequences "
                 "(...ForTokenClassification, ...ForSequenceClassification)"
             )
+
+
+def refuse_embeddings(name: str, folder: Path) -> None:
+    """Raise ValueError if a folder of sentence-transformers says that its model pools hidden states to vectors."""
+    path = folder / "modules.json"
+    modules = parse_json(path.read_bytes(), path) if path.is_file() else []
+    kinds = [str(module.get("type")) for module in modules if isinstance(module, dict)] if modules else []
+    if pooling := next((kind for kind in kinds if kind.endswith("Pooling")), None):
+        raise ValueError(
+            f"{name}: modules.json names {shown(pooling)}: an embedding model, whose vectors are trained on pairs "
+            "of texts, which is not built here. Train it with sentence-transformers, or remove modules.json to train "
+            "it to predict tokens"
+        )
 
 
 def _words(task: str) -> str:

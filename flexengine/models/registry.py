@@ -30,7 +30,7 @@ from flexengine.models import (
     variants,
     with_images,
 )
-from flexengine.models.any_family import dropout_notice, refuse_other_tasks, refuse_unsupported
+from flexengine.models.any_family import dropout_notice, refuse_embeddings, refuse_other_tasks, refuse_unsupported
 from flexengine.models.checkpoints import open_checkpoint, reads_as_it_is
 from flexengine.models.opaque.loading import needs_code, runs_opaque
 from flexengine.models.opaque.remote_code import not_trusted, trust
@@ -259,6 +259,7 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True, trust_rem
     folder, name = _folder_of(text, needs_weights)
     config = _read_config(folder)
     check_acted_on(folder)
+    refuse_embeddings(name, folder)
     config = _as_stored(folder, config)
     if isinstance(config, dict) and str(config.get("model_type")) not in FAMILIES and needs_code(config):
         if not trust_remote_code:
@@ -378,8 +379,7 @@ def _read_config(folder: Path) -> Any:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(_no_config(folder))
-    num_bytes = path.stat().st_size
-    if num_bytes > MAX_CONFIG_BYTES:
+    if (num_bytes := path.stat().st_size) > MAX_CONFIG_BYTES:
         raise ValueError(f"{path} has {num_bytes} bytes, a config at most {MAX_CONFIG_BYTES}; fetch the file again")
     return parse_json(path.read_bytes(), path)
 

@@ -126,6 +126,11 @@ CONFIGS = (
         ("max_seq_len=[0-9]+, but .* has learned positions for 4 tokens.*give --max-seq-len 4",),
     ),
     Case(
+        "embedding_model",
+        lambda f: (f / "modules.json").write_text('[{"idx": 1, "type": "sentence_transformers.models.Pooling"}]'),
+        ("modules.json names 'sentence_transformers.models.Pooling'", "an embedding model", "remove modules.json"),
+    ),
+    Case(
         "layers_of_another_kind", having(model_type="ministral", layer_types=["mamba"]), ("layer_types=\\['mamba'\\]",)
     ),
     Case(
