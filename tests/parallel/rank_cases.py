@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from engine_helpers import FLOAT32, ON_GPU, random_batch, random_weights, streamed_plan, tiny_config
 from family_configs import CASES as FAMILIES
+from opaque_configs import config_of
 
 from flexengine import LoRA
 from flexengine.models.base_dtype import with_base_dtype
@@ -210,26 +211,32 @@ def one_round() -> Case:
     return Case(source, streamed(source), steps_of(67, [30]))
 
 
+def opaque_blocks() -> Case:
+    """Layers of transformers, which take sequences whole."""
+    source = random_weights(config_of("gpt_neox"))
+    return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS))
+
+
 CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
     experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), adapters_in_one_slot: (3,),
     adapters_of_experts_in_parts: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
-    states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,),
+    states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,), opaque_blocks: (2,),
 }  # fmt: skip
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
 
 SPLIT_CASES: dict[Callable[[], Case], int] = {
     several_calls: 3, bf16: 4, tied_in_shared_slots: 2, sliced: 2, experts_in_parts: 2, adapters_in_one_slot: 2,
-    adapters_of_experts_in_parts: 3,
+    adapters_of_experts_in_parts: 3, opaque_blocks: 2,
 }  # fmt: skip
 """Those of which ranks also walk the layers together, and how many ranks."""
 
 
 STAGES_CASES: dict[Callable[[], Case], int] = {
     float32: 2, bf16: 2, sliced: 2, unclipped: 2, not_finite: 2, experts: 2, muon: 2, blocks_of_ranks: 3,
-    one_round: 2,
+    one_round: 2, opaque_blocks: 2,
 }  # fmt: skip
 """The same of ranks that have blocks of their own. The last wave of most steps has fewer rounds than ranks."""
 

@@ -37,6 +37,7 @@ from rank_cases import (
     blocks_of_ranks,
     float32,
     lora,
+    opaque_blocks,
     planned,
     steps_of,
     streamed,
@@ -143,6 +144,14 @@ def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
     for shown in found:
         check_same(shown, one)
     check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, stages, (second, None)))[1])
+
+
+def test_opaque_blocks_go_on_with_another_number_of_ranks(tmp_path):
+    case, folder = opaque_blocks(), tmp_path / "state"
+    values_of(run_ranks(resume, 2, 2, case._replace(split=True), (None, folder)))
+    one = resume(0, 1, case, (folder, None))
+    for shown in values_of(run_ranks(resume, 2, 2, case, (folder, None))):
+        check_same(shown, one)
 
 
 def opened(rank: int, size: int, case: Case, watched: bool = False, **options: Any) -> Engine:
