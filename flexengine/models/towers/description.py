@@ -70,7 +70,6 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "qwen2_5_vl": _grids,
     "qwen3_vl": _grids,
     "qwen3_5": _grids,
-    "qwen3_5_moe": _grids,
 }
 """Model type -> how its processor lays out images."""
 
