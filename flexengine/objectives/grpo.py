@@ -112,7 +112,8 @@ class GroupLoss:
 
 def chosen(block: LogitsBlock, temperature: float) -> Tensor:
     """Log-probabilities [B] of a block's labels, of logits divided by the temperature."""
-    return (block.logits / temperature).log_softmax(-1).gather(1, block.labels[:, None])[:, 0]
+    logits = block.logits if temperature == 1.0 else block.logits / temperature  # a copy fewer, in time and memory
+    return logits.log_softmax(-1).gather(1, block.labels[:, None])[:, 0]
 
 
 def token_log_probs(engine: Engine, columns: Columns, temperature: float = 1.0, adapters: bool = True) -> Tensor:
