@@ -98,7 +98,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _tokenizers_are_imported() -> None:
+def _tokenizers_are_imported() -> Iterator[None]:
     """Processes with a tokenizer are forked: what they would import, a second of it, hundreds of times, is there.
 
     No search for garbage goes through what has been imported until here, which takes it two seconds.
@@ -106,6 +106,8 @@ def _tokenizers_are_imported() -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, PLC0415 (with Triton's variable set)
 
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

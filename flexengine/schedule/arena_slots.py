@@ -283,8 +283,8 @@ class _GpuSlots:
         carried = max(p.carry_bytes for p in sizes.all_programs)
         for k in range(sizes.num_hidden_gradients):
             region.add("grad_hidden", sizes.hidden_bytes, "hidden states", index=k)
-        for c in chunks if carried else ():
-            region.add("carry", carried, "hidden states", index=c)
+            if carried:
+                region.add("carry", carried, "hidden states", index=k)
         bounds = max(p.bounds_bytes for p in sizes.all_programs)
         for c in chunks if bounds else ():
             region.add("bounds", bounds, "hidden states", index=c)
