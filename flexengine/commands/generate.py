@@ -47,15 +47,20 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("there is no prompt: give --prompt TEXT, or --prompts FILE")
     from flexengine.api import build  # noqa: PLC0415, loads torch
 
-    model, tokenizer = opened(arguments)
-    ids = [tokenizer.encode_prompt(prompt, arguments.raw) for prompt in prompts]
+    model, tokenizer = opened(arguments, bool(arguments.image))
+    pixels: dict[str, Any] = {}
+    if arguments.image:
+        ids, pixels = _with_images(arguments, tokenizer, prompts)
+    else:
+        ids = [tokenizer.encode_prompt(prompt, arguments.raw) for prompt in prompts]
     longest = max(map(len, ids)) + arguments.max_new_tokens
     tokens = max(longest, min(PREFILL_TOKENS, sum(map(len, ids))))
-    planned = plan_for(arguments, model, longest, tokens, min(len(ids), arguments.batch_size or len(ids)))
+    count = min(len(ids), arguments.batch_size or len(ids))
+    planned = plan_for(arguments, model, longest, tokens, count, len(ids) * longest if pixels else 0)
     sampling = sampling_of(arguments)
     with build(planned) as engine:
         start_s = time.perf_counter()
-        answers = engine.generate(ids, arguments.max_new_tokens, stop_ids=tokenizer.stop_ids, **sampling)
+        answers = engine.generate(ids, arguments.max_new_tokens, stop_ids=tokenizer.stop_ids, images=pixels, **sampling)
         seconds = time.perf_counter() - start_s
     _show(prompts, [tokenizer.decode(answer).strip() for answer in answers], arguments.json)
     count = sum(map(len, answers))
@@ -70,10 +75,10 @@ class Opened(NamedTuple):
     tokenizer: TokenizerProcess
 
 
-def opened(arguments: argparse.Namespace) -> Opened:
+def opened(arguments: argparse.Namespace, images: bool = False) -> Opened:
     """Find what a command line names: of a run or an adapter the model beneath, which `arguments` then name.
 
-    Raises: ValueError as `find_place` and `open_model`.
+    images: whether the model's processor is read, too. Raises: ValueError as `find_place` and `open_model`.
     """
     from flexengine.data import TokenizerOptions, TokenizerProcess  # noqa: PLC0415, loads torch
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
@@ -83,10 +88,25 @@ def opened(arguments: argparse.Namespace) -> Opened:
     found = open_model(arguments.model, trust_remote_code=arguments.trust_remote_code)
     source = with_new_tokens(found, job_of(arguments))
     folder = source.tokenizer_folder or ASSETS / "demo"
-    return Opened(source.spec, TokenizerProcess(TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens)))
+    about = TokenizerOptions(folder, source.spec.vocab_size, source.new_tokens, images=images)
+    return Opened(source.spec, TokenizerProcess(about))
 
 
-def plan_for(arguments: argparse.Namespace, model: ModelSpec, longest: int, tokens: int, count: int) -> PlannedRun:
+def _with_images(
+    arguments: argparse.Namespace, tokenizer: TokenizerProcess, prompts: Sequence[str]
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Ids of prompts that are each about all images of --image, and the columns of their pixels."""
+    from flexengine.data.image_pixels import joined  # noqa: PLC0415
+
+    if arguments.raw:
+        raise ValueError("--image with --raw: images stand where a chat template puts them; leave --raw out")
+    found = [tokenizer.encode_with_images(prompt, arguments.image) for prompt in prompts]
+    return [ids for ids, _ in found], joined([columns for _, columns in found])
+
+
+def plan_for(
+    arguments: argparse.Namespace, model: ModelSpec, longest: int, tokens: int, count: int, max_image_tokens: int = 0
+) -> PlannedRun:
     """Plan for as many sequences at a time as fit: `count`, half, a quarter ... Raises PlanError when one is too many.
 
     count: 0 where nothing is generated. longest: tokens of the longest sequence. tokens: of prompts that go through the
@@ -97,7 +117,8 @@ def plan_for(arguments: argparse.Namespace, model: ModelSpec, longest: int, toke
     from flexengine.schedule.decoding_cache import sequence_cache_bytes  # noqa: PLC0415
     from flexengine.schedule.group_storage import DTYPE_BYTES  # noqa: PLC0415
 
-    job = job_of(arguments, max_seq_len=longest, max_global_batch_tokens=tokens)
+    sizes = {"max_image_tokens": max_image_tokens} if max_image_tokens else {}
+    job = job_of(arguments, max_seq_len=longest, max_global_batch_tokens=tokens, **sizes)
     sequence_bytes = sequence_cache_bytes(model, longest, DTYPE_BYTES[job.dtype])
     while True:
         try:
@@ -197,6 +218,10 @@ def _parser() -> argparse.ArgumentParser:
     add_place(parser)
     parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="prompts, each a user's message")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ...}')
+    parser.add_argument(
+        "--image", nargs="+", default=[], metavar="FILE",
+        help="images that each prompt is about; <image> in a prompt says where one stands, else they stand before it",
+    )  # fmt: skip
     add_sampling(parser, max_new_tokens=128)
     parser.add_argument(
         "--batch-size", type=positive_count, metavar="N", help="most prompts at a time (default: as many as fit)"

@@ -10,18 +10,22 @@ import hashlib
 import math
 import random
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from flexengine.data.kept_images import KeptImage, PicturedRecord
 from flexengine.data.prepare import Prepared
 from flexengine.data.prompts import TokenizedPrompt
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.store import StoredSequences, TokenTable
 from flexengine.data.token_columns import TokenizedPair, ValuedRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SEQUENCES_AT_ONCE = 1 << 18
 """Sequences whose lengths are added up at once: more would take memory beside the budget, fewer are slower."""
@@ -69,6 +73,14 @@ class TaughtBatch(Batch):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageBatch(Batch):
+    """Single answers with images, in the order of their tokens. columns: their pixels, once these are decoded."""
+
+    images: Sequence[KeptImage]
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptBatch(Batch):
     """Prompts that the model answers itself, and all columns of the record of each."""
 
@@ -83,9 +95,24 @@ class Taught(Protocol):
         ...
 
 
+class Pixels(Protocol):
+    """Decodes the images of batches."""
+
+    def filled(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches with the columns of their images."""
+        ...
+
+
+class ImageRoom(NamedTuple):
+    """Tokens of each sequence that stand for images, and how many of them a batch may have."""
+
+    tokens: np.ndarray
+    most: int
+
+
 Reference = np.ndarray | Taught
 """What a data set's sequences are compared with: log-probabilities [pairs, 2] in float64, or a teacher's."""
-Sequenced = TokenizedRecord | ValuedRecord | TokenizedPair | TokenizedPrompt
+Sequenced = TokenizedRecord | ValuedRecord | TokenizedPair | TokenizedPrompt | PicturedRecord
 """What batches are made of."""
 
 
@@ -94,6 +121,10 @@ def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: 
     found = [sequences[i] for i in numbers]
     pairs = [pair for pair in found if isinstance(pair, TokenizedPair)]
     prompts = [prompt for prompt in found if isinstance(prompt, TokenizedPrompt)]
+    pictured = [row for row in found if isinstance(row, PicturedRecord)]
+    if pictured:
+        rows = [row.input_ids for row in pictured], [row.labels for row in pictured]
+        return ImageBatch(*rows, images=[image for row in pictured for image in row.images])
     if prompts:
         texts = [p.input_ids for p in prompts], [p.labels for p in prompts]
         return PromptBatch(*texts, columns=[p.columns for p in prompts])
@@ -130,11 +161,29 @@ def num_targets(labels: list[int]) -> int:
     return sum(label != IGNORE for label in labels[1:])
 
 
-def batch_ends(lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequence[int]) -> array[int]:
-    """Where in the order each batch ends: a new one begins where max_tokens would be exceeded.
+def room_for_images(sequences: StoredSequences, most: int) -> ImageRoom | None:
+    """What batches may have of images; None where there are none. Raises: ValueError for a record of more."""
+    tokens = sequences.image_tokens
+    if tokens is None:
+        return None
+    if len(tokens) and int(tokens.max()) > most:
+        over = int((tokens > most).sum())
+        raise ValueError(
+            f"{over} of {len(tokens)} records have more tokens of images than --max-image-tokens {most}, the most"
+            f" {int(tokens.max())}\n  works with: --max-image-tokens {int(tokens.max())}, or smaller images"
+        )
+    return ImageRoom(tokens, most)
+
+
+def batch_ends(
+    lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequence[int], images: ImageRoom | None = None
+) -> array[int]:
+    """Where in the order each batch ends: a new one begins where max_tokens, or the room of images, would be exceeded.
 
     lengths in tokens, each <= max_tokens. The last batch may be short: an epoch is every sequence exactly once.
     """
+    if images is not None:
+        return _ends_with_images(lengths, max_tokens, order, images)
     lengths, ends, used_tokens = np.asarray(lengths), array("I"), 0
     for start in range(0, len(order), SEQUENCES_AT_ONCE):
         tokens = np.cumsum(lengths[np.asarray(order[start : start + SEQUENCES_AT_ONCE])], dtype=np.int64)
@@ -148,9 +197,25 @@ def batch_ends(lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequ
     return ends
 
 
-def split_epoch(lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequence[int]) -> list[Sequence[int]]:
+def _ends_with_images(
+    lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequence[int], images: ImageRoom
+) -> array[int]:
+    ends, used, shown = array("I"), 0, 0
+    for place, i in enumerate(order):
+        used, shown = used + int(lengths[i]), shown + int(images.tokens[i])
+        if used > max_tokens or shown > images.most:
+            ends.append(place)
+            used, shown = int(lengths[i]), int(images.tokens[i])
+    if len(order):
+        ends.append(len(order))
+    return ends
+
+
+def split_epoch(
+    lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequence[int], images: ImageRoom | None = None
+) -> list[Sequence[int]]:
     """Indices of the sequences of each batch."""
-    return [order[first:last] for first, last in pairwise([0, *batch_ends(lengths, max_tokens, order)])]
+    return [order[first:last] for first, last in pairwise([0, *batch_ends(lengths, max_tokens, order, images)])]
 
 
 class GlobalBatches:
@@ -164,6 +229,7 @@ class GlobalBatches:
         weights: Sequence[tuple[int, float]] = (),
         tables: Sequence[TokenTable] = (),
         room: Room = JUST_ITSELF,
+        images: ImageRoom | None = None,
     ) -> None:
         """weights: (number of sequences, times that an epoch sees each) of consecutive parts; default: all once.
 
@@ -182,7 +248,8 @@ class GlobalBatches:
                 f"a {what} of {longest} tokens exceeds --max-global-batch-tokens {max_global_batch_tokens}"
             )
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
-        self._tables = tables
+        self._tables, self._images = tables, images
+        self.pixels: Pixels | None = None
         self.reference: Reference | None = None
         self._weights = weights or [(len(sequences), 1.0)]
         self._batches_of: dict[int, int] = {}  # number by epoch; shuffling millions of sequences again takes seconds
@@ -190,12 +257,18 @@ class GlobalBatches:
 
     @classmethod
     def of_parts(
-        cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int, room: Room = JUST_ITSELF
+        cls,
+        parts: Sequence[Prepared],
+        max_global_batch_tokens: int,
+        seed: int,
+        room: Room = JUST_ITSELF,
+        max_image_tokens: int = 0,
     ) -> GlobalBatches:
         """Batches of several sources, mixed by their weights."""
         sequences = StoredSequences([(part.table.file, part.cut) for part in parts])
         weights = [(len(part.cut.lengths), part.weight) for part in parts]
-        return cls(sequences, max_global_batch_tokens, seed, weights, [part.table for part in parts], room)
+        images = room_for_images(sequences, max_image_tokens)
+        return cls(sequences, max_global_batch_tokens, seed, weights, [part.table for part in parts], room, images)
 
     def num_steps(self, steps: int | None, epochs: float | None) -> int:
         """steps if given (epochs follow one another as needed), else the batches of that many epochs (default 1).
@@ -214,6 +287,10 @@ class GlobalBatches:
 
     def batches(self, num_steps: int, start: int = 0) -> Iterator[Batch]:
         """The first num_steps batches, from number `start` on; the iterator may be restarted and gives the same."""
+        made = self._made(num_steps, start)
+        return made if self.pixels is None else self.pixels.filled(made)
+
+    def _made(self, num_steps: int, start: int) -> Iterator[Batch]:
         epoch, position = self.cursor(start)
         step = start
         while step < num_steps:
@@ -242,6 +319,7 @@ class GlobalBatches:
         digest.update(repr([(list(row.input_ids), list(row.labels)) for row in shown]).encode())
         digest.update(repr([table.sha256 for table in self._tables]).encode())
         digest.update(repr((self.max_global_batch_tokens, self.seed, list(self._weights))).encode())
+        digest.update(b"" if self._images is None else f"images {self._images.most}".encode())
         return digest.hexdigest()[:16]
 
     def _num_batches(self, epoch: int) -> int:
@@ -254,7 +332,7 @@ class GlobalBatches:
         if self._begun is None or self._begun[0] != epoch:
             self._begun = None  # before the next ones are made
             order = self._order(epoch)
-            ends = batch_ends(self._lengths, self.max_global_batch_tokens, order)
+            ends = batch_ends(self._lengths, self.max_global_batch_tokens, order, self._images)
             self._begun, self._batches_of[epoch] = (epoch, order, ends), len(ends)
         return self._begun[1:]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os.path import commonprefix
 from typing import Literal, NamedTuple
 
+from flexengine.data.image_places import PLACE
 from flexengine.data.records import Message, Record
 
 TrainOn = Literal["assistant", "last", "all"]
@@ -172,7 +173,7 @@ def _check_nothing_is_lost(record: Record, text: str, looked_in: Mapping[int, st
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
     """(name, text) of everything a turn says. Reasoning inside the content is a part of its own."""
-    for part in (message.content or "").replace("<think>", "</think>").split("</think>"):
+    for part in (message.content or "").replace("<think>", "</think>").replace(PLACE, "</think>").split("</think>"):
         yield "content", part
     for key in ("reasoning_content", "reasoning", "thinking"):
         if isinstance(message.extra.get(key), str):

@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.hub_errors import without_secrets
 from flexengine.checkpoint.web_file import fetched
 from flexengine.data.bad_records import BadRecords, Policy
 from flexengine.data.encoding import encode_records
+from flexengine.data.image_processor import encode_with_images
+from flexengine.data.kept_images import PicturedRecord, are_as_they_were
 from flexengine.data.labelled import encode_labelled, parse_labelled
 from flexengine.data.preferences import compared_of, encode_compared
 from flexengine.data.prompts import encode_prompts, parse_prompt
@@ -30,6 +32,7 @@ from flexengine.data.store import (
     cut_pairs,
     cut_prompts,
     cut_records,
+    cut_with_images,
     open_table,
     point_to,
     table_in_scratch,
@@ -52,6 +55,9 @@ TOKEN_CODE = (
         "templates.py",
         "tokenizer.py",
         "encoding.py",
+        "image_places.py",
+        "image_processor.py",
+        "kept_images.py",
     ),
     *(
         "guessed_columns.py",
@@ -168,7 +174,14 @@ def prepare_sources(
     """
     tables = ((source, _open(_on_disk(source, cache), tokenizer, cache, bad_records)) for source in sources)
     return [
-        prepare_table(table, max_seq_len, truncate_long, without_secrets(source.place), source.weight, source.kind)
+        prepare_table(
+            table,
+            max_seq_len,
+            truncate_long,
+            without_secrets(source.place),
+            source.weight,
+            "images" if source.images else source.kind,
+        )
         for source, table in tables
     ]
 
@@ -189,13 +202,13 @@ def prepare_table(
     truncate_long: bool,
     place: str = "",
     weight: float = 1.0,
-    kind: RecordKind = "answers",
+    kind: RecordKind | Literal["images"] = "answers",
 ) -> Prepared:
     """Cuts records to sequences, or takes them as pairs or prompts. Raises ValueError when nothing is left.
 
     max_seq_len: of prompts, what is left for them beside their answers.
     """
-    cuts = {"prompt": cut_prompts, **dict.fromkeys(PAIRS, cut_pairs)}
+    cuts = {"prompt": cut_prompts, "images": cut_with_images, **dict.fromkeys(PAIRS, cut_pairs)}
     may_cut = kind not in cuts
     cut = cut_records(table, max_seq_len, truncate_long) if may_cut else cuts[kind](table, max_seq_len)
     if not len(cut.lengths):
@@ -220,6 +233,8 @@ def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | N
             given = "--columns" if source.columns else f"--max-records {source.max_records}"
             given = f"the part [{source.part}]" if source.part else given
             raise ValueError(f"data set {source.place}: {given} is about records, and a shard of tokens has none")
+        if source.images:
+            raise ValueError(f"data set {source.place}: a shard of tokens has no images; leave --max-image-tokens out")
         if source.kind != "answers":
             raise ValueError(
                 f"data set {source.place}: a shard of tokens has no answers to compare and no labels; give records that"
@@ -257,7 +272,8 @@ def make_table(
     if cache is not None:
         folder = cache / _key(reader, tokenizer)
         try:
-            if open_table(folder) is None:
+            found = open_table(folder)
+            if found is None or (source.images and not _has_its_images(found)):
                 write_table(folder, _encoded(reader, tokenizer, counts, bad_records), counts)
             if not reader.is_on_disk:
                 point_to(_last_of_hub(source, tokenizer, cache), folder)
@@ -272,6 +288,7 @@ def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
     """A link in the cache to the tokens of a data set of the hub, as it last was, for runs without a network."""
     place = (source.place, source.config, source.split, repr(source.columns), repr(source.max_records), source.part)
     place += () if source.kind == "answers" else (source.kind, repr(source.labels))
+    place += ("images", tokenizer.images.key()) if tokenizer.images is not None else ()
     return cache / f"hub-{_digest(*place, tokenizer.key(), _code_key())}"
 
 
@@ -281,7 +298,9 @@ def _encoded(
     """The records of a source, tokenized. When they end, counts holds what `TokenTable` tells of all of them."""
     tokenizer.left_out, tokenizer.notes = Counter(), Counter()
     bad = BadRecords(bad_records)
-    if reader.source.kind == "answers":
+    if reader.source.images:
+        yield from encode_with_images(reader.records(bad), tokenizer, bad)
+    elif reader.source.kind == "answers":
         yield from encode_records(reader.records(bad), tokenizer, bad)
     elif reader.source.kind == "prompt":
         yield from encode_prompts(reader.parsed(parse_prompt, bad), tokenizer, bad)
@@ -296,8 +315,16 @@ def _encoded(
     counts |= {"num_bad": bad.count, "bad": [said.removeprefix(_path(reader.source.place)) for said in bad.first]}
 
 
+def _has_its_images(table: TokenTable) -> bool:
+    """Whether the images that a table was made of lie where they were, as they were."""
+    cut = cut_with_images(table, int(table.ends[-1]) if len(table.ends) else 0)
+    rows = StoredSequences([(table.file, cut)])
+    return all(are_as_they_were(row.images) for row in rows if isinstance(row, PicturedRecord))
+
+
 def _key(reader: Reader, tokenizer: ChatTokenizer) -> str:
-    return _digest(reader.key(), tokenizer.key(), _code_key())
+    images = () if tokenizer.images is None else (tokenizer.images.key(),)
+    return _digest(reader.key(), tokenizer.key(), _code_key(), *images)
 
 
 def _digest(*parts: str | None) -> str:

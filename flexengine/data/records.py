@@ -17,8 +17,10 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from flexengine.data.image_places import ImageSource, take_images
 from flexengine.data.token_columns import IGNORE, TOKEN_KEYS, TokenizedRecord, tokens_of
 from flexengine.data.turn_masks import TURN_MASKS, is_trained, masks_of_record, refuse_masks
 from flexengine.wording import parse_json, shown
@@ -61,6 +63,8 @@ class Record:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     where: str = field(default="", compare=False)
     """Where the record was read, for messages about it."""
+    images: tuple[ImageSource, ...] = ()
+    """In the order of their places in its texts (image_places.py)."""
 
     def __post_init__(self) -> None:
         if bool(self.messages) + (self.text is not None) + (self.tokens is not None) != 1:
@@ -113,17 +117,18 @@ KNOWN_NAMES += ("context", "history", "system", "tools", "chosen", "rejected", "
 """Names that --columns may give to columns."""
 
 
-def parse_record(raw: Any, where: str, unread: Counter[str] | None = None) -> Record:
+def parse_record(raw: Any, where: str, unread: Counter[str] | None = None, folder: Path | None = None) -> Record:
     """A Record from one decoded row. `where` ("file.jsonl, line 3") opens the message of the ValueError.
 
     unread counts the keys that were not read, for one report of all of them: they may have been meant to matter. A key
-    that may say what is trained is refused instead.
+    that may say what is trained is refused instead. folder: that images are relative to; without it they are refused.
     """
     if not isinstance(raw, dict):
         raise ValueError(f"{where}: a record must be a JSON object, found {type(raw).__name__}")
     given = {key: value for key, value in raw.items() if value is not None}
     if not given:
         raise ValueError(f"{where}: the record is empty" + (f" (null: {_keys(raw)})" if raw else ""))
+    given, images = (given, ()) if folder is None else take_images(given, folder, where, unread)
     _refuse_other_tasks(given, where)
     inside = Counter[str]()
     record, read = _parse(given, where, inside, raw.keys() - given.keys())
@@ -131,7 +136,7 @@ def parse_record(raw: Any, where: str, unread: Counter[str] | None = None) -> Re
     if unread is not None:
         unread.update(inside)
         unread.update(str(key) for key in given.keys() - read if _says_something(given[key]))
-    return replace(record, where=where)
+    return replace(record, where=where, images=images)
 
 
 def named_columns(row: Any, columns: Mapping[str, str], unread: Counter[str] | None = None) -> Any:
@@ -209,9 +214,10 @@ def _refuse_other_tasks(raw: dict[str, Any], where: str) -> None:
 
 
 def _refuse_media(given: Mapping[str, Any], where: str) -> None:
-    media = [key for key in MEDIA if _says_something(given.get(key))]
-    if media:
-        raise ValueError(f"{where}: {media[0]} is not read, train takes text only; leave out records with {media[0]}")
+    media = next((key for key in MEDIA if _says_something(given.get(key))), None)
+    if media is not None:
+        read = " without --max-image-tokens" if "image" in media else ""
+        raise ValueError(f"{where}: {media} is not read, train takes text only{read}; leave out records with {media}")
 
 
 # ---- conversations ---------------------------------------------------------------------------------------------

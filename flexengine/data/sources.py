@@ -84,7 +84,7 @@ class Source:
 
     columns: pairs of the name that a column has in records and its own. max_records: how many are read, the first ones.
     part: the part of the split that is read, as parts.py has it; empty for all.
-    kind: what its records are. labels: of the model, where they have some.
+    kind: what its records are. labels: of the model, where they have some. images: whether those of records are read.
     """
 
     place: str
@@ -96,6 +96,7 @@ class Source:
     part: str = ""
     kind: RecordKind = "answers"
     labels: LabelNames = NO_LABELS
+    images: bool = False
 
     @property
     def is_shard(self) -> bool:
@@ -127,12 +128,12 @@ def sources_of(
     max_records: int | None = None,
     kind: RecordKind = "answers",
     labels: LabelNames = NO_LABELS,
+    images: bool = False,
 ) -> list[Source]:
     """The sources that options name. Raises ValueError as `parse_source` and `parse_columns`."""
     named = parse_columns(columns)
-    return [
-        replace(parse_source(text), columns=named, max_records=max_records, kind=kind, labels=labels) for text in places
-    ]
+    given = {"columns": named, "max_records": max_records, "kind": kind, "labels": labels, "images": images}
+    return [replace(parse_source(text), **given) for text in places]
 
 
 def parse_source(text: str) -> Source:
@@ -205,6 +206,7 @@ class Reader:
         on_disk = os.path.exists(source.place)
         self._files = files_of(source) if on_disk else []
         self._hub = None if on_disk else open_on_hub(source)
+        self._folder = Path()  # of the file that is being read, which images are relative to
 
     @property
     def is_on_disk(self) -> bool:
@@ -219,6 +221,7 @@ class Reader:
         parts += [f"first {self.source.max_records}"] if self.source.max_records is not None else []
         parts += [f"part {self.source.part}"] if self.source.part else []
         parts += [self.source.kind, repr(self.source.labels)] if self.source.kind != "answers" else []
+        parts += ["images", *(str(path.resolve().parent) for path in self._files)] if self.source.images else []
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def records(self, bad: BadRecords | None = None) -> Iterator[Record]:
@@ -230,7 +233,8 @@ class Reader:
 
         def parse(row: Any, where: str, unread: Counter[str]) -> Record:
             columns = named or guess_columns(row, PAIRS, (*CHAT_NAMES, *TEXTS, "input_ids"))
-            record = parse_record(named_columns(row, columns, unread), where, unread)
+            folder = self._folder if self.source.images else None
+            record = parse_record(named_columns(row, columns, unread), where, unread, folder)
             self.remarks.update(remarks(record))
             if columns and not named:
                 self.remarks[remark_of(columns)] += 1
@@ -276,6 +280,7 @@ class Reader:
         if self._hub is not None:
             yield from self._hub.rows(self.source)
         for path in self._files:
+            self._folder = path.resolve().parent
             yield from read_rows(path)
 
 
@@ -346,7 +351,13 @@ def open_on_hub(source: Source) -> HubRows:
         builder = datasets.load_dataset_builder(source.place, source.config)
         key = f"hub {source.place} {builder.config.name} {source.split} {builder.hash}"  # the hash is the commit
         split = (builder.info.splits or {}).get(source.split)
-        return HubRows(builder.as_streaming_dataset(split=source.split), key, split and split.num_examples)
+        stream: Any = builder.as_streaming_dataset(split=source.split)
+        for name, feature in (stream.features or {}).items():  # images stay files, which are looked at first
+            own = getattr(feature, "feature", feature)
+            if isinstance(own, datasets.Image):
+                as_file = datasets.Image(decode=False)
+                stream = stream.cast_column(name, as_file if own is feature else type(feature)(as_file))
+        return HubRows(stream, key, split and split.num_examples)
     except Exception as error:  # of the network, the hub, its loaders: any
         raise _not_from_hub(source, error, "no such file, and not to be had from the hub") from None
 

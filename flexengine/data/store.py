@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexengine.data.kept_images import PicturedRecord, unpacked
 from flexengine.data.prompts import TokenizedPrompt, prompt_of
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.token_columns import TokenizedPair, ValuedRecord
@@ -111,7 +112,7 @@ class Cut(NamedTuple):
     """Sequences of one table, as positions in its file, and what became of its records. Counts are in records.
 
     splits: of pairs, which lie one behind the other, the tokens of each one's first sequence; None of single ones.
-    behind: of prompts, the numbers that follow each, which are its columns.
+    behind: of prompts, the numbers that follow each, which are its columns; where has_images, which are its images.
     values: those of the sequences or pairs, None where all are 0.
     """
 
@@ -126,6 +127,7 @@ class Cut(NamedTuple):
     splits: np.ndarray | None = None
     values: np.ndarray | None = None
     behind: np.ndarray | None = None
+    has_images: bool = False
 
     @property
     def sizes(self) -> np.ndarray:
@@ -189,6 +191,27 @@ def cut_pairs(table: TokenTable, max_seq_len: int) -> Cut:
     )
 
 
+def cut_with_images(table: TokenTable, max_seq_len: int) -> Cut:
+    """Records in their order, each followed by its images; none is cut, since that would cut an image's tokens."""
+    sizes = np.diff(table.ends, prepend=0).reshape(-1, 2)
+    first, lengths = table.first_targets[0::2], sizes[:, 0]
+    has_target, too_long = np.where(first == WHOLE, lengths > 1, first < lengths), lengths > max_seq_len
+    kept = has_target & ~too_long
+    return Cut(
+        starts=(table.ends[0::2] - lengths)[kept],
+        lengths=lengths[kept].astype(np.int32),
+        num_records=len(lengths),
+        num_too_long=int(too_long.sum()),
+        num_truncated=0,
+        num_split=0,
+        num_without_targets=int((~has_target & ~too_long).sum()),
+        longest=int(lengths.max(initial=0)),
+        values=None if table.values is None else table.values[0::2][kept],
+        behind=sizes[:, 1][kept],
+        has_images=True,
+    )
+
+
 def cut_prompts(table: TokenTable, max_seq_len: int) -> Cut:
     """Prompts in their order, each followed by its columns. One of more than max_seq_len tokens is dropped."""
     sizes = np.diff(table.ends, prepend=0)
@@ -208,7 +231,7 @@ def cut_prompts(table: TokenTable, max_seq_len: int) -> Cut:
 
 
 AnyRecord = TokenizedRecord | ValuedRecord
-Stored = AnyRecord | TokenizedPair | TokenizedPrompt
+Stored = AnyRecord | TokenizedPair | TokenizedPrompt | PicturedRecord
 
 
 class StoredSequences(Sequence[Stored]):
@@ -218,6 +241,14 @@ class StoredSequences(Sequence[Stored]):
         self._parts = parts
         self._ends = np.cumsum([len(cut.lengths) for _, cut in parts])
         self.lengths = parts[0][1].lengths if len(parts) == 1 else np.concatenate([cut.lengths for _, cut in parts])
+
+    @property
+    def image_tokens(self) -> np.ndarray | None:
+        """Tokens of each sequence that stand for images; None where these are not trained with."""
+        if not any(cut.has_images for _, cut in self._parts):
+            return None
+        zeros = (np.zeros(len(cut.lengths)) if cut.values is None else cut.values for _, cut in self._parts)
+        return np.concatenate(list(zeros)).astype(np.int64)
 
     def sha256(self) -> str:
         """A digest of the tokens and labels of all sequences; reads them all."""
@@ -239,6 +270,10 @@ class StoredSequences(Sequence[Stored]):
         part = int(np.searchsorted(self._ends, i, side="right"))
         file, cut = self._parts[part]
         at = i - int(self._ends[part]) + len(cut.lengths)
+        if cut.has_images and cut.behind is not None:
+            start, length = int(cut.starts[at]), int(cut.lengths[at])
+            images = unpacked(file.numbers(start + length, int(cut.behind[at])))
+            return PicturedRecord(*file.read(start, length), images)
         found = file.read(int(cut.starts[at]), int(cut.sizes[at]))
         if cut.behind is not None:
             return prompt_of(found.input_ids[: cut.lengths[at]], found.input_ids[cut.lengths[at] :])

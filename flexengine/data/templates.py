@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
+from flexengine.data.image_places import PLACE
 from flexengine.data.masks import Rendered, Span
 from flexengine.data.records import Message, Record
 
@@ -131,16 +132,34 @@ def _on_date(date: datetime.date) -> str:
     )
 
 
-def variants_of(record: Record) -> Iterator[Record]:
+def variants_of(record: Record, in_parts: bool = False) -> Iterator[Record]:
     """The record, and with tool calls also in the other forms in which templates want these.
 
-    Arguments are an object or its JSON text; the content beside a call is absent or null.
+    Arguments are an object or its JSON text; the content beside a call is absent or null. in_parts: contents are first
+    tried as lists of parts, which templates of models with images may want of texts, too.
     """
+    if in_parts:
+        yield from variants_of(
+            dataclasses.replace(record, messages=tuple(_with_parts(m, record) for m in record.messages))
+        )
+    if in_parts and record.images:
+        return
     yield record
     if any("tool_calls" in message.extra for message in record.messages):
         for text_arguments, null_content in ((True, False), (True, True), (False, True)):
             convert = functools.partial(_with_calls, text_arguments=text_arguments, null_content=null_content)
             yield dataclasses.replace(record, messages=tuple(map(convert, record.messages)))
+
+
+def _with_parts(message: Message, record: Record) -> Message:
+    """A turn whose content is a list of texts and images, in the place of the text with PLACE."""
+    if message.content is None:
+        return message
+    parts: list[dict[str, str]] = []
+    for i, text in enumerate(message.content.split(PLACE) if record.images else [message.content]):
+        parts += [{"type": "image"}] if i else []
+        parts += [{"type": "text", "text": text}] if text or not record.images else []
+    return dataclasses.replace(message, extra={**message.extra, "content": parts})
 
 
 def _with_calls(message: Message, text_arguments: bool, null_content: bool) -> Message:

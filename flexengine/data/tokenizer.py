@@ -18,9 +18,11 @@ from pathlib import Path
 from tokenizers import Encoding, Tokenizer
 
 from flexengine.checkpoint.tokenizer_files import add_tokens, read_config, read_tokenizer
+from flexengine.data.image_processor import ImageProcessor, expanded
+from flexengine.data.kept_images import KeptImage
 from flexengine.data.masks import AddedTokens, LeftOutError, Marked, Span, TrainOn, mark
 from flexengine.data.model_folder import TEMPLATE_FILE, TextEnds, ends_of_text, find_templates, read_special_tokens
-from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord
+from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord, parse_record
 from flexengine.data.templates import ChatTemplate, fallback_template, variants_of
 from flexengine.wording import shown
 
@@ -44,7 +46,7 @@ class ChatTokenizer:
 
     train_on says what has a loss in conversations. left_out counts records that were not encoded, by reason, and notes
     counts what else is worth telling. num_ids: ids that the model has rows for, by default all; a record
-    with another one is refused.
+    with another one is refused. images: the model's processor, where images are trained with.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ChatTokenizer:
         variables = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._template = ChatTemplate(template, variables, tool_template)
         self.train_on: TrainOn = "assistant"
+        self.images: ImageProcessor | None = None
         self.left_out: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
         self._warned: set[str] = set()
@@ -240,12 +243,12 @@ class ChatTokenizer:
     def _mark_conversation(self, record: Record) -> Marked:
         render = functools.partial(self._template.render, record=record)
         marks, refused = self._template.marks_generation(record), None
-        for variant in variants_of(record):
+        for variant in variants_of(record, self.images is not None):
             try:
                 return mark(variant, render, marks, self._added, self.train_on)
-            except LeftOutError:
-                raise
             except ValueError as error:
+                if isinstance(error, LeftOutError) and self.images is None:
+                    raise
                 refused = refused or error
         assert refused is not None, "every record has a variant"
         raise refused
@@ -304,6 +307,22 @@ def labels_of(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
         if span.start < span.end:
             labels[first:last] = ids[first:last]
     return labels
+
+
+def encode_with_images(
+    tokenizer: ChatTokenizer, text: str, images: Sequence[str], folder: Path
+) -> tuple[list[int], list[KeptImage]]:
+    """Ids of a user's message about images, which stand where it says `<image>` or before it, and the images.
+
+    images: paths, relative to the folder. Raises: ValueError as of records with images.
+    """
+    assert tokenizer.images is not None, "the tokenizer has a processor"
+    turns = {"messages": [{"role": "user", "content": text}], **({"images": list(images)} if images else {})}
+    record = next(variants_of(parse_record(turns, "--image", folder=folder), in_parts=True))
+    rendered = tokenizer._template.render(record.messages, add_generation_prompt=True).text
+    ids = tokenizer.encode_texts([rendered])[0].ids
+    found, own = tokenizer.images.taken(record, tokenizer)
+    return expanded(TokenizedRecord(ids, ids), tokenizer.images.token_id, own).input_ids, found
 
 
 def render_prompt(tokenizer: ChatTokenizer, said: str | Turns) -> str:

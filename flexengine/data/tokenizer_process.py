@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import datetime
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safetensors.torch import load_file, save_file
 
 from flexengine.checkpoint.bounded_process import MOST_BYTES, BoundedProcess, report_alive
 from flexengine.data.bad_records import Policy
+from flexengine.data.image_pixels import joined
+from flexengine.data.image_processor import in_own_process
 from flexengine.data.masks import TrainOn
 from flexengine.data.prepare import make_table
 from flexengine.data.sources import LabelNames, Source
-from flexengine.data.tokenizer import ChatTokenizer, Turns, render_prompt
+from flexengine.data.tokenizer import ChatTokenizer, Turns, encode_with_images, render_prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IMPORT_CPU_S = 30.0
 """CPU seconds in which transformers is imported."""
@@ -23,13 +31,17 @@ BYTES_PER_CPU_S = 2**20
 
 
 class TokenizerOptions(NamedTuple):
-    """Which tokenizer a process has. folder: of the model; vocab_size: rows of its embedding; see `ChatTokenizer`."""
+    """Which tokenizer a process has. folder: of the model; vocab_size: rows of its embedding; see `ChatTokenizer`.
+
+    images: whether records have some, which the folder's processor reads.
+    """
 
     folder: Path
     vocab_size: int
     new_tokens: Sequence[str] = ()
     date: str | None = None
     train_on: TrainOn = "assistant"
+    images: bool = False
 
 
 class TokenizerProcess:
@@ -56,6 +68,12 @@ class TokenizerProcess:
     def encode_prompt(self, text: str | Turns, raw: bool = False) -> list[int]:
         """See `ChatTokenizer.encode_prompt`."""
         return self._process.call("encode_prompt", text, raw)
+
+    def encode_with_images(self, text: str, images: Sequence[str]) -> tuple[list[int], dict[str, Tensor]]:
+        """Ids of a message about images (paths), and the columns of their pixels: see `encode_with_images`."""
+        with tempfile.TemporaryDirectory(prefix="flexengine-pixels") as scratch:
+            ids, count = self._process.call("encode_with_images", text, list(images), str(Path.cwd()), scratch)
+            return ids, joined([load_file(Path(scratch, str(i))) for i in range(count)])
 
     def render_prompt(self, turns: Turns) -> str:
         """See `render_prompt`."""
@@ -92,6 +110,7 @@ def _opened(options: TokenizerOptions) -> ChatTokenizer:
     tokenizer.fit(options.vocab_size, options.new_tokens)
     tokenizer.pin_date(options.date)
     tokenizer.train_on = options.train_on
+    tokenizer.images = in_own_process(options.folder) if options.images else None
     return tokenizer
 
 
@@ -110,6 +129,13 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
         source["labels"] = LabelNames(tuple(source["labels"][0]), source["labels"][1])
         return str(make_table(Source(**source), tokenizer, place, Path(scratch), bad_records))
 
+    def with_images(text: str, images: list[str], folder: str, scratch: str) -> tuple[list[int], int]:
+        ids, found = encode_with_images(tokenizer, text, images, Path(folder))
+        assert tokenizer.images is not None, "the tokenizer has a processor"
+        for i, image in enumerate(found):
+            save_file(tokenizer.images.pixels(image), Path(scratch, str(i)))
+        return ids, len(found)
+
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return tokenizer.decode(ids, skip_special_tokens)
 
@@ -117,5 +143,6 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
         return sorted(tokenizer.stop_ids)
 
     calls = {"about": about, "make_table": table, "decode": decode, "stop_ids": stop_ids}
+    calls |= {"encode_with_images": with_images}
     prompts = {"encode_prompt": tokenizer.encode_prompt, "render_prompt": partial(render_prompt, tokenizer)}
     return {**calls, **prompts}

@@ -7,7 +7,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from flexengine.data.batches import JUST_ITSELF, Batch, Reference, Room, Sequenced, batch_of, split_epoch
+from flexengine.data.batches import (
+    JUST_ITSELF,
+    Batch,
+    ImageRoom,
+    Pixels,
+    Reference,
+    Room,
+    Sequenced,
+    batch_of,
+    room_for_images,
+    split_epoch,
+)
 from flexengine.data.prepare import Prepared
 from flexengine.data.store import StoredSequences
 
@@ -36,7 +47,7 @@ def hold_out(part: Prepared, fraction: float, seed: int) -> tuple[Prepared, Prep
 
 
 def _chosen(part: Prepared, chosen: np.ndarray) -> Prepared:
-    columns = {name: getattr(part.cut, name) for name in ("starts", "lengths", "splits", "behind")}
+    columns = {name: getattr(part.cut, name) for name in ("starts", "lengths", "splits", "behind", "values")}
     cut = part.cut._replace(**{name: None if column is None else column[chosen] for name, column in columns.items()})
     return Prepared(part.table, cut, part.place, part.weight)
 
@@ -44,17 +55,22 @@ def _chosen(part: Prepared, chosen: np.ndarray) -> Prepared:
 class ValidationBatches:
     """All sequences of the validation data, each once, in their order."""
 
-    def __init__(self, sequences: Sequence[Sequenced], lengths: np.ndarray, max_tokens: int) -> None:
+    def __init__(
+        self, sequences: Sequence[Sequenced], lengths: np.ndarray, max_tokens: int, images: ImageRoom | None = None
+    ) -> None:
         self.sequences, self.num_tokens = sequences, int(lengths.sum())
         self.reference: Reference | None = None
-        self._batches = split_epoch(lengths, max_tokens, range(len(lengths)))
+        self.pixels: Pixels | None = None
+        self._batches = split_epoch(lengths, max_tokens, range(len(lengths)), images)
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Prepared], max_tokens: int, room: Room = JUST_ITSELF) -> ValidationBatches:
+    def of_parts(
+        cls, parts: Sequence[Prepared], max_tokens: int, room: Room = JUST_ITSELF, max_image_tokens: int = 0
+    ) -> ValidationBatches:
         """Make the batches of several sources; their weights do not count."""
         stored = StoredSequences([(part.table.file, part.cut) for part in parts])
-        return cls(stored, room.of(stored.lengths), max_tokens)
+        return cls(stored, room.of(stored.lengths), max_tokens, room_for_images(stored, max_image_tokens))
 
     def __iter__(self) -> Iterator[Batch]:
-        for indices in self._batches:
-            yield batch_of(self.sequences, indices, self.reference)
+        made = (batch_of(self.sequences, indices, self.reference) for indices in self._batches)
+        yield from made if self.pixels is None else self.pixels.filled(made)

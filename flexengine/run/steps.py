@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from flexengine import objectives
-from flexengine.data.batches import Batch, PairBatch, TaughtBatch
+from flexengine.data.batches import Batch, ImageBatch, PairBatch, TaughtBatch
 from flexengine.metrics import StepMetrics
 from flexengine.models.spec import ModelSpec
 from flexengine.objectives import OBJECTIVES, AnswerRows, Distillation, Objective, TeacherRows
@@ -80,7 +80,9 @@ class AnswerSteps:
 
     def _call(self, engine: Engine, batch: Batch) -> dict[str, Any]:
         """The batch, and its loss where that is none of the engine's, as keywords."""
-        columns = {"input_ids": batch.input_ids, "labels": batch.labels}
+        columns: dict[str, Any] = {"input_ids": batch.input_ids, "labels": batch.labels}
+        if isinstance(batch, ImageBatch):
+            columns |= batch.columns
         if self._distillation is None:
             return columns
         assert isinstance(batch, TaughtBatch), "a teacher was asked before the run"

@@ -22,6 +22,7 @@ from flexengine.data import (
     sources_of,
 )
 from flexengine.data.batches import Room
+from flexengine.data.image_pixels import PixelReader
 from flexengine.data.preview import MARKS, date_line, marked_text, shortened
 from flexengine.data.sources import LabelNames, RecordKind
 from flexengine.models.registry import ASSETS, ModelSource
@@ -44,6 +45,7 @@ class TrainingData:
     validation: None when the run evaluates nothing. details: further lines, for --verbose. records: what became of the
     records of each source, as JSON values.
     sources: what is trained, none for synthetic data. rewards: what judges completions, where the model writes them.
+    pixels: what decodes images, where they are trained with.
     """
 
     batches: GlobalBatches | SyntheticBatches
@@ -54,6 +56,7 @@ class TrainingData:
     records: Sequence[dict[str, Any]] = ()
     sources: Sequence[Prepared] = ()
     rewards: Rewards | None = None
+    pixels: PixelReader | None = None
 
     def digests(self) -> list[dict[str, Any]]:
         """What was trained on, by names without local folders and SHA-256 of its tokens and labels, as JSON values."""
@@ -84,14 +87,15 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         return TrainingData(batches, None, text)
     folder = source.tokenizer_folder or DEMO_FOLDER
     train_on = config.train_on or "assistant"
-    options = TokenizerOptions(folder, vocab_size, source.new_tokens, config.template_date, train_on)
+    images = with_images(config, source)
+    options = TokenizerOptions(folder, vocab_size, source.new_tokens, config.template_date, train_on, images)
     tokenizer = TokenizerProcess(options, most_bytes_of_data(config.max_host_mem_gib))
     cache, kind = cache_of(config), record_kind(config)
     labels = LabelNames() if config.compares else label_names(source.spec)
     kind = "labelled" if labels.names else kind
-    sources = sources_of(config.dataset, config.columns, config.max_records, kind, labels)
+    sources = sources_of(config.dataset, config.columns, config.max_records, kind, labels, images)
     prepared = _prepare(config, sources, tokenizer, cache)
-    evaluated = sources_of(config.val_dataset, config.columns, kind=kind, labels=labels)
+    evaluated = sources_of(config.val_dataset, config.columns, kind=kind, labels=labels, images=images)
     evaluated = _prepare(config, evaluated, tokenizer, cache)
     text = _describe(prepared)
     records = [part.as_json() for part in (*prepared, *evaluated)]
@@ -102,7 +106,12 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     elif source.support_folder is None:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used;"
         text += " --tokenizer names another"
-    batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed, room_of(config))
+    sizes = config.max_global_batch_tokens, config.seed, room_of(config), config.max_image_tokens
+    batches = GlobalBatches.of_parts(prepared, *sizes)
+    pixels = PixelReader(folder, most_bytes_of_data(config.max_host_mem_gib)) if images else None
+    for made in (batches, validation):
+        if made is not None:
+            made.pixels = pixels
     first = shortened(marked_text(tokenizer, batches.sequences[0]))
     what = "pair" if config.compares else "prompt" if config.rewards else "sequence"
     details = [f"  the first {what}, trained between {MARKS[0]} and {MARKS[1]}: {first}"]
@@ -113,7 +122,20 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     rewards = None
     if config.rewards:
         rewards = Rewards(config.rewards, config.weights_of_rewards(), config.reward_timeout_s or REWARD_S)
-    return TrainingData(batches, tokenizer, text, validation, details, records, prepared, rewards)
+    return TrainingData(batches, tokenizer, text, validation, details, records, prepared, rewards, pixels)
+
+
+def with_images(config: TrainConfig, source: ModelSource) -> bool:
+    """Whether a run trains with images. Raises: ValueError for what is not trained with them."""
+    if not config.max_image_tokens:
+        return False
+    asked = f"--max-image-tokens {config.max_image_tokens}"
+    if source.spec.task is not None or record_kind(config) != "answers" or config.objective != "sft":
+        what = f"--objective {config.objective}" if source.spec.task is None else "a head for labels"
+        raise ValueError(f"{asked} with {what}: images are trained with single answers; leave one of them out")
+    if source.tokenizer_folder is None:
+        raise ValueError(f"{asked}: {config.model} is a preset, which has no processor; give a model folder")
+    return True
 
 
 def cache_of(config: TrainConfig) -> Path | None:
@@ -177,4 +199,5 @@ def _with_validation(
     if config.val_fraction is not None:
         split = [hold_out(part, config.val_fraction, config.seed) for part in prepared]
         prepared, evaluated = [part for part, _ in split], [part for _, part in split]
-    return prepared, ValidationBatches.of_parts(evaluated, config.max_global_batch_tokens, room_of(config))
+    sizes = config.max_global_batch_tokens, room_of(config), config.max_image_tokens
+    return prepared, ValidationBatches.of_parts(evaluated, *sizes)

@@ -22,6 +22,7 @@ from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
 from flexengine.ops.attention.choice import AttentionChoice, KernelName
 from flexengine.ops.custom_loss import LossFunction
+from flexengine.ops.given_rows import Columns
 from flexengine.optim import Optimizer
 from flexengine.plan import Plan, Request
 from flexengine.runtime.adapter_calls import AdapterCalls
@@ -270,6 +271,7 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128, *, stop_ids: Collection[int] = (),
         temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, keep_stop: bool = False, tell: Tell | None = None,
+        images: Columns | None = None,
     ) -> list[list[int]]:  # fmt: skip
         """Return the tokens that follow each prompt, up to a stop token, max_new_tokens or max_seq_len.
 
@@ -278,12 +280,12 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
         and gradients stay as they are. temperature 0 takes the likeliest token; above it tokens are drawn, by the seed
         and the number of the prompt, from the likeliest ones that together have the probability top_p. keep_stop: leave
         the stop token that ends an answer in it. tell: called with a prompt's number and each new token at once, where
-        True ends that answer; it must not call the engine.
+        True ends that answer; it must not call the engine. images: pixels of the prompts' images, as of a batch.
         Raises ValueError for a prompt that leaves no room for an answer, and where no sequence's cache fits.
         """
         self.state.require_usable(merged=True)
         how = Sampling(temperature, top_p, seed)
-        request = GenerationRequest([*map(list, prompts)], max_new_tokens, stop_ids, how, tell, keep_stop)
+        request = GenerationRequest([*map(list, prompts)], max_new_tokens, stop_ids, how, tell, keep_stop, images)
         request.check(self.model, self.plan.request.max_seq_len)
         run = Generator(self.rounds, self.layers).generate
         return self.steps.between_steps(lambda: run(request)) if request.prompts else []

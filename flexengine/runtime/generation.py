@@ -14,8 +14,10 @@ from torch import Tensor
 
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.custom_loss import IGNORE_INDEX
+from flexengine.ops.given_rows import Columns
 from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.decoding import Cache, CacheRoom, Decoder, Piece
+from flexengine.runtime.given_rows import GivenInput, given_input
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.schedule.decoding_cache import cached_tensors, free_ranges, sequence_cache_bytes
@@ -105,7 +107,7 @@ class GenerationRequest(NamedTuple):
     """What to generate: at most max_new_tokens after every prompt, up to one of stop_ids.
 
     tell: called with each new token as soon as it is known. keep_stop: whether the stop token that ends an answer is
-    part of it.
+    part of it. images: columns of pixels, of all prompts.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -114,6 +116,7 @@ class GenerationRequest(NamedTuple):
     sampling: Sampling
     tell: Tell | None = None
     keep_stop: bool = False
+    images: Columns | None = None
 
     def check(self, model: ModelSpec, max_seq_len: int) -> None:
         """Raise ValueError naming the prompt, what was found and what is allowed; or a head that predicts no tokens."""
@@ -153,6 +156,8 @@ class Generator:
 
     def generate(self, request: GenerationRequest) -> list[list[int]]:
         """Return the new tokens after each prompt. Raises ValueError where no cache of one sequence fits."""
+        rows = self._given(request)
+        self._rounds.begin_rows(Sequences([], [], rows=rows))
         waiting = list(enumerate(request.prompts))[::-1]
         answers: list[list[int]] = [[] for _ in waiting]
         caches = self._caches(request)
@@ -160,13 +165,24 @@ class Generator:
         while waiting or active:
             while waiting and caches:
                 active.append(self._admitted(*waiting.pop(), caches.pop(), request))
-            for sequence, token in zip(active, self._forward(active, request.sampling), strict=True):
+            found = self._forward(active, request, rows)
+            for sequence, token in zip(active, found, strict=True):
                 self._extend(sequence, token, request)
             for sequence in [s for s in active if len(s.ids) >= s.most_tokens or s.ids[-1] in request.stop_ids]:
                 active.remove(sequence)
                 caches.append(sequence.cache)
                 answers[sequence.index] = sequence.new
         return answers
+
+    def _given(self, request: GenerationRequest) -> GivenInput | None:
+        """What the prompts say of given rows, with positions in several axes for the tokens that follow, too."""
+        ids = [torch.tensor(prompt) for prompt in request.prompts]
+        rows = given_input(self._layout.model, ids, dict(request.images or {}))
+        if rows is None:
+            return None
+        after = [axes.max() + 1 + torch.arange(request.max_new_tokens) for axes in rows.axes]
+        pairs = zip(rows.axes, after, strict=True)
+        return rows._replace(axes=tuple(torch.cat((own, n.expand(len(own), -1)), 1) for own, n in pairs))
 
     def _caches(self, request: GenerationRequest) -> list[Cache]:
         layout, arenas = self._layout, self._layers.arenas
@@ -203,14 +219,21 @@ class Generator:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, active: list[_Sequence], sampling: Sampling) -> list[int]:
-        """Run forward of all tokens that are not cached; returns the one that follows each sequence."""
-        ids = [torch.tensor(sequence.ids) for sequence in active]
-        batch = Sequences(ids, [torch.full_like(row, IGNORE_INDEX) for row in ids])
+    def _forward(
+        self, active: list[_Sequence], request: GenerationRequest, rows: GivenInput | None
+    ) -> list[int]:
+        """Run forward of all tokens that are not cached; returns the one that follows each sequence.
+
+        rows: given ones of all prompts, over which they are counted.
+        """
+        ids, running = [torch.empty(0, dtype=torch.int64)] * len(request.prompts), {s.index: s for s in active}
+        for sequence in active:
+            ids[sequence.index] = torch.tensor(sequence.ids)
+        batch = Sequences(ids, [torch.full_like(row, IGNORE_INDEX) for row in ids], rows=rows)
         found: list[int] = []
         for ranges in self._chunks(active):
-            pieces = [self._piece(active[r.sequence], r) for r in ranges]
-            self._layers.decoder = decoder = Decoder(pieces, self._chunk_tokens, sampling.choose)
+            pieces = [self._piece(running[r.sequence], r) for r in ranges]
+            self._layers.decoder = decoder = Decoder(pieces, self._chunk_tokens, request.sampling.choose)
             try:
                 self._rounds.forward_chunk(batch, PackedChunk(tuple(ranges)))
             finally:
@@ -232,7 +255,7 @@ class Generator:
         """
         chunks: list[list[SequenceRange]] = [[]]
         room = self._chunk_tokens
-        for index, sequence in enumerate(active):
+        for sequence in active:
             start = 0 if self._whole_sequences else sequence.done
             if self._whole_sequences and len(sequence.ids) > room:
                 chunks.append([])
@@ -242,6 +265,6 @@ class Generator:
                     chunks.append([])
                     room = self._chunk_tokens
                 length = min(room, len(sequence.ids) - start)
-                chunks[-1].append(SequenceRange(index, start, length))
+                chunks[-1].append(SequenceRange(sequence.index, start, length))
                 start, room = start + length, room - length
         return chunks

@@ -41,6 +41,10 @@ class RoundRunner:
         self._plan, self._device = layers.layout.plan, layers.arenas.device
         self._may_warn = self._plan.request.numerics.grad == "bfloat16"
 
+    def begin_rows(self, batch: Sequences) -> None:
+        """Take what a tower gives rows of prompts for."""
+        self._batches.begin_rows(batch)
+
     def train(
         self, batch: Sequences, balance: ExpertBalance | None = None, settings: UpdateSettings | None = None,
         updates: RoundUpdates = "none",

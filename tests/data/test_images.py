@@ -1,0 +1,220 @@
+"""Records with images: every way to write one, the tokens and pixels of transformers, and files that are broken."""
+
+import base64
+import io
+import json
+import struct
+import zlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers
+from image_models import IMAGE_TOKENS, write_llava
+from PIL import Image
+
+from flexengine.data import ChatTokenizer, prepare_sources, sources_of
+from flexengine.data.batches import GlobalBatches, ImageBatch, batch_of
+from flexengine.data.image_pixels import PixelReader, joined
+from flexengine.data.image_processor import ImageProcessor
+from flexengine.data.preview import marked_text
+from flexengine.data.records import IGNORE
+
+IMAGE_ID = 3
+ASK = {"type": "text", "text": "what is this"}
+ANSWER = {"role": "assistant", "content": "disc"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llava(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def chat(folder):
+    found = ChatTokenizer.from_folder(folder)
+    found.images = ImageProcessor(folder)
+    return found
+
+
+def png(colour=(200, 10, 30), size=(40, 28), mode="RGB", kind="PNG", **options):
+    out = io.BytesIO()
+    Image.new(mode, size, colour).save(out, kind, **options)
+    return out.getvalue()
+
+
+RED, GREEN = png(), png((10, 200, 30), (28, 50))
+
+
+@pytest.fixture
+def here(tmp_path):
+    for name, data in (("red.png", RED), ("green.png", GREEN)):
+        (tmp_path / name).write_bytes(data)
+    return tmp_path
+
+
+def prepared(path, chat, cache=None, policy="stop", kind="answers"):
+    return prepare_sources(sources_of([str(path)], kind=kind, images=True), chat, 96, False, cache, policy)[0]
+
+
+def rows_of(folder, chat, *records, **options):
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return list(prepared(folder / "data.jsonl", chat, **options).sequences)
+
+
+def user(*content):
+    return {"messages": [{"role": "user", "content": list(content)}, ANSWER]}
+
+
+DATA_URL = "data:image/png;base64," + base64.b64encode(RED).decode()
+MARKED = [{"role": "user", "content": "<image> what is this"}, ANSWER]
+SAME = {
+    "path": user({"type": "image", "image": "red.png"}, ASK),
+    "type_path": user({"type": "image", "path": "red.png"}, ASK),
+    "file_url": user({"type": "image", "url": "file://red.png"}, ASK),
+    "data_url": user({"type": "image_url", "image_url": {"url": DATA_URL}}, ASK),
+    "base64": user({"type": "image", "base64": DATA_URL.partition(",")[2]}, ASK),
+    "beside": {**user({"type": "image"}, ASK), "images": ["red.png"]},
+    "marked": {"messages": MARKED, "images": [{"path": "red.png"}]},
+    "without a place": {"question": " what is this", "answer": "disc", "image": "red.png"},
+    "of LLaVA": {"conversations": [{"from": "human", "value": "<image> what is this"},
+                                   {"from": "gpt", "value": "disc"}], "image": "red.png"},
+}  # fmt: skip
+
+
+def test_every_way_to_write_an_image_gives_the_tokens_of_transformers(here, chat, folder):
+    rows = rows_of(here, chat, *SAME.values())
+    reader = transformers.AutoProcessor.from_pretrained(folder)
+    turns = [{"role": "user", "content": [{"type": "image", "image": Image.open(here / "red.png")}, ASK]},
+             {"role": "assistant", "content": [{"type": "text", "text": "disc"}]}]  # fmt: skip
+    wanted = reader.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
+    for name, row in zip(SAME, rows, strict=True):
+        assert row.input_ids == wanted["input_ids"][0].tolist(), name
+        assert row.labels == [IGNORE] * (len(row.labels) - 2) + row.input_ids[-2:]
+        assert torch.equal(chat.images.pixels(row.images[0])["pixel_values"], wanted["pixel_values"]), name
+
+
+def test_several_images_in_several_turns_and_none(here, chat, tmp_path):
+    """In batches that hold no more image tokens than asked for, with the pixels of all images in their order."""
+    image = {"type": "image", "image": "green.png"}
+    turns = [{"role": "user", "content": ["what", image, "and the other", {"type": "image", "image": DATA_URL}]},
+             ANSWER, {"role": "user", "content": [image, ASK]}, {"role": "assistant", "content": "no"}]  # fmt: skip
+    text = {"messages": [{"role": "user", "content": "is this one"}, ANSWER]}
+    cache = tmp_path / "cache"
+    for _ in range(2):  # made, and from the cache
+        rows = rows_of(here, chat, {"messages": turns}, text, SAME["path"], cache=cache)
+    assert [row.input_ids.count(IMAGE_ID) for row in rows] == [3 * IMAGE_TOKENS, 0, IMAGE_TOKENS]
+    assert [marked_text(chat, rows[0]).count(said) for said in ("[[disc </s>]]", "[[no </s>]]")] == [1, 1]
+    assert sum(label != IGNORE for label in rows[0].labels) == 4
+    part = prepared(here / "data.jsonl", chat, cache)
+    batches = GlobalBatches.of_parts([part], 400, seed=0, max_image_tokens=3 * IMAGE_TOKENS)
+    made = list(batches.batches(2))
+    assert sorted(sum(row.count(IMAGE_ID) for row in batch.input_ids) for batch in made) == [
+        IMAGE_TOKENS,
+        3 * IMAGE_TOKENS,
+    ]
+    other = GlobalBatches.of_parts([part], 400, seed=0, max_image_tokens=4 * IMAGE_TOKENS)
+    assert other.fingerprint() != batches.fingerprint()
+    with pytest.raises(ValueError, match="1 of 3 records have more tokens of images than --max-image-tokens 47"):
+        GlobalBatches.of_parts([part], 400, seed=0, max_image_tokens=47)
+    whole = batch_of(part.sequences, [0, 1, 2])
+    assert isinstance(whole, ImageBatch)
+    alone = joined([chat.images.pixels(image) for image in whole.images])
+    assert alone["pixel_values"].shape == (4, 3, 28, 28)
+    assert torch.equal(alone["pixel_values"][0], alone["pixel_values"][2])
+    (here / "green.png").write_bytes(RED)
+    with pytest.raises(ValueError, match=r"green.png: the image has changed since it was read"):
+        chat.images.pixels(whole.images[0])
+    assert next(iter(prepared(here / "data.jsonl", chat, cache).sequences)).images != rows[0].images  # made again
+
+
+def test_bytes_in_parquet_are_decoded_in_other_processes(here, chat, folder):
+    """As the image feature of `datasets` has them; a table keeps them, so that the file may go."""
+    pictures = pa.array([[{"bytes": RED, "path": "a.png"}], [{"bytes": GREEN, "path": None}]])
+    asked = pa.array(["<image> what is this"] * 2)
+    pq.write_table(
+        pa.table({"images": pictures, "question": asked, "answer": pa.array(["disc"] * 2)}), here / "a.parquet"
+    )
+    part = prepared(here / "a.parquet", chat)
+    batches = GlobalBatches.of_parts([part], 32, seed=0, max_image_tokens=64)
+    reader = batches.pixels = PixelReader(folder)
+    (here / "a.parquet").unlink()
+    try:
+        for batch, row in zip(batches.batches(2), (part.sequences[i] for i in batches._epoch(0)[0]), strict=True):
+            assert isinstance(batch, ImageBatch)
+            assert torch.equal(batch.columns["pixel_values"], chat.images.pixels(row.images[0])["pixel_values"])
+    finally:
+        reader.close()
+
+
+def bomb(width, height):
+    """The header of a PNG of so many pixels, and next to nothing behind it."""
+
+    def chunk(kind, body):
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+    )
+
+
+LARGE = png((1, 2, 3), (60, 60), "RGB")
+BROKEN = {
+    "image_truncated": (LARGE[: len(LARGE) // 2], "line 2: the image .*x.png is damaged: .*; save it again"),
+    "image_bomb": (bomb(10_000, 10_001), r"has 10000 x 10001 pixels, more than the 64 million that are decoded"),
+    "image_without_pixels": (bomb(0, 5), "the image .*x.png is damaged or none of PNG"),
+    "image_of_another_kind": (b"%PDF-1.7 and so on", r"x.png is damaged or none of PNG, JPEG.*begins with b'%PDF"),
+    "image_of_16_bits": (png(9, (30, 30), "I;16"), "has I;16 numbers a pixel; save it with 8 bits a channel"),
+    "image_missing": (None, "the image .*x.png: .*[Nn]o such file"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_images_are_named_and_counted(here, chat, case):
+    data, message = BROKEN[case]
+    if data is not None:
+        (here / "x.png").write_bytes(data)
+    records = SAME["path"], user({"type": "image", "image": "x.png"}, ASK)
+    with pytest.raises(ValueError, match=message) as refused:
+        rows_of(here, chat, *records)
+    assert "data.jsonl, line 2" in str(refused.value)
+    assert "--bad-records skip" in str(refused.value)
+    part = prepared(here / "data.jsonl", chat, policy="skip")
+    assert (part.num_kept, part.table.num_bad) == (1, 1)
+    assert "line 2" in part.bad_lines[0]
+
+
+REFUSED = {
+    "image_on_the_web": (
+        user({"type": "image", "url": "https://a.b/c.png"}, ASK),
+        "is on the web, where training fet",
+    ),
+    "image_without_place": ({"messages": MARKED, "images": ["red.png"] * 2}, "2 images beside 1 places for them"),
+    "place_without_image": ({"messages": MARKED, "images": []}, "0 images, but 1 tokens stand for one .id 3."),
+    "more_places": ({**user(ASK, {"type": "image"}, {"type": "image"}), "image": "red.png"}, "more places for images"),
+    "image_damaged_base64": (user({"type": "image", "base64": "a*"}, ASK), "base64 is damaged"),
+    "image_no_image": ({**user(ASK), "image": 3}, "an image is a path, a data URL or {bytes, path}, found 3"),
+    "image_beside_tokens": ({"input_ids": [1, 2], "image": "red.png"}, "no turn of a user|images beside input_ids"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_records_whose_images_do_not_go_with_their_texts(here, chat, case):
+    record, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        rows_of(here, chat, record)
+
+
+def test_kinds_of_pictures(here, chat):
+    """CMYK and grey are converted; of one that moves the first frame is taken, and told."""
+    frames = [Image.new("RGB", (30, 30), (80 * i, 0, 9)) for i in range(3)]
+    frames[0].save(here / "moves.gif", save_all=True, append_images=frames[1:])
+    (here / "ink.jpg").write_bytes(png((0, 0, 0, 0), (30, 30), "CMYK", "JPEG"))
+    (here / "grey.png").write_bytes(png(255, (30, 30), "L"))
+    names = "moves.gif", "ink.jpg", "grey.png"
+    rows = rows_of(here, chat, *(user({"type": "image", "image": name}, ASK) for name in names))
+    pixels = [chat.images.pixels(row.images[0])["pixel_values"] for row in rows]
+    assert (pixels[1] - pixels[2]).abs().max() < 0.02
+    assert prepared(here / "data.jsonl", chat).table.notes == {"images move, of which the first frame is taken": 1}

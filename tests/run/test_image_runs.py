@@ -1,0 +1,92 @@
+"""Runs of `train` on drawn pictures: a tiny model with a random tower learns to name them, stopped and resumed or not.
+
+What it exports answers as in transformers.
+"""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from image_models import write_llava
+from PIL import Image
+
+from flexengine import cli
+from flexengine.checkpoint.atomic import sha256_of
+from flexengine.hardware.presets import preset
+from flexengine.run import trainer
+
+DRAWN = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "draw_shapes.py"))
+OPTIONS = (
+    "--max-image-tokens 640 --max-seq-len 64 --max-global-batch-tokens 1024 --dtype float32 --device cpu --epochs 20"
+    " --lr 4e-3 --eval-steps 50 --save"
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a model, pictures and their records, on a machine that need not be measured."""
+    monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
+    monkeypatch.chdir(tmp_path)
+    write_llava(tmp_path / "model")
+    DRAWN["write"](tmp_path / "shapes")
+    return tmp_path
+
+
+def train(run, *more):
+    data = "--dataset shapes/train.jsonl --val-dataset shapes/val.jsonl --data-cache cache"
+    return cli.main(["train", *f"--model model --output-dir {run} {data} {OPTIONS}".split(), *more])
+
+
+def answers(model, processor, names):
+    """What transformers writes after each picture, without special tokens."""
+    found = []
+    for name in names:
+        turns = [{"role": "user", "content": [{"type": "image", "image": Image.open(name)},
+                                              {"type": "text", "text": DRAWN["QUESTION"]}]}]  # fmt: skip
+        given = processor.apply_chat_template(
+            turns, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        with torch.no_grad():
+            ids = model.generate(**given, max_new_tokens=4, do_sample=False)
+        found.append(processor.decode(ids[0, given["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    return found
+
+
+@pytest.mark.long
+def test_a_model_learns_to_name_drawn_pictures(folder, monkeypatch, capsys):
+    assert train("whole") == 0
+    exported = folder / "whole" / "final"
+    assert {"processor_config.json", "tokenizer.json", "chat_template.jinja"} <= {p.name for p in exported.iterdir()}
+    kept = transformers.LlavaForConditionalGeneration.from_pretrained("model").state_dict()
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(exported).eval()
+    trained = model.state_dict()
+    assert all(torch.equal(trained[name], kept[name]) == ("language_model" not in name and "lm_head" not in name)
+               for name in kept)  # fmt: skip
+
+    records = [json.loads(line) for line in Path("shapes/val.jsonl").read_text().splitlines()]
+    names = [f"shapes/{record['messages'][0]['content'][0]['image']}" for record in records]
+    found = answers(model, transformers.AutoProcessor.from_pretrained(exported), names)
+    right = [record["messages"][1]["content"] == said for record, said in zip(records, found, strict=True)]
+    assert sum(right) >= 0.9 * len(right), found
+
+    capsys.readouterr()
+    for name, said in list(zip(names, found, strict=True))[:2]:
+        asked = ["--image", name, "--prompt", DRAWN["QUESTION"], "--max-new-tokens", "4"]
+        assert cli.main(["generate", str(exported), *asked, "--dtype", "float32", "--device", "cpu"]) == 0
+        assert capsys.readouterr().out.strip() == said
+    take_step = trainer.take_step
+
+    def killed(engine, batch, number, *more):
+        if number == 60:
+            raise OSError("the machine is gone")
+        return take_step(engine, batch, number, *more)
+
+    with monkeypatch.context() as context:
+        context.setattr(trainer, "take_step", killed)
+        assert train("stopped", "--save-steps", "50") != 0
+    assert train("stopped", "--save-steps", "50", "--resume", "auto") == 0
+    weights = "final/model.safetensors"
+    assert sha256_of(folder / "stopped" / weights) == sha256_of(folder / "whole" / weights)
