@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.checkpoint.bounded_process import report_alive
-from flexengine.data.bad_records import BadRecords
-from flexengine.data.image_places import PLACE
-from flexengine.data.kept_images import KeptImage, kept, packed
-from flexengine.data.masks import LeftOutError
+from flexengine.data.kept_images import KeptImage, kept
 from flexengine.data.records import IGNORE, Record, TokenizedRecord
-from flexengine.data.token_columns import ValuedRecord
 from flexengine.wording import shown
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from flexengine.data.tokenizer import ChatTokenizer
 
 MOST_PIXELS = 2**26
 """Pixels of the largest image: decoded it takes 0.2 GiB, and a processor that resizes it some more."""
@@ -100,15 +95,18 @@ class ImageProcessor:
         tensors = {name: column for name, column in made.items() if hasattr(column, "contiguous")}
         return {name: column.contiguous() for name, column in tensors.items() if name not in NO_PIXELS}
 
-    def taken(self, record: Record, tokenizer: ChatTokenizer) -> tuple[list[KeptImage], list[list[int]]]:
-        """The images of a record, and the tokens that stand for each. Raises: ValueError naming one that is broken."""
+    def taken(self, record: Record, notes: Counter[str]) -> tuple[list[KeptImage], list[list[int]]]:
+        """The images of a record, and the tokens that stand for each. Raises: ValueError naming one that is broken.
+
+        notes: counts those of which a part alone is taken.
+        """
         found, ids = [], []
         for source in record.images:
             report_alive(source.name, IMAGE_CPU_S)
             image, data = kept(source)
             picture = decoded(data, source.name)
             if getattr(picture, "moves", False):
-                tokenizer.notes[ANIMATED] += 1
+                notes[ANIMATED] += 1
             found.append(image)
             ids.append(self.columns(picture)["input_ids"][0].tolist())
         return found, ids
@@ -161,38 +159,6 @@ def _check_size(width: int, height: int, name: str) -> None:
             f"the image {name} has {width} x {height} pixels, more than the {MOST_PIXELS >> 20} million that are"
             " decoded; save it smaller"
         )
-
-
-def encode_with_images(
-    records: Iterable[Record], tokenizer: ChatTokenizer, bad: BadRecords
-) -> Iterator[ValuedRecord | TokenizedRecord]:
-    """Two records of each: its tokens with the number of those that stand for images, and its images as numbers."""
-    from flexengine.data.encoding import encode_whole  # noqa: PLC0415
-
-    images = tokenizer.images
-    assert images is not None, "the tokenizer has a processor"
-    for record in records:
-        try:
-            tokens = encode_whole(_with_token(record, images.token), tokenizer)
-            found, ids = images.taken(record, tokenizer)
-            tokens = expanded(tokens, images.token_id, ids)
-        except LeftOutError as error:
-            tokenizer.left_out[str(error)] += 1
-        except ValueError as error:
-            bad.leave_out(ValueError(f"{record.where}: {error}" if record.where else str(error)))
-        else:
-            yield ValuedRecord(*tokens, float(tokens.input_ids.count(images.token_id)))
-            numbers: Any = packed(found)
-            yield TokenizedRecord(numbers, numbers)
-
-
-def _with_token(record: Record, token: str) -> Record:
-    """A record whose text, or tokens, have the places of images as the model has them."""
-    if record.tokens is not None and record.images:
-        raise ValueError("images beside input_ids; give messages or a text, whose tokens the model's processor writes")
-    if record.text is None:
-        return record
-    return replace(record, text=record.text.replace(PLACE, token) if record.images else record.text)
 
 
 def expanded(tokens: TokenizedRecord, token_id: int, images: Sequence[Sequence[int]]) -> TokenizedRecord:

@@ -17,9 +17,9 @@ from flexengine.checkpoint.hub_errors import without_secrets
 from flexengine.checkpoint.web_file import fetched
 from flexengine.data.bad_records import BadRecords, Policy
 from flexengine.data.encoding import encode_records
-from flexengine.data.image_processor import encode_with_images
 from flexengine.data.kept_images import PicturedRecord, are_as_they_were
 from flexengine.data.labelled import encode_labelled, parse_labelled
+from flexengine.data.pictured import encode_with_images
 from flexengine.data.preferences import compared_of, encode_compared
 from flexengine.data.prompts import encode_prompts, parse_prompt
 from flexengine.data.records import TokenizedRecord
@@ -58,6 +58,7 @@ TOKEN_CODE = (
         "image_places.py",
         "image_processor.py",
         "kept_images.py",
+        "pictured.py",
     ),
     *(
         "guessed_columns.py",

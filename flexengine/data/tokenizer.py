@@ -250,8 +250,7 @@ class ChatTokenizer:
                 if isinstance(error, LeftOutError) and self.images is None:
                     raise
                 refused = refused or error
-        assert refused is not None, "every record has a variant"
-        raise refused
+        raise refused or AssertionError("every record has a variant")
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
@@ -321,7 +320,7 @@ def encode_with_images(
     record = next(variants_of(parse_record(turns, "--image", folder=folder), in_parts=True))
     rendered = tokenizer._template.render(record.messages, add_generation_prompt=True).text
     ids = tokenizer.encode_texts([rendered])[0].ids
-    found, own = tokenizer.images.taken(record, tokenizer)
+    found, own = tokenizer.images.taken(record, tokenizer.notes)
     return expanded(TokenizedRecord(ids, ids), tokenizer.images.token_id, own).input_ids, found
 
 

@@ -1,0 +1,47 @@
+"""Records with images to ids: a chat template writes a token for each image, and a processor the tokens of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from flexengine.data.bad_records import BadRecords
+from flexengine.data.encoding import encode_whole
+from flexengine.data.image_places import PLACE
+from flexengine.data.image_processor import expanded
+from flexengine.data.kept_images import packed
+from flexengine.data.masks import LeftOutError
+from flexengine.data.records import Record, TokenizedRecord
+from flexengine.data.token_columns import ValuedRecord
+from flexengine.data.tokenizer import ChatTokenizer
+
+
+def encode_with_images(
+    records: Iterable[Record], tokenizer: ChatTokenizer, bad: BadRecords
+) -> Iterator[ValuedRecord | TokenizedRecord]:
+    """Two records of each: its tokens with the number of those that stand for images, and its images as numbers."""
+    images = tokenizer.images
+    assert images is not None, "the tokenizer has a processor"
+    for record in records:
+        try:
+            tokens = encode_whole(_with_token(record, images.token), tokenizer)
+            found, ids = images.taken(record, tokenizer.notes)
+            tokens = expanded(tokens, images.token_id, ids)
+        except LeftOutError as error:
+            tokenizer.left_out[str(error)] += 1
+        except ValueError as error:
+            bad.leave_out(ValueError(f"{record.where}: {error}" if record.where else str(error)))
+        else:
+            yield ValuedRecord(*tokens, float(tokens.input_ids.count(images.token_id)))
+            numbers: Any = packed(found)
+            yield TokenizedRecord(numbers, numbers)
+
+
+def _with_token(record: Record, token: str) -> Record:
+    """A record whose text, or tokens, have the places of images as the model has them."""
+    if record.tokens is not None and record.images:
+        raise ValueError("images beside input_ids; give messages or a text, whose tokens the model's processor writes")
+    if record.text is None:
+        return record
+    return replace(record, text=record.text.replace(PLACE, token) if record.images else record.text)
