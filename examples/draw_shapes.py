@@ -1,6 +1,6 @@
 """Draws 200 pictures of shapes and digits, and records that ask for their names: shapes/train.jsonl, shapes/val.jsonl.
 
-A model with images learns from them in a minute (docs/images.md):
+A model with images learns from them (docs/images.md):
 
     python examples/draw_shapes.py
     flexengine train --model VLM --dataset shapes/train.jsonl --val-dataset shapes/val.jsonl --max-image-tokens 4096

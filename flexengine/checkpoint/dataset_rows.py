@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, TextIO
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.dataset_files import kind_of
+from flexengine.checkpoint.dataset_images import with_images
 from flexengine.checkpoint.manifest import DownloadError, FileRecord
 from flexengine.wording import parse_json, shown
 
@@ -55,7 +56,8 @@ def write_json_lines(files: list[Path], target: Path) -> tuple[FileRecord, int]:
         for path in files:
             for row_number, row in enumerate(_rows_to_write(path), start=1):
                 report_alive(path.name)
-                line = _encode(row, f"{path.name}, row {row_number}")
+                where = f"{path.name}, row {row_number}"
+                line = _encode(with_images(row, where), where)
                 out.write(line)
                 digest.update(line)
                 num_bytes, num_rows = num_bytes + len(line), num_rows + 1

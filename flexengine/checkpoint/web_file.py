@@ -80,7 +80,7 @@ def _fetch(url: str, target: Path) -> dict[str, Any]:
     """Bring a file to its place; returns its date, size and SHA-256."""
     digest, num_bytes = hashlib.sha256(), 0
     with get_session().stream("GET", url, timeout=TIMEOUT_S, follow_redirects=True) as response:
-        _check(response)
+        check_answer(response)
         with atomic_file(target) as file:
             for block in response.iter_bytes():
                 num_bytes += len(block)
@@ -91,7 +91,7 @@ def _fetch(url: str, target: Path) -> dict[str, Any]:
     return {"fetched": today, "size": num_bytes, "sha256": digest.hexdigest()}
 
 
-def _check(response: Any) -> None:
+def check_answer(response: Any) -> None:
     """Raise DownloadError for an answer that is no file, came over an open line, or is too long."""
     if not is_private(str(response.url)):
         raise DownloadError(f"it leads to {without_secrets(str(response.url))}, which anybody on the way may change")

@@ -6,6 +6,7 @@ header states them, and the formats whose decoders are asked.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 from collections import Counter
@@ -29,6 +30,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats whose decoders are asked: others run programs, or read files that they name."""
 WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 ANIMATED = "images move, of which the first frame is taken"
+THUMBNAIL_PIXELS = 160
 IMAGE_CPU_S = 20.0
 """CPU seconds that one image may take beside what every record may."""
 NO_PIXELS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -149,6 +151,14 @@ def decoded(data: bytes, name: str) -> Image:
         raise ValueError(f"the image {name} is damaged: {str(error)[:160]}; save it again") from None
     found.moves = moves  # pyright: ignore[reportAttributeAccessIssue]
     return found
+
+
+def thumbnail(image: KeptImage) -> str:
+    """A small picture of an image as a data URL, for pages. Raises: ValueError where it cannot be read again."""
+    picture, out = decoded(image.read(), image.name), io.BytesIO()
+    picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    picture.save(out, "PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
 def _check_size(width: int, height: int, name: str) -> None:

@@ -1,11 +1,15 @@
 """What a run would learn from its data, for people: sequences with their trained tokens marked, counts, lengths."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
+from typing import NamedTuple
 
 import numpy as np
 
 from flexengine.data.batches import Sequenced, num_targets
+from flexengine.data.kept_images import PicturedRecord
 from flexengine.data.prepare import Prepared
 from flexengine.data.records import IGNORE
 from flexengine.data.tokenizer import ChatTokenizer
@@ -17,16 +21,68 @@ COUNTED_SEQUENCES = 10_000
 """Of how many sequences the trained tokens are counted; the share hardly changes after."""
 BAR_CHARACTERS = 40
 LONGEST_LINE = 600
+REPEATED = 4
+"""How often a token stands one behind the other before it is counted instead, in sequences with images."""
+
+
+class Piece(NamedTuple):
+    """A part of a sequence as text, and whether it has a loss."""
+
+    text: str
+    trained: bool
+
+
+def pieces_of(tokenizer: ChatTokenizer | TokenizerProcess, sequence: Sequenced) -> Iterator[Piece]:
+    """A sequence as text, special tokens written out; of an image's tokens their number."""
+    tokens = zip(sequence.input_ids, [IGNORE, *sequence.labels[1:]], strict=True)  # nothing predicts the first
+    for trained, run in groupby(tokens, key=lambda token: token[1] != IGNORE):
+        ids = [token for token, _ in run]
+        runs = _image_runs(ids) if isinstance(sequence, PicturedRecord) and not trained else [(ids, 1)]
+        for own, times in runs:
+            text = tokenizer.decode(own, skip_special_tokens=False)
+            yield Piece(f"{text} x {times} " if times > 1 else text, trained)
+
+
+def _image_runs(ids: list[int]) -> Iterator[tuple[list[int], int]]:
+    """Ids in pieces: a token that stands many times one behind the other, as that of an image, and how often."""
+    others = list[int]()
+    for token, run in groupby(ids):
+        count = len(list(run))
+        if count < REPEATED:
+            others += [token] * count
+            continue
+        yield from [(others, 1)] if others else ()
+        yield [token], count
+        others = []
+    yield from [(others, 1)] if others else ()
 
 
 def marked_text(tokenizer: ChatTokenizer | TokenizerProcess, sequence: Sequenced) -> str:
     """A sequence as text, special tokens written out, with MARKS around what has a loss."""
-    pieces = []
-    tokens = zip(sequence.input_ids, [IGNORE, *sequence.labels[1:]], strict=True)  # nothing predicts the first
-    for trained, run in groupby(tokens, key=lambda token: token[1] != IGNORE):
-        text = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
-        pieces.append(f"{MARKS[0]}{text}{MARKS[1]}" if trained else text)
-    return "".join(pieces)
+    pieces = pieces_of(tokenizer, sequence)
+    return "".join(f"{MARKS[0]}{piece.text}{MARKS[1]}" if piece.trained else piece.text for piece in pieces)
+
+
+def shown_sequences(part: Prepared, tokenizer: TokenizerProcess, num_shown: int) -> Iterator[SeenSequence]:
+    """The first sequences of a source for a page, with small pictures of their images."""
+    for i, sequence in enumerate(islice(part.sequences, num_shown), start=1):
+        images = sequence.images if isinstance(sequence, PicturedRecord) else []
+        pictures = [(image.name, tokenizer.thumbnail(image)) for image in images]
+        yield SeenSequence(_heading(i, sequence), [*pieces_of(tokenizer, sequence)], pictures)
+
+
+class SeenSequence(NamedTuple):
+    """A sequence for a page: a heading, its text in pieces, names and data URLs of its images."""
+
+    heading: str
+    pieces: Sequence[tuple[str, bool]]
+    pictures: Sequence[tuple[str, str]]
+
+
+def _heading(number: int, sequence: Sequenced) -> str:
+    tokens = f"{len(sequence.input_ids)} tokens, {num_targets(sequence.labels)} trained"
+    images = len(sequence.images) if isinstance(sequence, PicturedRecord) else 0
+    return f"sequence {number}: {tokens}" + (f", {images} image{'s' if images > 1 else ''}" if images else "")
 
 
 def shortened(text: str) -> str:
@@ -47,8 +103,7 @@ def preview(prepared: Sequence[Prepared], tokenizer: ChatTokenizer | TokenizerPr
     for part in prepared:
         yield from ("", part.describe(), *(f"  {line}" for line in part.bad_lines))
         for i, sequence in enumerate(islice(part.sequences, num_shown), start=1):
-            tokens = f"{len(sequence.input_ids)} tokens, {num_targets(sequence.labels)} trained"
-            yield from ("", f"---- sequence {i}: {tokens}", marked_text(tokenizer, sequence))
+            yield from ("", f"---- {_heading(i, sequence)}", marked_text(tokenizer, sequence))
         yield from ("", _trained_share(part), "lengths in tokens:", *_histogram(part.cut.lengths))
 
 

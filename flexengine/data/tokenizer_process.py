@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from flexengine.checkpoint.bounded_process import MOST_BYTES, BoundedProcess, report_alive
 from flexengine.data.bad_records import Policy
 from flexengine.data.image_pixels import joined
-from flexengine.data.image_processor import in_own_process
+from flexengine.data.image_processor import in_own_process, thumbnail
+from flexengine.data.kept_images import KeptImage
 from flexengine.data.masks import TrainOn
 from flexengine.data.prepare import make_table
 from flexengine.data.sources import LabelNames, Source
@@ -74,6 +76,10 @@ class TokenizerProcess:
         with tempfile.TemporaryDirectory(prefix="flexengine-pixels") as scratch:
             ids, count = self._process.call("encode_with_images", text, list(images), str(Path.cwd()), scratch)
             return ids, joined([load_file(Path(scratch, str(i))) for i in range(count)])
+
+    def thumbnail(self, image: KeptImage) -> str:
+        """See `thumbnail`."""
+        return self._process.call("thumbnail", image.name, image.placed, base64.b64encode(image.data).decode())
 
     def render_prompt(self, turns: Turns) -> str:
         """See `render_prompt`."""
@@ -136,6 +142,9 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
             save_file(tokenizer.images.pixels(image), Path(scratch, str(i)))
         return ids, len(found)
 
+    def small(name: str, placed: list[Any] | None, data: str) -> str:
+        return thumbnail(KeptImage(name, None if placed is None else tuple(placed), base64.b64decode(data)))
+
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return tokenizer.decode(ids, skip_special_tokens)
 
@@ -143,6 +152,6 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
         return sorted(tokenizer.stop_ids)
 
     calls = {"about": about, "make_table": table, "decode": decode, "stop_ids": stop_ids}
-    calls |= {"encode_with_images": with_images}
+    calls |= {"encode_with_images": with_images, "thumbnail": small}
     prompts = {"encode_prompt": tokenizer.encode_prompt, "render_prompt": partial(render_prompt, tokenizer)}
     return {**calls, **prompts}

@@ -14,6 +14,7 @@ import transformers
 from image_models import IMAGE_TOKENS, write_llava
 from PIL import Image
 
+from flexengine import cli
 from flexengine.data import ChatTokenizer, prepare_sources, sources_of
 from flexengine.data.batches import GlobalBatches, ImageBatch, batch_of
 from flexengine.data.image_pixels import PixelReader, joined
@@ -146,6 +147,32 @@ def test_bytes_in_parquet_are_decoded_in_other_processes(here, chat, folder):
             assert torch.equal(batch.columns["pixel_values"], chat.images.pixels(row.images[0])["pixel_values"])
     finally:
         reader.close()
+
+
+def test_the_preview_shows_pictures_and_what_is_trained(here, folder, capsys):
+    (here / "data.jsonl").write_text(json.dumps(SAME["path"]) + "\n" + json.dumps(SAME["marked"]) + "\n")
+    asked = [
+        "--model",
+        folder,
+        "--dataset",
+        here / "data.jsonl",
+        "--data-cache",
+        here / "cache",
+        "--html",
+        here / "a.html",
+    ]
+    preview = ["data", "preview", *map(str, asked), "--max-image-tokens"]
+    assert cli.main([*preview, "16"]) == 0
+    out, page = capsys.readouterr().out, (here / "a.html").read_text()
+    assert f"sequence 1: {IMAGE_TOKENS + 10} tokens, 2 trained, 1 image" in out
+    assert "<image> x 16 " in out
+    assert "[[disc </s>]]" in out
+    assert page.count("<mark>disc &lt;/s&gt;</mark>") == page.count('<img src="data:image/png;base64,') == 2
+    assert "&lt;image&gt; x 16 " in page
+    assert cli.main([*preview, "15"]) == 2
+    assert (
+        "2 of 2 records have more tokens of images than --max-image-tokens 15, the most 16" in capsys.readouterr().err
+    )
 
 
 def bomb(width, height):
