@@ -39,7 +39,11 @@ NEEDED = "pip install 'flexengine-train[images]'"
 
 
 class ImageProcessor:
-    """A model's processor. token: text of what stands for an image in a template; token_id: its id."""
+    """A model's processor.
+
+    token: what stands for an image where the chat template has written a record; place_id: its id. row_id: of what
+    stands for a row of an image, which may be another one.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Read the processor's files. Raises: ValueError where there are none, or packages are missing."""
@@ -54,7 +58,8 @@ class ImageProcessor:
             import PIL  # noqa: F401, PLC0415
 
             found: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            self.token, self.token_id = str(found.image_token), int(found.image_token_id)
+            self.token, self.row_id = str(found.image_token), int(found.image_token_id)
+            self.place_id = int(found.tokenizer.convert_tokens_to_ids(self.token))
         except ImportError as error:
             said = " ".join(str(error).split())[:160]
             raise ValueError(
@@ -171,20 +176,20 @@ def _check_size(width: int, height: int, name: str) -> None:
         )
 
 
-def expanded(tokens: TokenizedRecord, token_id: int, images: Sequence[Sequence[int]]) -> TokenizedRecord:
+def expanded(tokens: TokenizedRecord, place_id: int, images: Sequence[Sequence[int]]) -> TokenizedRecord:
     """Tokens with those of each image in the place of its one; they have no loss.
 
     Raises: ValueError unless there are as many places as images.
     """
-    places = tokens.input_ids.count(token_id)
+    places = tokens.input_ids.count(place_id)
     if places != len(images):
         raise ValueError(
-            f"{len(images)} images, but {places} tokens stand for one (id {token_id}) where the chat template has"
+            f"{len(images)} images, but {places} tokens stand for one (id {place_id}) where the chat template has"
             " written the record; write the image's token into no text, or correct the model's chat template"
         )
     ids, labels, waiting = list[int](), list[int](), iter(images)
     for token, label in zip(tokens.input_ids, tokens.labels, strict=True):
-        own = next(waiting) if token == token_id else None
+        own = next(waiting) if token == place_id else None
         ids.extend([token] if own is None else own)
         labels.extend([label] if own is None else [IGNORE] * len(own))
     return TokenizedRecord(ids, labels)

@@ -27,13 +27,13 @@ def encode_with_images(
         try:
             tokens = encode_whole(_with_token(record, images.token), tokenizer)
             found, ids = images.taken(record, tokenizer.notes)
-            tokens = expanded(tokens, images.token_id, ids)
+            tokens = expanded(tokens, images.place_id, ids)
         except LeftOutError as error:
             tokenizer.left_out[str(error)] += 1
         except ValueError as error:
             bad.leave_out(ValueError(f"{record.where}: {error}" if record.where else str(error)))
         else:
-            yield ValuedRecord(*tokens, float(tokens.input_ids.count(images.token_id)))
+            yield ValuedRecord(*tokens, float(tokens.input_ids.count(images.row_id)))
             numbers: Any = packed(found)
             yield TokenizedRecord(numbers, numbers)
 

@@ -321,7 +321,7 @@ def encode_with_images(
     rendered = tokenizer._template.render(record.messages, add_generation_prompt=True).text
     ids = tokenizer.encode_texts([rendered])[0].ids
     found, own = tokenizer.images.taken(record, tokenizer.notes)
-    return expanded(TokenizedRecord(ids, ids), tokenizer.images.token_id, own).input_ids, found
+    return expanded(TokenizedRecord(ids, ids), tokenizer.images.place_id, own).input_ids, found
 
 
 def render_prompt(tokenizer: ChatTokenizer, said: str | Turns) -> str:

@@ -115,7 +115,7 @@ def test_images_come_along_in_the_records(hub, repo, tmp_path, capsys):
     """Bytes of the image feature, and images of the web, so that training needs no network."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    hub.repos["org/pictures"] = {"a.png": b"\x89PNG of the web"}
+    hub.repos["models/org/pictures"] = {"a.png": b"\x89PNG of the web"}
     url = f"{hub.url}/org/pictures/resolve/{hub.commit}/a.png"
     images = [{"bytes": b"\xff\xd8 a JPEG", "path": "b.jpg"}, {"bytes": None, "path": "c.jpg"}]
     turns = [[{"content": [{"type": "image_url", "image_url": {"url": url}}]}], [{"content": [{"type": "text"}]}]]
@@ -126,7 +126,7 @@ def test_images_come_along_in_the_records(hub, repo, tmp_path, capsys):
     assert first["image"] == "data:image/jpeg;base64,/9ggYSBKUEVH"
     assert first["messages"][0]["content"][0]["image_url"]["url"] == "data:image/png;base64,iVBORyBvZiB0aGUgd2Vi"
     assert second["image"] == {"path": "c.jpg"}
-    del hub.repos["org/pictures"]["a.png"]
+    del hub.repos["models/org/pictures"]["a.png"]
     assert fetch(hub, tmp_path / "y.jsonl") == 1
     assert "data/train-00000-of-00001.parquet".rpartition("/")[2] + ", row 1: the image http" in capsys.readouterr().err
     assert not (tmp_path / "y.jsonl").exists()

@@ -21,6 +21,9 @@ from flexengine.data.image_pixels import PixelReader, joined
 from flexengine.data.image_processor import ImageProcessor
 from flexengine.data.preview import marked_text
 from flexengine.data.records import IGNORE
+from flexengine.models.registry import open_model
+from flexengine.options.train_config import TrainConfig
+from flexengine.run.training_data import with_images
 
 IMAGE_ID = 3
 ASK = {"type": "text", "text": "what is this"}
@@ -151,17 +154,8 @@ def test_bytes_in_parquet_are_decoded_in_other_processes(here, chat, folder):
 
 def test_the_preview_shows_pictures_and_what_is_trained(here, folder, capsys):
     (here / "data.jsonl").write_text(json.dumps(SAME["path"]) + "\n" + json.dumps(SAME["marked"]) + "\n")
-    asked = [
-        "--model",
-        folder,
-        "--dataset",
-        here / "data.jsonl",
-        "--data-cache",
-        here / "cache",
-        "--html",
-        here / "a.html",
-    ]
-    preview = ["data", "preview", *map(str, asked), "--max-image-tokens"]
+    asked = {"model": folder, "dataset": here / "data.jsonl", "data-cache": here / "cache", "html": here / "a.html"}
+    preview = ["data", "preview", *(f"--{name}={value}" for name, value in asked.items()), "--max-image-tokens"]
     assert cli.main([*preview, "16"]) == 0
     out, page = capsys.readouterr().out, (here / "a.html").read_text()
     assert f"sequence 1: {IMAGE_TOKENS + 10} tokens, 2 trained, 1 image" in out
@@ -170,9 +164,7 @@ def test_the_preview_shows_pictures_and_what_is_trained(here, folder, capsys):
     assert page.count("<mark>disc &lt;/s&gt;</mark>") == page.count('<img src="data:image/png;base64,') == 2
     assert "&lt;image&gt; x 16 " in page
     assert cli.main([*preview, "15"]) == 2
-    assert (
-        "2 of 2 records have more tokens of images than --max-image-tokens 15, the most 16" in capsys.readouterr().err
-    )
+    assert "2 of 2 records have more tokens of images than --max-image-tokens 15" in capsys.readouterr().err
 
 
 def bomb(width, height):
@@ -245,3 +237,20 @@ def test_kinds_of_pictures(here, chat):
     pixels = [chat.images.pixels(row.images[0])["pixel_values"] for row in rows]
     assert (pixels[1] - pixels[2]).abs().max() < 0.02
     assert prepared(here / "data.jsonl", chat).table.notes == {"images move, of which the first frame is taken": 1}
+
+
+def test_a_folder_without_a_processor(tmp_path):
+    with pytest.raises(ValueError, match=r"no processor_config.json or preprocessor_config.json, which say how"):
+        ImageProcessor(tmp_path)
+    (tmp_path / "processor_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"transformers cannot read the processor: .*; fetch its files again"):
+        ImageProcessor(tmp_path)
+
+
+def test_images_go_with_single_answers(folder):
+    source = open_model(folder)
+    options = {"model": str(folder), "dataset": ("a.jsonl",), "max_image_tokens": 9}
+    assert with_images(TrainConfig(**options), source)
+    assert not with_images(TrainConfig(**{**options, "max_image_tokens": 0}), source)
+    with pytest.raises(ValueError, match="--max-image-tokens 9 with --objective dpo: images are trained with single"):
+        with_images(TrainConfig(**options, objective="dpo"), source)

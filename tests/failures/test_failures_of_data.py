@@ -55,6 +55,11 @@ DATA = (
         ("has configurations a, b; none was asked for. Choose one with --dataset data.jsonl:CONFIG:SPLIT",),
     ),
     Case("data_compressed_otherwise", {"train.jsonl.zst": "x"}, ("holds no such file \\(found train.jsonl.zst\\)",)),
+    Case(
+        "data_with_images",
+        '{"question": "a", "answer": "b", "images": ["a.png"]}',
+        ("line 1: images is not read, train takes text only without --max-image-tokens; leave out records with",),
+    ),
     Case("data_conversation_empty", '{"messages": []}', ("list of at least one message, found \\[\\]",)),
     Case(
         "data_message_without_role",
