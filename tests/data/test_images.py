@@ -13,14 +13,15 @@ import torch
 import transformers
 from image_models import IMAGE_TOKENS, write_llava
 from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from flexengine import cli
 from flexengine.data import ChatTokenizer, prepare_sources, sources_of
 from flexengine.data.batches import GlobalBatches, ImageBatch, batch_of
 from flexengine.data.image_pixels import PixelReader, joined
-from flexengine.data.image_processor import ImageProcessor
+from flexengine.data.image_processor import ImageProcessor, expanded
 from flexengine.data.preview import marked_text
-from flexengine.data.records import IGNORE
+from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.models.registry import open_model
 from flexengine.options.train_config import TrainConfig
 from flexengine.run.training_data import with_images
@@ -97,6 +98,52 @@ def test_every_way_to_write_an_image_gives_the_tokens_of_transformers(here, chat
         assert row.input_ids == wanted["input_ids"][0].tolist(), name
         assert row.labels == [IGNORE] * (len(row.labels) - 2) + row.input_ids[-2:]
         assert torch.equal(chat.images.pixels(row.images[0])["pixel_values"], wanted["pixel_values"]), name
+
+
+def tokens_of(*special, **named):
+    vocabulary = {token: i for i, token in enumerate((*special, "a", "b", "c", "<unk>"))}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(list(special))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=special[0], extra_special_tokens=named
+    )
+
+
+def idefics3():
+    around, whole = "<fake_token_around_image>", "<global-img>"
+    tiles = [f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)]
+    named = {"image_token": "<image>", "fake_image_token": around, "global_image_token": whole}
+    tokens = tokens_of("<end_of_utterance>", "<image>", around, whole, *tiles, **named)
+    pictures = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
+    return transformers.Idefics3Processor(pictures, tokens, image_seq_len=4)
+
+
+def aya_vision():
+    tokens = tokens_of("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE", "TILE_GLOBAL")
+    pictures = transformers.GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, crop_to_patches=True)
+    return transformers.AyaVisionProcessor(pictures, tokens, patch_size=7, img_size=28, downsample_factor=2)
+
+
+@pytest.mark.parametrize("make", [idefics3, aya_vision])
+def test_images_one_by_one_are_as_those_of_a_batch(make, tmp_path):
+    """Tiles of images of several sizes, whose places and rows have tokens of their own."""
+    whole = make()
+    whole.save_pretrained(tmp_path)
+    images = ImageProcessor(tmp_path)
+    noise = torch.Generator().manual_seed(0)
+    sizes = (50, 80, 3), (30, 30, 3), (90, 40, 3)
+    pictures = [torch.randint(0, 255, size, generator=noise, dtype=torch.uint8).numpy() for size in sizes]
+    pictures = [Image.fromarray(picture) for picture in pictures]
+    text = f"a {images.token} b {images.token} {images.token} c"
+    wanted = whole(text=[text], images=[pictures], return_tensors="pt", add_special_tokens=False)
+    each = [images.columns(picture) for picture in pictures]
+    ids = whole.tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = expanded(TokenizedRecord(ids, ids), images.place_id, [one["input_ids"][0].tolist() for one in each])
+    assert found.input_ids == wanted["input_ids"][0].tolist()
+    assert found.labels.count(IGNORE) == len(found.labels) - 3
+    columns = joined([{name: one[name] for name in ("pixel_values",)} for one in each])
+    assert torch.equal(columns["pixel_values"], wanted["pixel_values"])
 
 
 def test_several_images_in_several_turns_and_none(here, chat, tmp_path):

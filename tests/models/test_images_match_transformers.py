@@ -182,6 +182,30 @@ def test_images(case, tmp_path):
             assert relative_error(log_probs[1:], wanted) <= 1e-4
 
 
+@pytest.mark.parametrize("case", ["llava", "qwen2_vl"])
+def test_answers_about_images(case, tmp_path):
+    """Several images in a prompt, none, and one; positions in three axes go on behind the largest."""
+    model, (_, draw, rows) = saved(case, tmp_path), FAMILIES[case]
+    images = draw(3)
+    runs = [[IMAGE] * (rows_of(one) or rows(tuple(one["pixel_values"].shape[-2:]))) for one in images]
+    prompts = [[15, *runs[0], 7, *runs[1], 2], [13, 4, 50], [*runs[2], 31, 11]]
+    wanted = []
+    for prompt, own in zip(prompts, (images[:2], [], images[2:]), strict=True):
+        row, given = list(prompt), joined(own) if own else {}
+        for _ in range(4):
+            if "image_grid_thw" in given:
+                given["mm_token_type_ids"] = (torch.tensor([row]) == IMAGE).int()
+            with torch.no_grad():
+                row.append(int(model(input_ids=torch.tensor([row]), use_cache=False, **given).logits[0, -1].argmax()))
+        wanted.append(row[len(prompt) :])
+    assert not any(IMAGE in row for row in wanted), "another seed: the reference would take it for an image"
+    source = opened(tmp_path)
+    with build_engine(source, streamed_plan(source.spec, chunk_tokens=16, chunks_per_round=4)) as engine:
+        assert engine.generate(prompts, 4, images=joined(images)) == wanted
+        with pytest.raises(ValueError, match=r"which do not go with|give \d+ rows"):
+            engine.generate(prompts[:1], 1, images=joined(images))
+
+
 def test_plans_change_no_bits_and_text_alone_needs_no_images(tmp_path):
     """Bits are equal where weights stay and where they stream, whether the tower is trained or not; a batch of text is
     as in an engine without a tower. transformers reads what was trained."""
