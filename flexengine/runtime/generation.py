@@ -219,9 +219,7 @@ class Generator:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def _forward(
-        self, active: list[_Sequence], request: GenerationRequest, rows: GivenInput | None
-    ) -> list[int]:
+    def _forward(self, active: list[_Sequence], request: GenerationRequest, rows: GivenInput | None) -> list[int]:
         """Run forward of all tokens that are not cached; returns the one that follows each sequence.
 
         rows: given ones of all prompts, over which they are counted.
