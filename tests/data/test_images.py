@@ -16,7 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from flexengine import cli
-from flexengine.data import ChatTokenizer, prepare_sources, sources_of
+from flexengine.data import ChatTokenizer, hold_out, prepare_sources, sources_of
 from flexengine.data.batches import GlobalBatches, ImageBatch, batch_of
 from flexengine.data.image_pixels import PixelReader, joined
 from flexengine.data.image_processor import ImageProcessor, expanded
@@ -169,6 +169,10 @@ def test_several_images_in_several_turns_and_none(here, chat, tmp_path):
     assert other.fingerprint() != batches.fingerprint()
     with pytest.raises(ValueError, match="1 of 3 records have more tokens of images than --max-image-tokens 47"):
         GlobalBatches.of_parts([part], 400, seed=0, max_image_tokens=47)
+    for half in hold_out(part, 0.34, seed=0):  # counts stay with their sequences
+        counts = [row.input_ids.count(IMAGE_ID) for row in half.sequences]
+        assert half.sequences.image_tokens is not None
+        assert half.sequences.image_tokens.tolist() == counts
     whole = batch_of(part.sequences, [0, 1, 2])
     assert isinstance(whole, ImageBatch)
     alone = joined([chat.images.pixels(image) for image in whole.images])
