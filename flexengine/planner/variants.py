@@ -178,12 +178,8 @@ SECOND_PLANES = Variant[Problem, Found](
 def _in_round_applies(problem: Problem, best: Found | None) -> bool:
     """Where nothing is clipped, and what trains is more than adapters on the GPU, whose updates are short."""
     asked = problem.request
-    return _trains_streamed(problem) and asked.may_update_in_round and not asked.updates_in_round
-
-
-def _trains_streamed(problem: Problem) -> bool:
     groups = (group for group in problem.model.groups if problem.streams_adapters or not group.adapter)
-    return not all(group.frozen for group in groups)
+    return not all(group.frozen for group in groups) and asked.may_update_in_round and not asked.updates_in_round
 
 
 def _in_round(problem: Problem, best: Found | None, way: Literal["in_round", "unstored"]) -> Found | None:
