@@ -140,6 +140,14 @@ def mamba(model_type: str, **changes: Any) -> dict:
     return without_head_dim(variant(model_type, **{**sizes, **changes}))
 
 
+def nemotron_h(kinds: list[str], **changes: Any) -> dict:
+    """Mamba-2 heads whose width is no multiple of the model's."""
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 6, "chunk_size": 8}
+    own = {"layers_block_type": kinds, "layer_norm_epsilon": 1e-2, "head_dim": 10, "rescale_prenorm_residual": False}
+    values = variant("nemotron_h", **{**sizes, **own, "num_hidden_layers": len(kinds), **changes})
+    return lacking(values, "rms_norm_eps")
+
+
 INDEXED = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 8}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.3,
@@ -390,6 +398,15 @@ CASES: dict[str, dict] = {
         time_step_limit=[0.1, 2.0],
         mamba_conv_bias=False,
     ),
+    "nemotron_h": nemotron_h(["linear_attention", "mlp", "full_attention"]),
+    "nemotron_h, biases": nemotron_h(
+        ["mlp", "linear_attention"],
+        use_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        time_step_min=0.4,
+        use_conv_bias=False,
+    ),
     "bamba": mamba("bamba", attn_layer_indices=[1], mamba_n_groups=1),
     "bamba, biases, limits": mamba(
         "bamba",
@@ -453,6 +470,7 @@ LIKE_OTHERS = {
     *("hunyuan_v1_dense", "ernie4_5", "glm", "glm4_moe", "solar_open", "dots1", "exaone_moe", "mellum", "granitemoe"),
     *("hyperclovax", "stablelm", "jais2", "cohere", "exaone", "sarvam_moe", "granitemoe_swa", "apertus1p5_text"),
     "gemma4_unified_text",
+    "nemotron_h",
     *("youtu", "minicpm3", "glm4_moe_lite", "sarvam_mla", "glm_moe_dsa"),
 }
 """Families with a row whose blocks have the ops of another family, in other order or with other values."""

@@ -45,13 +45,14 @@ class ExpertShape(NamedTuple):
 
 
 class Mixer(Protocol):
-    """What replaces attention over queries, keys and values of the input in a block, from x to x1, or its FFN, from x1.
+    """What replaces attention over queries, keys and values of the input in a block, from x to `block.middle`, or its
+    FFN, from x1.
 
     Equal mixers must have equal hashes, since blocks of equal shape share their ops.
     """
 
     def ops(self, block: BlockShape) -> list[Op]:
-        """List the ops to x1 (of an FFN to `block.end`), including the norms and the sum with the residual."""
+        """List the ops to `block.middle` (of an FFN to `block.end`), with the norms and the sum with the residual."""
         ...
 
     def params(self, block: BlockShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
@@ -68,7 +69,8 @@ class BlockShape:
     interleaved: how rotated pairs lie. norm_after_rope: the order of the two. query_scale: beta and original length of
     ops/query_scale.py. plain: the FFN has no gate, and this activation. parallel: the FFN reads what attention reads.
     residual_scale: factor on the result of each branch. values: as of ops/qk_norm.py. ffn: what replaces the FFN.
-    scaled: the checkpoint has a factor on the whole result, which nothing trains.
+    scaled: the checkpoint has a factor on the whole result, which nothing trains. only: of two branches the one that
+    there is; None for both.
     """
 
     hidden_size: int
@@ -98,6 +100,12 @@ class BlockShape:
     values: Values = "plain"
     ffn: Mixer | None = None
     scaled: bool = False
+    only: Literal["mixer", "ffn"] | None = None
+
+    @property
+    def middle(self) -> str:
+        """Name of the tensor between the branches, which is an end of the block where it has one branch."""
+        return {"mixer": self.end, "ffn": "x", None: "x1"}[self.only]
 
     @property
     def end(self) -> str:

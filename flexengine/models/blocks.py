@@ -69,6 +69,10 @@ def block_ops(s: BlockShape, dense_elements: int = 0) -> tuple[Op, ...]:
 @lru_cache(maxsize=256)
 def _block_ops(s: BlockShape, divisions: int) -> tuple[Op, ...]:
     mixer = _attention_ops(s) if s.mixer is None else s.mixer.ops(s)
+    if s.only == "mixer":
+        return tuple(mixer)
+    if s.only == "ffn":
+        return tuple(_mlp_ops(s))
     if s.ffn is not None:
         ffn = s.ffn.ops(s)
     else:
@@ -97,7 +101,7 @@ def _attention_ops(s: BlockShape) -> list[Op]:
         # The projection gives a gate beside each query head, so the gates are still in its output, stages[0].
         result = "gated_o"
         ops.append(HeadGate("head_gate", "o", stages[0], result, Columns(h, n, 2 * h, h)))
-    return [*ops, *closing(s, ("o_proj", result, s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
+    return [*ops, *closing(s, ("o_proj", result, s.query_width, s.o_bias), "attn_post_norm", "x", s.middle)]
 
 
 def _between(s: BlockShape, kind: str, x: str, y: str) -> Op:
@@ -116,7 +120,7 @@ def _between(s: BlockShape, kind: str, x: str, y: str) -> Op:
 
 def _opening_mlp(s: BlockShape) -> tuple[list[Op], str]:
     """Give the norm before the FFN, unless it reads what attention reads, and the tensor that the FFN reads."""
-    return ([], "h1") if s.parallel else opening_norm(s, "mlp_norm", "x1", "h2")
+    return ([], "h1") if s.parallel else opening_norm(s, "mlp_norm", s.middle, "h2")
 
 
 def _mlp_ops(s: BlockShape) -> list[Op]:
@@ -126,10 +130,10 @@ def _mlp_ops(s: BlockShape) -> list[Op]:
     if s.plain is not None:
         ops.append(Linear("up_proj", rows, "up", s.hidden_size, f, *weight_names("up_proj", s.mlp_bias)))
         ops.append(PLAIN[s.plain](s.plain, "up", "a", f))
-        return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", s.end)]
+        return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", s.middle, s.end)]
     ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *weight_names("gate_up_proj", s.mlp_bias)))
     ops.append(GLU(unit, "gate_up", "a", f, s.activation))
-    return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", s.end)]
+    return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", s.middle, s.end)]
 
 
 def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
@@ -241,14 +245,19 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
         ffn = [*mlp(), *s.ffn.params(s, prefix, names)]
     else:
         ffn = mlp() if s.experts is None else expert_params(s, s.experts, prefix, names)
-    return (
-        *(norm("attn_norm", names.attn_norm) if pre else []),
-        *(attention() if s.mixer is None else s.mixer.params(s, prefix, names)),
-        *(norm("attn_post_norm", names.attn_post_norm) if post else []),
-        *(norm("mlp_norm", names.mlp_norm) if pre and not s.parallel else []),
-        *ffn,
-        *(norm("mlp_post_norm", names.mlp_post_norm) if post else []),
-    )
+    branches = {
+        "mixer": (
+            *(norm("attn_norm", names.attn_norm) if pre else []),
+            *(attention() if s.mixer is None else s.mixer.params(s, prefix, names)),
+            *(norm("attn_post_norm", names.attn_post_norm) if post else []),
+        ),
+        "ffn": (
+            *(norm("mlp_norm", names.mlp_norm) if pre and not s.parallel else []),
+            *ffn,
+            *(norm("mlp_post_norm", names.mlp_post_norm) if post else []),
+        ),
+    }
+    return branches[s.only] if s.only else (*branches["mixer"], *branches["ffn"])
 
 
 def block_buffers(s: BlockShape, prefix: str, names: BlockNames) -> tuple[tuple[str, WeightSource], ...]:

@@ -17,6 +17,7 @@ WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoin
 """Modules that torch puts around others to compile, distribute or recompute them, which names of tensors show."""
 OTHER_PREFIXES = {
     "model.": ("model.language_model.", ""),
+    "backbone.": ("model.", ""),
     "transformer.": ("",),
     "language_model.model.": ("model.language_model.", "language_model."),
     "model.language_model.": ("language_model.model.", "language_model.", "model.language_model.model.", "model."),

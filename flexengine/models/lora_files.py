@@ -25,6 +25,7 @@ CALLED_OTHERWISE = {
     "hy_v3": (".shared_mlp.", ".router."),
     **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), (".block_sparse_moe.",)),
     "exaone": (".attn.", ".mlp."),
+    "nemotron_h": (".mixer.",),
     "sarvam_moe": (".attention.",),
     **dict.fromkeys(("aria_text", "aria"), (".experts.",)),
 }

@@ -53,7 +53,7 @@ class MambaShape:
         return self.width + 2 * self.num_groups * self.state
 
     def ops(self, block: BlockShape) -> list[Op]:
-        """List the ops from x to x1."""
+        """List the ops from x to `block.middle`."""
         width, end = self.width, self.width + self.channels
         sizes = (self.num_groups, self.num_heads, self.state, self.head_dim)
         ops, rows = opening_norm(block, "attn_norm", "x", "h1")
@@ -69,7 +69,7 @@ class MambaShape:
                 "gated_norm", "o", "mixed", "gated", whole(0, width), width // self.num_groups, "gated_norm.weight",
                 self.eps, shared=False, gate_first=True,
             ),
-            *closing(block, ("out_proj", "gated", width, self.bias), "attn_post_norm", "x", "x1"),
+            *closing(block, ("out_proj", "gated", width, self.bias), "attn_post_norm", "x", block.middle),
         ]  # fmt: skip
 
     def params(self, block: BlockShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
@@ -98,15 +98,19 @@ class MambaShape:
 
 
 def read_mamba(fields: Fields) -> MambaShape:
-    """Read the Mamba-2 layers of a config. Raises ValueError for sizes that do not go with each other."""
+    """Read the Mamba-2 layers of a config. Raises ValueError for sizes that do not go with each other.
+
+    Where a config has no `mamba_expand`, which a row gives to those that leave it out, heads are as wide as they say.
+    """
     heads, groups = fields.whole("mamba_n_heads", 128), fields.whole("mamba_n_groups", 1)
-    stated, width = fields.values.get("mamba_d_head"), fields.whole("mamba_expand", 2) * fields.whole("hidden_size")
+    stated, expand = fields.values.get("mamba_d_head"), fields.whole("mamba_expand", None)
+    width = heads * fields.whole("mamba_d_head") if expand is None else expand * fields.whole("hidden_size")
     head_dim = width // heads if stated in (None, "auto") else fields.whole("mamba_d_head")
     if head_dim * heads != width or heads % groups:
         raise ValueError(
             f"{fields.model}: mamba_n_heads={heads}, mamba_d_head={shown(stated)}, mamba_n_groups={groups} and "
-            f"mamba_expand * hidden_size={width} in config.json do not go together: all heads have the last as their "
-            "width together, and groups equally many of them. Fetch the published one again"
+            f"their width together={width} (mamba_expand * hidden_size) in config.json do not go "
+            "together, or groups have not equally many heads. Fetch the published one again"
         )
     return MambaShape(
         heads,

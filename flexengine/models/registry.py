@@ -41,6 +41,7 @@ from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.task_heads import read_head, with_task_head
 from flexengine.models.unknown import unknown_family
+from flexengine.models.variant import any_config
 from flexengine.models.variant_rows import VARIANTS
 from flexengine.models.wrappers import WRAPPERS
 from flexengine.wording import did_you_mean, hub_model, parse_json, shown
@@ -51,7 +52,8 @@ class Family(NamedTuple):
 
     checkpoints: published ones that load. options: what its block has beside Llama's. configs_compared: tiny configs
     that tests compare with transformers, parameter by parameter. quantised: each `quant_method` that it reads, beside
-    NF4, which all read. outside: whether `register_family` added it.
+    NF4, which all read. outside: whether `register_family` added it. covers: whether a config of the type is one of
+    those that `build` describes; others run as opaque blocks.
     """
 
     build: Callable[[str, dict], ModelSpec]
@@ -60,6 +62,7 @@ class Family(NamedTuple):
     configs_compared: int
     quantised: tuple[str, ...] = ()
     outside: bool = False
+    covers: Callable[[dict], bool] = any_config
 
 
 FAMILIES: dict[str, Family] = {
@@ -131,7 +134,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
     "gpt-sw3": Family(gpt2.build, "GPT-SW3", "as gpt2, which its configs call themselves", 0),
     **{
-        name: Family(variants.build, row.checkpoints, row.options, row.configs_compared)
+        name: Family(variants.build, row.checkpoints, row.options, row.configs_compared, covers=row.covers)
         for name, row in VARIANTS.items()
     },
     **{
@@ -209,6 +212,7 @@ def build_model(name: str, config: Any) -> ModelSpec:
     if family not in FAMILIES:
         load_families()
     native = FAMILIES.get(family)
+    native = native if native is None or native.covers(config) else None
     if native is None and not runs_opaque(name, config):
         raise unknown_family(name, family, config)
     # Refusals come before the builder: it would read a config that asks for something else without noticing.

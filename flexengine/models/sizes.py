@@ -10,7 +10,7 @@ from flexengine.models.fields import Fields
 from flexengine.ops.glu import Activation
 from flexengine.wording import shown
 
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+SLIDING, FULL, LINEAR, MLP = "sliding_attention", "full_attention", "linear_attention", "mlp"
 LAYER_TYPES = (SLIDING, FULL, LINEAR)
 ACTIVATIONS: dict[str, Activation | PlainActivation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2",

@@ -19,8 +19,7 @@ BLOCKS_OF_ENCODERS = (
 )
 MISSING_IN_TYPES: dict[str, str] = {
     "state-space layers (Mamba)": (
-        "mamba mamba2 falcon_mamba jamba falcon_h1 nemotron_h nemotron_h_omni zamba zamba2 "
-        "granite4_vision granite_docling"
+        "mamba mamba2 falcon_mamba jamba falcon_h1 nemotron_h_omni zamba zamba2 granite4_vision granite_docling"
     ),
     "recurrent layers": "rwkv recurrent_gemma xlstm reformer",
     "linear attention of another kind than Gated DeltaNet's": "minimax kimi_linear bailing_hybrid lara_mini",

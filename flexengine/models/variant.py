@@ -200,6 +200,11 @@ def both_if(name: str) -> Callable[[Fields], Norms]:
     return lambda fields: "both" if fields.switch(name, False) else "pre"
 
 
+def any_config(config: dict) -> bool:
+    """Cover all configs of a type."""
+    return True
+
+
 def as_it_is(config: dict) -> dict:
     """Leave a config as it is."""
     return config
@@ -257,8 +262,9 @@ class Variant:
     that ask for features which no op has. eps: the field that states it, and its default. share: of a head that is
     rotated. typed_ropes: frequencies for each kind of layers. latent: whether latent attention rotates pairs side by
     side; None for attention of the usual kind. longest: the field with the longest sequence that trains, and beyond
-    it what longer ones would need.
-    mixer: what has the place of attention in layers of linear attention.
+    it what longer ones would need. covers: as in registry.py:Family.
+    mixer: what has the place of attention in layers of linear attention. single: whether a layer has one branch, which
+    is its FFN where its kind is "mlp".
     layer_thetas: the field with a base for every layer, 0 for one that does not rotate.
     """
 
@@ -301,6 +307,7 @@ class Variant:
     query_scale: Callable[[Fields], tuple[float, int] | None] = no_scaling
     experts: Callable[[Fields, Sizes], Routed | None] | None = None
     mixer: Callable[[Fields], Mixer] | None = None
+    single: bool = False
     balanced: bool = False
     latent: Callable[[Fields], bool] | None = None
     longest: str = ""
@@ -308,3 +315,4 @@ class Variant:
     layer_thetas: str = ""
     parts: DecoderNames = field(default_factory=DecoderNames)
     notice: str = ""
+    covers: Callable[[dict], bool] = any_config

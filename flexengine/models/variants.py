@@ -11,7 +11,7 @@ from flexengine.models.fields import Fields
 from flexengine.models.latent_block import LatentAttention
 from flexengine.models.moe import check_counts, read_balance
 from flexengine.models.rope import THETA_RANGE, rope_table, score_scale, typed_rope_table
-from flexengine.models.sizes import FULL, LINEAR, SLIDING, Sizes, read_activation, read_sizes, read_window
+from flexengine.models.sizes import FULL, LINEAR, MLP, SLIDING, Sizes, read_activation, read_sizes, read_window
 from flexengine.models.spec import ModelSpec, Table
 from flexengine.models.variant import Told, Variant
 from flexengine.models.variant_rows import VARIANTS
@@ -48,6 +48,8 @@ def build(name: str, config: dict) -> ModelSpec:
             shape = replace(shape, mixer=latent, attention=AttentionStyle(scale))
         if kinds[index] == LINEAR:
             shape = replace(shape, mixer=mixer)
+        if row.single:
+            shape = replace(shape, only="ffn" if kinds[index] == MLP else "mixer")
         return shape if experts is None or index in experts.dense else replace(shape, experts=experts.shape)
 
     shape = DecoderShape(
@@ -102,7 +104,9 @@ def _tables(fields: Fields, config: dict, head_dim: int, row: Variant) -> dict[s
             kind: typed_rope_table(config, head_dim, name, kind, "rope_theta", theta) for kind, theta in thetas.items()
         }
     options = {"theta": row.theta, "share": row.share, "partial": row.share < 1.0 or row.partial}
-    return dict.fromkeys((FULL, SLIDING, LINEAR), rope_table(config, head_dim, name, config["model_type"], **options))
+    return dict.fromkeys(
+        (FULL, SLIDING, LINEAR, MLP), rope_table(config, head_dim, name, config["model_type"], **options)
+    )
 
 
 def _tables_by_layer(fields: Fields, count: int, head_dim: int, place: str) -> list[Table | None]:

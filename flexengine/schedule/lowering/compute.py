@@ -53,7 +53,8 @@ class ComputeLowering:
             self._bind_carry(call)
         if "bounds" in at.stage.areas:
             self._bind_bounds(call)
-        if chunk.is_slice and layer.kind == "block" and not at.in_parts:
+        carries = self._layout.programs[call.layer].window_stages
+        if carries and chunk.is_slice and layer.kind == "block" and not at.in_parts:
             self._bind_window(call)
         work = at.stage.work(chunk.tokens, chunk.seq_len, self._layout.compute_bytes)
         if not call.first:

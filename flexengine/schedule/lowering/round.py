@@ -219,9 +219,9 @@ class RoundLowering(LayerWalk):
         """What has to be at work before a stage's accumulators leave."""
 
     def _refill_window(self, index: int, slices: range, weights: dict[int, int]) -> None:
-        """Rebuild the keys and values of a sliced sequence, first slice to last."""
-        [at] = stage_parts(self.layout.programs[index].window_stages)
-        self._use_kept("fill_window", index, slices, at, weights)
+        """Rebuild the keys and values of a sliced sequence, first slice to last; a layer may carry nothing."""
+        for at in stage_parts(self.layout.programs[index].window_stages):
+            self._use_kept("fill_window", index, slices, at, weights)
 
     def _use_kept(self, kind: str, index: int, chunks: range, at: StagePart, weights: dict[int, int]) -> None:
         """Append commands that read only what a layer kept, for each of some chunks."""
