@@ -241,8 +241,7 @@ def test_buffers_of_linear_attentions_kernels(rule, case, tile_heads, monkeypatc
     monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
     _, _, k, v = DELTA_CASES[case][0]
     monkeypatch.setattr(delta_segments, "STATE_BYTES", 4 * k * v * tile_heads)
-    scan = (scan_kernels.scan_states, scan_kernels.scan_outputs, scan_kernels.scan_backward)
-    files = delta_kernels._kernels() if rule == "delta" else scan
+    files = (delta_kernels if rule == "delta" else scan_kernels)._kernels()
     launches = [(x, name) for x in files for name in vars(x) if name.startswith(f"{rule}_")]
     assert launches
     for file, name in launches:

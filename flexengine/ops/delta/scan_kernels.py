@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexengine.kernels import scan_backward, scan_outputs, scan_states
-from flexengine.kernels.scan_states import ScanTiles
 from flexengine.ops.delta.segments import Run, in_parts, runs, spans_of
 from flexengine.ops.delta.tiles import TILE, Ends, Operands
+
+if TYPE_CHECKING:
+    from flexengine.kernels.scan_states import ScanTiles
+
+
+class _Kernels(NamedTuple):
+    """The modules with the kernels."""
+
+    states: ModuleType
+    outputs: ModuleType
+    backward: ModuleType
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> _Kernels:
+    """The modules with the kernels, imported when first used, as Triton is."""
+    from flexengine.kernels import scan_backward, scan_outputs, scan_states  # noqa: PLC0415
+
+    return _Kernels(scan_states, scan_outputs, scan_backward)
 
 
 def forward(given: Operands, o: Tensor) -> None:
@@ -18,8 +38,8 @@ def forward(given: Operands, o: Tensor) -> None:
     for run in runs(given.seq_lens, in_parts(given.sizes)):
         for tiles in _heads(given, run):
             states = _buffer(tiles, *given.sizes[2:])
-            scan_states.scan_states(tiles, states, *given.ends)
-            scan_outputs.scan_outputs(tiles, states, o)
+            _kernels().states.scan_states(tiles, states, *given.ends)
+            _kernels().outputs.scan_outputs(tiles, states, o)
             del states
 
 
@@ -27,7 +47,7 @@ def fill_window(given: Operands) -> None:
     """The state after the chunk's sequence."""
     for run in runs(given.seq_lens, in_parts(given.sizes)):
         for tiles in _heads(given, run):
-            scan_states.scan_states(tiles, None, *given.ends)
+            _kernels().states.scan_states(tiles, None, *given.ends)
 
 
 def backward(
@@ -40,7 +60,7 @@ def backward(
         heads = list(_heads(given, run))
         for tiles in heads:
             _heads_backward(tiles, given.ends.before, grad_o, grad_ends, sums, grad_qkv, grad_gates)
-        scan_backward.scan_sums(heads[0], sums, grad_qkv)
+        _kernels().backward.scan_sums(heads[0], sums, grad_qkv)
         del sums
 
 
@@ -51,12 +71,12 @@ def _heads_backward(
     *_, k, v = tiles.sizes
     grad_decay, grad_strength, grad_skip = grad_gates
     states, grad_states = _buffer(tiles, k, v), _buffer(tiles, k, v)
-    scan_states.scan_states(tiles, states, before, None)
-    scan_states.scan_states_backward(tiles, grad_o, grad_states, *grad_ends)
-    scan_outputs.scan_values_backward(tiles, grad_o, grad_states, grad_xbc, grad_strength, grad_skip)
-    parts = _buffer(tiles, scan_backward.decay_parts(k), TILE)
-    scan_backward.scan_keys_backward(tiles, states, grad_o, grad_states, sums, parts)
-    scan_backward.scan_decays_backward(tiles, parts, grad_decay)
+    _kernels().states.scan_states(tiles, states, before, None)
+    _kernels().states.scan_states_backward(tiles, grad_o, grad_states, *grad_ends)
+    _kernels().outputs.scan_values_backward(tiles, grad_o, grad_states, grad_xbc, grad_strength, grad_skip)
+    parts = _buffer(tiles, _kernels().backward.decay_parts(k), TILE)
+    _kernels().backward.scan_keys_backward(tiles, states, grad_o, grad_states, sums, parts)
+    _kernels().backward.scan_decays_backward(tiles, parts, grad_decay)
 
 
 def _buffer(tiles: ScanTiles, *shape: int) -> Tensor:
@@ -71,4 +91,6 @@ def _heads(given: Operands, run: Run) -> Iterator[ScanTiles]:
     spans = spans_of(cu, run.slots)
     for first in range(0, sizes.value_heads, heads):
         count = min(heads, sizes.value_heads - first)
-        yield ScanTiles(given.qkv, *given.gates, skip, cu, spans, given.sizes, first, count, sizes.ratio)
+        yield _kernels().states.ScanTiles(
+            given.qkv, *given.gates, skip, cu, spans, given.sizes, first, count, sizes.ratio
+        )
