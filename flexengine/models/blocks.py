@@ -225,15 +225,11 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
             *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
         ]
 
-    def number(name: str) -> ParamSpec:
-        source = WeightSource(f"{prefix}.{names.activation}.{name}", (1,))
-        return ParamSpec(f"xielu.{name}", (1,), (source,), "vector", "zeros")
-
     def mlp() -> list[ParamSpec]:
         up = ("gate_up_proj", names.gate_up, (f, f)) if s.plain is None else ("up_proj", names.gate_up[-1:], (f,))
         return [
             *linear(*up, d, s.mlp_bias),
-            *([number("alpha_p"), number("alpha_n")] if s.plain == "xielu" else []),
+            *([_xielu_number(name, prefix, names) for name in ("alpha_p", "alpha_n")] if s.plain == "xielu" else []),
             *linear("down_proj", (names.down,), (d,), f, s.mlp_bias),
         ]
 
@@ -258,6 +254,11 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
         ),
     }
     return branches[s.only] if s.only else (*branches["mixer"], *branches["ffn"])
+
+
+def _xielu_number(name: str, prefix: str, names: BlockNames) -> ParamSpec:
+    source = WeightSource(f"{prefix}.{names.activation}.{name}", (1,))
+    return ParamSpec(f"xielu.{name}", (1,), (source,), "vector", "zeros")
 
 
 def block_buffers(s: BlockShape, prefix: str, names: BlockNames) -> tuple[tuple[str, WeightSource], ...]:

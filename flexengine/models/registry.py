@@ -348,11 +348,9 @@ def _with_weights(folder: Path, name: str, config: Any, needs_weights: bool) -> 
 
 
 def open_initial(
-    path_or_preset: str | Path,
-    init: Literal["checkpoint", "random"],
-    needs_weights: bool = True,
+    path_or_preset: str | Path, init: Literal["checkpoint", "random"], needs_weights: bool = True,
     trust_remote_code: bool = False,
-) -> ModelSource:
+) -> ModelSource:  # fmt: skip
     """Read the description of a model that is trained from its weights, or from random ones.
 
     needs_weights: False for a plan alone. trust_remote_code: as of `open_model`. Raises ValueError as `open_model`, and
@@ -372,9 +370,8 @@ def _open_preset(name: str) -> ModelSource:
         return ModelSource(build_model("demo", _read_config(ASSETS / "demo")), None, ASSETS / "demo")
     found, known = preset_of(name), preset_names()
     if found is None:
-        raise ValueError(
-            f"unknown preset {shown(name)}{did_you_mean(name, known) or ';'} known presets: {', '.join(known)}"
-        )
+        meant = did_you_mean(name, known) or ";"
+        raise ValueError(f"unknown preset {shown(name)}{meant} known presets: {', '.join(known)}")
     path = ASSETS / "presets" / f"{found}.json"
     return ModelSource(build_model(name, json.loads(path.read_text())), None, None)
 
@@ -396,8 +393,7 @@ def _no_config(folder: Path) -> str:
     if folder.is_dir():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
         return f"model folder {name} has no config.json (found {found}); give the folder of a Hugging Face model"
-    presets = [PRESET_PREFIX + preset for preset in preset_names()]
-    meant = did_you_mean(PRESET_PREFIX + folder.name, presets)
+    meant = did_you_mean(PRESET_PREFIX + folder.name, [PRESET_PREFIX + preset for preset in preset_names()])
     return (
         f"model {name}: no such folder{meant}\n  give a Hugging Face model folder, an id on the hub (ORG/NAME) or "
         f"{PRESET_PREFIX}NAME, such as {PRESET_PREFIX}demo, which has random weights"

@@ -65,7 +65,11 @@ def build(name: str, config: dict) -> ModelSpec:
         names=row.names,
         parts=row.parts,
     )
-    spec = decoder_model(name, family, config, shape)
+    return _with_words(decoder_model(name, family, config, shape), fields, row)
+
+
+def _with_words(spec: ModelSpec, fields: Fields, row: Variant) -> ModelSpec:
+    """The same with what a row says of the model, and of the longest sequence that it is described for."""
     if row.longest:
         stated = min(fields.whole(row.longest), spec.longest_sequence or 2**31)
         spec = replace(spec, longest_sequence=stated, beyond_longest=row.beyond)
