@@ -27,7 +27,7 @@ from flexengine.options.option import flag_of
 from flexengine.plan import Plan, PlanError, Request
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import ShortageError
-from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.planner.ranks.plan import beside_one_gpu, plan_for_ranks
 from flexengine.reports.charts.memory_file import memory_svg
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
@@ -96,7 +96,7 @@ def _plan(asked: Asked, request: Request, profile: HardwareProfile, cache_bytes:
     """The plan of all GPUs. cache_bytes: of the budget, what it leaves to caches."""
     least = without_cache(request, cache_bytes)
     plan = plan_for_ranks(asked.model, least, profile, _network_bytes_per_s(asked.flags))
-    return with_cache(plan, request, cache_bytes)
+    return with_cache(beside_one_gpu(asked.model, plan, profile), request, cache_bytes)
 
 
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:

@@ -118,6 +118,7 @@ class Prediction:
     the plan speculates; else 0. unclipped_s: seconds of the same plan's step without clipping, where it runs its round
     twice for the norm; else 0. free_step_s, least_gpu_bytes: where the request is reproducible, seconds of a step of
     sizes that the planner is free to choose, and the least GPU memory that the sizes of the rule fit in; else 0.
+    one_gpu_step_s: of several ranks, seconds of the same step on one GPU where that is known to be faster; else 0.
     """
 
     step_s: float = 0.0
@@ -135,6 +136,7 @@ class Prediction:
     unclipped_s: float = 0.0
     free_step_s: float = 0.0
     least_gpu_bytes: int = 0
+    one_gpu_step_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ from flexengine.metrics import format_bytes
 from flexengine.models.in_parts import in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Plan, PlanReason, Request
+from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.collector import collector_paused
+from flexengine.planner.cost.memory import process_bytes
 from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
-from flexengine.planner.feasibility.shortage import Feasibility, ShortageError, shortage, shortage_message
+from flexengine.planner.feasibility.shortage import Feasibility, Needs, ShortageError, shortage, shortage_message
 from flexengine.planner.planner import find_plan, make_plan
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.price import bytes_planned, predicted_together, times
@@ -100,6 +102,23 @@ def plan_for_ranks(
         least_gpu_bytes=Feasibility(replace(node.of_rank, model=in_parts(model))).least_gpu().gpu_bytes,
     )
     return replace(plan, predicted=predicted)
+
+
+def beside_one_gpu(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan:
+    """Add to a plan what the same step takes on one GPU of a node, with all of its host memory, where that is less.
+
+    One GPU is planned only where its bound is below the plan's seconds.
+    """
+    if not plan.request.shares_node:
+        return plan
+    request = replace(plan.request, ranks=1, nodes=1, transport="auto")
+    bound_s = speed_of_light_s(model, request, profile)
+    if not 0 < bound_s < plan.predicted.step_s:
+        return plan
+    alone = find_plan(Problem(model, request, profile))
+    if alone is None or alone.predicted.step_s >= plan.predicted.step_s:
+        return plan
+    return replace(plan, predicted=replace(plan.predicted, one_gpu_step_s=alone.predicted.step_s))
 
 
 def _fastest(node: NodeProblem) -> Plan:
@@ -258,8 +277,11 @@ def _for_all(node: NodeProblem, error: ShortageError) -> ShortageError:
     request, profile = node.request, node.profile
     ranks, needs = request.ranks, error.needs
     remedies = tuple(_remedy_for_all(remedy, error.request, request, profile) for remedy in error.remedies)
-    if error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY:
-        remedies = (*_with_states_divided(node, error), *remedies)
+    on_host = error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
+    divided = _with_states_divided(node, error) if on_host else None
+    if divided is not None:  # takes less host memory than what the search of one rank found
+        needs, remedy = divided
+        remedies = (remedy, *(each for each in remedies if each.request.max_host_bytes == request.max_host_bytes))
     needs = needs._replace(
         plan=replace(needs.plan, request=request),
         host_bytes=ranks * needs.host_bytes,
@@ -271,16 +293,24 @@ def _for_all(node: NodeProblem, error: ShortageError) -> ShortageError:
     return ShortageError(error.reason, found + shortage_message(request, needs, remedies), request, needs, remedies)
 
 
-def _with_states_divided(node: NodeProblem, error: ShortageError) -> Iterator[Remedy]:
-    """The host memory that suffices where GPUs divide the optimizer states; one budget is tried."""
+def _with_states_divided(node: NodeProblem, error: ShortageError) -> tuple[Needs, Remedy] | None:
+    """The host memory that suffices where GPUs divide the optimizer states, and a rank's plan with it.
+
+    One budget is tried; None where it does not suffice.
+    """
     request = node.request
     choices = _dealt_groups(node.model, request.of_rank)
     spared = max((on_host for _, on_gpu, on_host in choices if on_gpu < request.max_gpu_bytes), default=0)
-    if spared:
-        gib = gib_text(request.ranks * (error.required_bytes - spared))
-        changed = replace(request, max_host_bytes=bytes_of(gib))
-        if _with_dealt_states(replace(node.of_rank, request=changed.of_rank)) is not None:
-            yield Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, node.profile))
+    if not spared:
+        return None
+    gib = gib_text(request.ranks * (error.required_bytes - spared))
+    changed = replace(request, max_host_bytes=bytes_of(gib))
+    of_rank = replace(node.of_rank, request=changed.of_rank)
+    plan = _with_dealt_states(of_rank)
+    if plan is None:
+        return None
+    needs = Needs(plan, *process_bytes(of_rank.layout(plan), of_rank.profile))
+    return needs, Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, node.profile))
 
 
 def _remedy_for_all(remedy: Remedy, of_rank: Request, request: Request, profile: HardwareProfile) -> Remedy:
