@@ -8,6 +8,9 @@
 | {"instruction", "input"?, "history"?, "chosen", "rejected"}, {"question", ...}, {"query", ...} | as of one answer |
 | any of these with {"margin": number} | for reward models: by how much the chosen answer is to be ahead |
 
+A ranking is {"prompt", "ranked": [best, ..., worst]}, or {"prompt", "answers": [...]} with "scores", of which more is
+better, or "ranks", of which 1 is best. It becomes a pair of every two answers of different rank.
+
 A rated record is one of a single answer (`records.py`) with {"label": true or false}; a pair is two of them. Each side
 is read as the record of a single answer, so everything that stands beside a conversation means what it means there.
 Only the answer has a loss: what the assistant said before it is context.
@@ -19,7 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import chain, combinations, takewhile
 from typing import Any
 
 from flexengine.data.bad_records import BadRecords
@@ -32,6 +35,8 @@ from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.wording import shown
 
 SIDES = ("chosen", "rejected")
+RANKINGS = ("ranked", "answers")
+"""Keys that hold the answers of a ranking."""
 PROMPTS = ("prompt", "messages", "conversations", "conversation", "instruction", "question", "query")
 """Keys that may hold a prompt beside answers."""
 OF_QUESTION = ("question", "query")
@@ -39,6 +44,10 @@ ANSWERS_OF_LISTS = ("completion", "response", "answer")
 WANTED = (
     'a pair is {"prompt", "chosen", "rejected"} (texts or lists of messages), or {"chosen", "rejected"} as two'
     " conversations with the same beginning; columns of other names are named by --columns chosen=NAME rejected=NAME"
+)
+RANKING_WANTED = (
+    'a ranking is {"prompt", "ranked": [best, ..., worst]}, or {"prompt", "answers": [...]} with as many "scores" (more'
+    ' is better) or "ranks" (1 is best)'
 )
 
 
@@ -89,6 +98,67 @@ def parse_ranked(raw: Any, where: str, unread: Counter[str] | None = None) -> Co
     return replace(parse_pair(rest, where, unread), margin=float(margin or 0))
 
 
+def parse_ranking(
+    raw: dict[str, Any], where: str, unread: Counter[str] | None = None, remarks: Counter[str] | None = None
+) -> list[Compared]:
+    """Read a ranking as a pair of every two answers of different rank, those of the best answer first.
+
+    remarks counts in words what became of rankings. Raises: ValueError for fewer than two answers, two that are the
+    same, ranks that are none, and where all answers have the same rank.
+    """
+    given = {key: value for key, value in raw.items() if value is not None}
+    answers, worth = _ranked_answers(given, where)
+    for first, second in combinations(range(len(answers)), 2):
+        if answers[first] == answers[second]:
+            raise ValueError(
+                f"{where}: answers {first + 1} and {second + 1} of the ranking are the same; leave one of them out"
+            )
+    rest, answers = _with_prompt(given, answers, where, "ranking", "its answers", RANKING_WANTED)
+    answered = _all_answered(rest, answers, where, unread)
+    best_first = sorted(range(len(answers)), key=lambda i: -worth[i])
+    every_two = list(combinations(best_first, 2))
+    pairs = [Compared(answered[i].record, answered[j].record) for i, j in every_two if worth[i] > worth[j]]
+    if not pairs:
+        raise ValueError(
+            f"{where}: all {len(answers)} answers have the same rank, so there is nothing to prefer; leave it out"
+        )
+    if remarks is not None:
+        remarks["rankings, each a pair of every two answers of different rank"] += 1
+        remarks["pairs made of rankings"] += len(pairs)
+        if ties := len(every_two) - len(pairs):
+            remarks["pairs of equal rank that rankings do not make"] += ties
+    return pairs
+
+
+def _ranked_answers(given: dict[str, Any], where: str) -> tuple[list[Any], list[float]]:
+    """Answers of a ranking, and what each is worth, more is better; both are taken out of the record."""
+    key = next(key for key in RANKINGS if key in given)
+    answers = given.pop(key)
+    if not isinstance(answers, list) or len(answers) < 2:
+        found = f"{len(answers)}" if isinstance(answers, list) else shown(answers)
+        raise ValueError(f"{where}: {key} must be a list of two answers or more, found {found}; {RANKING_WANTED}")
+    for i, answer in enumerate(answers, start=1):
+        if not isinstance(answer, (str, dict, list)) or answer in ([], {}):
+            raise ValueError(f"{where}: answer {i} of {key} must be a text or messages, found {shown(answer)}")
+    if key == "ranked":
+        return [*map(_turns_of, answers)], [-float(i) for i in range(len(answers))]
+    by = next((name for name in ("scores", "ranks") if name in given), None)
+    if by is None:
+        raise ValueError(f"{where}: answers have neither scores nor ranks; {RANKING_WANTED}")
+    numbers = given.pop(by)
+    unknown = not isinstance(numbers, list) or any(type(x) not in (int, float) or not math.isfinite(x) for x in numbers)
+    if unknown or len(numbers) != len(answers):
+        found = shown(numbers) if unknown else f"{len(numbers)}"
+        raise ValueError(f"{where}: {by} must be a number for each of the {len(answers)} answers, found {found}")
+    return [*map(_turns_of, answers)], [float(x) if by == "scores" else -float(x) for x in numbers]
+
+
+def is_ranking(raw: Any) -> bool:
+    """Whether a record has the answers of a ranking, and neither side of a pair."""
+    given = {key for key, value in raw.items() if value is not None} if isinstance(raw, dict) else set()
+    return not given.isdisjoint(RANKINGS) and given.isdisjoint(SIDES)
+
+
 def parse_rated(raw: Any, where: str, unread: Counter[str] | None = None) -> tuple[Answered, ...]:
     """Read an answer with a verdict, or the two of a pair; arguments and errors are those of `parse_record`."""
     if isinstance(raw, dict) and all(raw.get(side) is not None for side in SIDES):
@@ -115,17 +185,23 @@ def _sides(raw: Any, where: str, unread: Counter[str] | None) -> tuple[Answered,
         raise ValueError(f"{where}: the pair has no {' and no '.join(missing)}; {WANTED}")
     given = {key: value for key, value in raw.items() if value is not None}
     answers = [_turns_of(given.pop(side)) for side in SIDES]
-    rest, answers = _with_prompt(given, answers, where)
+    rest, answers = _with_prompt(given, answers, where, "pair", "chosen and rejected", WANTED)
     if answers[0] == answers[1]:
         raise ValueError(f"{where}: chosen and rejected are the same, so there is nothing to prefer; leave it out")
-    counters = (unread, None)  # what is not read is counted once
+    chosen, rejected = _all_answered(rest, answers, where, unread)
+    return chosen, rejected
+
+
+def _all_answered(
+    rest: dict[str, Any], answers: list[Any], where: str, unread: Counter[str] | None
+) -> tuple[Answered, ...]:
+    """The prompt with each answer; what is not read is counted once."""
     key = "output" if "instruction" in rest else "answer" if any(name in rest for name in OF_QUESTION) else "completion"
     key = "response" if "query" in rest else key
-    chosen, rejected = (
-        _answered({**rest, key: answer}, len(answer) if isinstance(answer, list) else 1, where, counter)
-        for answer, counter in zip(answers, counters, strict=True)
+    return tuple(
+        _answered({**rest, key: answer}, len(answer) if isinstance(answer, list) else 1, where, None if i else unread)
+        for i, answer in enumerate(answers)
     )
-    return chosen, rejected
 
 
 def _turns_of(answer: Any) -> Any:
@@ -133,18 +209,26 @@ def _turns_of(answer: Any) -> Any:
     return [answer] if isinstance(answer, dict) else answer
 
 
-def _with_prompt(given: dict[str, Any], answers: list[Any], where: str) -> tuple[dict[str, Any], list[Any]]:
-    """What stands beside the answers, its prompt by the name that single answers have for it, and the answers."""
+def _with_prompt(
+    given: dict[str, Any], answers: list[Any], where: str, what: str, sides: str, wanted: str
+) -> tuple[dict[str, Any], list[Any]]:
+    """What stands beside the answers, its prompt by the name that single answers have for it, and the answers.
+
+    what, sides, wanted: of the message where there is no prompt, what the record is, how it calls its answers, and the
+    formats that are read.
+    """
     names = [name for name in PROMPTS if name in given]
     if all(isinstance(answer, list) and answer for answer in answers):
-        shared = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(*answers, strict=False)))
+        shared = sum(
+            1 for _ in takewhile(lambda turns: all(turn == turns[0] for turn in turns), zip(*answers, strict=False))
+        )
         beside = {key: value for key, value in given.items() if key != "prompt"}
         if shared and (not names or _says_the_same(given.get("prompt"), answers[0][:shared])):
             shared = min(shared, *(len(answer) - 1 for answer in answers))
             return {**beside, "prompt": answers[0][:shared]}, [answer[shared:] for answer in answers]
     if not names:
         found = "texts" if all(isinstance(answer, str) for answer in answers) else "answers without a common beginning"
-        raise ValueError(f"{where}: the pair has no prompt, and chosen and rejected are {found}; {WANTED}")
+        raise ValueError(f"{where}: the {what} has no prompt, and {sides} are {found}; {wanted}")
     conversation = next((name for name in names if name in ("messages", "conversations", "conversation")), None)
     if conversation is not None and "prompt" not in names:
         given = {**given, "prompt": given[conversation]}
@@ -208,9 +292,16 @@ def _beside(own: tuple[Answered, ...], other: tuple[Answered, ...]) -> Iterator[
 
 def compared_of(reader: Reader, bad: BadRecords) -> Iterable[Compared]:
     """All records of a source as comparisons."""
-    if reader.source.kind != "rated":
-        return reader.parsed(parse_pair if reader.source.kind == "pair" else parse_ranked, bad)
-    return with_others(reader.parsed(parse_rated, bad))
+    if reader.source.kind == "rated":
+        return with_others(reader.parsed(parse_rated, bad))
+    parse_one = parse_pair if reader.source.kind == "pair" else parse_ranked
+
+    def parse(raw: Any, where: str, unread: Counter[str]) -> list[Compared]:
+        if is_ranking(raw):
+            return parse_ranking(raw, where, unread, reader.remarks)
+        return [parse_one(raw, where, unread)]
+
+    return chain.from_iterable(reader.parsed(parse, bad))
 
 
 # ---- to tokens -----------------------------------------------------------------------------------------------------

@@ -114,6 +114,7 @@ CHAT_KEYS = {"system", "system_prompt", "tools", "functions", "chat_template_kwa
 
 KNOWN_NAMES = ("messages", *dict.fromkeys(key for pair in PAIRS for key in pair), *TEXTS, "input_ids", "labels")
 KNOWN_NAMES += ("context", "history", "system", "tools", "chosen", "rejected", "label", "margin")
+KNOWN_NAMES += ("ranked", "answers", "scores", "ranks")
 """Names that --columns may give to columns."""
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flexengine.data import ChatTokenizer, GlobalBatches, ValidationBatches, hold_out, prepare_sources, sources_of
-from flexengine.data.preferences import parse_pair, parse_rated, with_others
+from flexengine.data.preferences import parse_pair, parse_ranking, parse_rated, with_others
 from flexengine.models.registry import ASSETS
 
 USER, GOOD, BAD = {"role": "user", "content": "a?"}, *({"role": "assistant", "content": c} for c in ("yes", "no"))
@@ -74,6 +74,58 @@ def test_earlier_answers_are_context(raw):
 def test_what_is_no_pair(raw, message):
     with pytest.raises(ValueError, match=f"^f, line 1: .*{message}"):
         parse_pair(raw, "f, line 1")
+
+
+RANKINGS = {
+    "ranked": {"prompt": "a?", "ranked": ["yes", "well", "no"]},
+    "scores": {"prompt": "a?", "answers": ["no", "yes", "well"], "scores": [-1, 2.5, 0]},
+    "ranks": {"question": "a?", "answers": ["well", "no", "yes"], "ranks": [2, 3, 1]},
+    "messages": {"prompt": [USER], "ranked": [GOOD, [{**GOOD, "content": "well"}], BAD]},
+    "conversations": {"ranked": [[USER, GOOD], [USER, {**GOOD, "content": "well"}], [USER, BAD]]},
+}
+
+
+@pytest.mark.parametrize("name", RANKINGS)
+def test_rankings_are_pairs_of_every_two_answers(name):
+    unread, remarks = Counter(), Counter()
+    pairs = parse_ranking({**RANKINGS[name], "extra": 4, "chosen": None}, "f, line 1", unread, remarks)
+    assert [(said(two.first)[-1][1], said(two.second)[-1][1]) for two in pairs] == [
+        ("yes", "well"), ("yes", "no"), ("well", "no")
+    ]  # fmt: skip
+    assert all(said(record)[:-1] == [("user", "a?")] for two in pairs for record in (two.first, two.second))
+    assert unread == {"extra": 1}
+    assert sorted(remarks.values()) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    {
+        "one": (
+            {"prompt": "a", "ranked": ["b"]},
+            "ranked must be a list of two answers or more, found 1; a ranking is",
+        ),
+        "no list": ({"prompt": "a", "ranked": "b"}, "ranked must be a list of two answers or more, found 'b'"),
+        "the same": ({"prompt": "a", "ranked": ["b", "c", "b"]}, "answers 1 and 3 of the ranking are the same"),
+        "null": ({"prompt": "a", "ranked": ["b", None]}, "answer 2 of ranked must be a text or messages, found None"),
+        "no ranks": ({"prompt": "a", "answers": ["b", "c"]}, "answers have neither scores nor ranks; a ranking is"),
+        "unknown": (
+            {"prompt": "a", "answers": ["b", "c"], "ranks": [1, None]},
+            r"ranks must be a number for each of the 2 answers, found \[1, None\]",
+        ),
+        "too few": (
+            {"prompt": "a", "answers": ["b", "c"], "scores": [1]},
+            "scores must be a number for each of the 2 answers, found 1$",
+        ),
+        "all equal": (
+            {"prompt": "a", "answers": ["b", "c"], "scores": [1, 1.0]},
+            "all 2 answers have the same rank, so there is nothing to prefer; leave it out",
+        ),
+        "no prompt": ({"ranked": ["b", "c"]}, "the ranking has no prompt, and its answers are texts; a ranking is"),
+    }.values(),
+)
+def test_what_is_no_ranking(raw, message):
+    with pytest.raises(ValueError, match=f"^f, line 1: {message}"):
+        parse_ranking(raw, "f, line 1")
 
 
 def test_rated_answers():
@@ -153,3 +205,16 @@ def test_bad_pairs_are_skipped_as_a_whole(chat, tmp_path):
         prepared(chat, tmp_path / "a.jsonl", raws, "pair")
     (part,) = prepared(chat, tmp_path / "b.jsonl", raws, "pair", bad_records="skip")
     assert (len(part.sequences), part.table.num_bad) == (2, 1)
+
+
+def test_rankings_beside_pairs_are_counted(chat, tmp_path):
+    tied = {"prompt": "b?", "answers": ["oh", "ah", "no"], "scores": [1, 1, 0]}
+    raws = [PAIRS["texts"], RANKINGS["ranked"], tied, {"prompt": "a", "ranked": ["b"]}]
+    (part,) = prepared(chat, tmp_path / "data.jsonl", raws, "ranked", bad_records="skip")
+    assert len(part.sequences) == 1 + 3 + 2
+    assert "6 of 7 records" in part.describe()
+    assert part.table.notes == {
+        "rankings, each a pair of every two answers of different rank": 2,
+        "pairs made of rankings": 5,
+        "pairs of equal rank that rankings do not make": 1,
+    }

@@ -132,6 +132,11 @@ def test_places(case, command, known_machine, tmp_path):
         ("line 1: the pair has no prompt, and chosen and rejected are texts; a pair is",),
     ),
     Case(
+        "preferences_ranking_of_one",
+        ("ipo", '{"prompt": "a", "ranked": ["b"]}'),
+        ("line 1: ranked must be a list of two answers or more, found 1; a ranking is",),
+    ),
+    Case(
         "preferences_without_a_label",
         ("kto", GOOD),
         ("line 1: a rated answer needs label, true or false, found none; --columns label=NAME",),
