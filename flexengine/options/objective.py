@@ -23,9 +23,9 @@ class ObjectiveOptions(GroupOptions):
     objective: Annotated[
         ObjectiveName,
         Option(
-            "what records are trained for: sft = their answers; of pairs of a chosen and a rejected answer, or rankings,"
-            " dpo, ipo, orpo, simpo or reward (a model that scores answers); of answers with a verdict (label) kto; distill ="
-            " what --teacher says of their answers; of prompts grpo, by completions that --rewards judge"
+            "what records are trained for: sft = their answers; of pairs of a chosen and a rejected answer, or of"
+            " rankings, dpo, ipo, orpo, simpo or reward (a model that scores answers); of answers with a label kto;"
+            " distill = what --teacher says of their answers; of prompts grpo, by completions that --rewards judge"
         ),
     ] = "sft"
     beta: Annotated[

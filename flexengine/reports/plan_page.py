@@ -27,8 +27,8 @@ HOME_WORDS = {"gpu": "GPU", "host": "host", "dealt": "divided", "none": "not sto
 SOURCE_WORDS = {"preset": "published (preset)", "measured": "measured on this machine"}
 
 
-def html_page(picture: Picture, command: str = "") -> str:
-    """Draw the page of a plan; `command` is the command line that made it."""
+def html_page(picture: Picture, command: str = "", objective: str = "") -> str:
+    """Draw the page of a plan; command: the line that made it. objective: what steps take beside the plan's own."""
     plan = picture.plan
     title = f"{plan.model} on {picture.profile.name}"
     body = [
@@ -36,6 +36,7 @@ def html_page(picture: Picture, command: str = "") -> str:
         _answer(picture),
         *(f'<p class="answer bad">{escape(note)}</p>' for note in budget_notes(plan.request, picture.profile)),
         _tiles(picture),
+        *([f"<p>{escape(objective)}</p>"] if objective else []),
         "<h2>Memory and streams over a step</h2>",
         f'<p class="soft">Drawn: {escape(picture.step.about)}. All three share one time axis.</p>',
         figure(

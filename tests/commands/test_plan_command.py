@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from html import escape
 
 import pytest
 
@@ -339,7 +340,8 @@ def test_parts_of_an_objective_are_those_that_train_tells(
     assert line.startswith(f"objective {flags.split()[1]}: predicted ")
     assert all(f"{part} " in line for part in parts)
     assert beside in line
-    _, out, _ = run(f"--gpu cpu-test {budgets} {flags} --json")
+    _, out, _ = run(f"--gpu cpu-test {budgets} {flags} --json --html {tmp_path / 'plan.html'}")
+    assert escape(line) in (tmp_path / "plan.html").read_text()
     found = json.loads(out)["objective"]
     assert list(found["parts_s"]) == parts
     assert found["step_s"] == sum(found["parts_s"].values())
@@ -353,7 +355,7 @@ def test_parts_of_an_objective_are_those_that_train_tells(
     assert line in capsys.readouterr().out.splitlines()
 
 
-def test_completions_get_the_room_that_a_plan_leaves(run, monkeypatch):
+def test_completions_get_the_room_that_a_plan_leaves(run, model, tmp_path, monkeypatch, capsys):
     """As if no slot of the plan were free between steps: what the budget has left is theirs, and one has to fit."""
     monkeypatch.setattr("flexengine.run.step_prediction.StepPredictor.num_caches", lambda *_: 0)
     sequence_bytes = 63 * 3 * 2 * 2 * 32 * 4
@@ -364,8 +366,17 @@ def test_completions_get_the_room_that_a_plan_leaves(run, monkeypatch):
     assert memory["bytes"] == sum(memory["categories"].values()) <= memory["budget_bytes"]
     monkeypatch.setattr("flexengine.run.step_prediction.StepPredictor.cache_bytes", lambda *_: 2 << 20)
     status, _, err = run(f"--gpu cpu-test --max-gpu-mem-gib 0.003 {GRPO}")
+    says = "beside that, the cache of one completion of 64 tokens takes 2.0 MiB of the GPU budget"
     assert status == 2
-    assert "beside that, the cache of one completion of 64 tokens takes 2.0 MiB of the GPU budget" in err
+    assert says in err
+    monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    asked = (
+        f"{WORK} --max-gpu-mem-gib 0.003 --max-host-mem-gib 4 {GRPO} --rewards r.py:f --dataset {tmp_path}/data.jsonl"
+    )
+    asked += f" --output-dir {tmp_path}/run --init random --device cpu --dry-run"
+    assert main(["train", "--model", str(model), *shlex.split(asked)]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
