@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from flexengine.data import TokenizerProcess
 
 BEGIN, END = ("/new", "/exit")
+THINKING = {"auto": None, "on": True, "off": False}
+DIM = "\x1b[2m{}\x1b[22m"
+LAST_OF_PROMPT = 16
+"""Tokens at the end of a prompt that show whether the template itself begins a thought."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,16 +31,20 @@ def main(argv: Sequence[str]) -> int:
     from flexengine.api import build  # noqa: PLC0415, loads torch
 
     model, tokenizer = opened(arguments)
+    thinking = THINKING[arguments.thinking]
+    if thinking is not None:
+        tokenizer.encode_prompt("", thinking=thinking)  # refused before anything is loaded
     longest = min(arguments.max_seq_len, model.longest_sequence or arguments.max_seq_len)
     with build(plan_for(arguments, model, longest, longest, 1)) as engine:
-        conversation = Conversation(engine, tokenizer, arguments.max_new_tokens, sampling_of(arguments))
+        conversation = Conversation(engine, tokenizer, arguments.max_new_tokens, sampling_of(arguments), thinking)
+        show = functools.partial(_show, hides_thoughts=arguments.hide_thinking)
         if sys.stdin.isatty():
             print(f"{model.name}: up to {longest} tokens; {BEGIN} begins again, {END} or Ctrl-D ends")
         for line in _lines(sys.stdin):
             if line == BEGIN:
                 conversation.messages.clear()
             else:
-                conversation.say(line, _show)
+                conversation.say(line, show)
                 print(flush=True)
     return 0
 
@@ -44,32 +53,41 @@ class Conversation:
     """The turns that were said, and the engine that answers."""
 
     def __init__(
-        self, engine: Engine, tokenizer: TokenizerProcess, max_new_tokens: int, sampling: dict[str, Any]
+        self,
+        engine: Engine,
+        tokenizer: TokenizerProcess,
+        max_new_tokens: int,
+        sampling: dict[str, Any],
+        thinking: bool | None = None,
     ) -> None:
+        """thinking: whether the model thinks first; without a word what its template takes."""
         self.messages: list[dict[str, str]] = []
         self._engine, self._tokenizer = engine, tokenizer
-        self._max_new_tokens, self._sampling = max_new_tokens, sampling
+        self._max_new_tokens, self._sampling, self._thinking = max_new_tokens, sampling, thinking
 
-    def say(self, text: str, show: Callable[[str], None]) -> str:
-        """Answer a user's message; show is called with each piece of the answer. Returns the whole answer.
+    def say(self, text: str, show: Callable[[str, bool], None]) -> str:
+        """Answer a user's message; show gets each piece, and whether it is a thought. Returns the whole answer.
 
         Where the conversation leaves no room for an answer, its oldest turns are left out of what the model reads; it
         is said on stderr. Raises: ValueError where the message alone leaves none.
         """
-        from flexengine.data.answer_text import AnswerText  # noqa: PLC0415, loads torch
+        from flexengine.data.answer_text import THOUGHT_MARKS, AnswerText, Thoughts  # noqa: PLC0415, loads torch
 
         self.messages.append({"role": "user", "content": text})
         ids, left_out = self._fitting()
         if left_out:
             print(f"the {left_out} oldest turns no longer fit and are left out ({BEGIN} begins again)", file=sys.stderr)
         answer = AnswerText(self._tokenizer.decode)
+        thoughts = Thoughts(self._tokenizer.decode(ids[-LAST_OF_PROMPT:]).rstrip().endswith(THOUGHT_MARKS[0]))
 
         def tell(_: int, token: int) -> None:
-            show(answer.add(token))
+            for part in thoughts.parts_of(answer.add(token)):
+                show(*part)
 
         stop_ids = self._tokenizer.stop_ids
         self._engine.generate([ids], self._max_new_tokens, stop_ids=stop_ids, tell=tell, **self._sampling)
-        show(answer.finish())
+        for part in thoughts.parts_of(answer.finish(), is_whole=True):
+            show(*part)
         self.messages.append({"role": "assistant", "content": answer.text})
         return answer.text
 
@@ -77,7 +95,7 @@ class Conversation:
         """Ids of the newest turns that leave room for an answer, and how many older ones were dropped."""
         longest, before = self._engine.plan.request.max_seq_len, len(self.messages)
         while True:
-            ids = self._tokenizer.encode_prompt(self.messages)
+            ids = self._tokenizer.encode_prompt(self.messages, thinking=self._thinking)
             if len(ids) < longest or len(self.messages) == 1:
                 return ids, before - len(self.messages)
             del self.messages[:2]
@@ -95,8 +113,10 @@ def _lines(source: TextIO) -> Iterator[str]:
             yield line.strip()
 
 
-def _show(piece: str) -> None:
-    print(piece, end="", flush=True)
+def _show(piece: str, is_thought: bool, hides_thoughts: bool) -> None:
+    """Print a piece of an answer; on a terminal thoughts are dim."""
+    if not (is_thought and hides_thoughts):
+        print(DIM.format(piece) if is_thought and sys.stdout.isatty() else piece, end="", flush=True)
 
 
 def _parser() -> FlagParser:
@@ -107,5 +127,15 @@ def _parser() -> FlagParser:
     add_place(parser)
     add_longest(parser, "longest conversation, in tokens")
     add_sampling(parser, max_new_tokens=512)
+    parser.add_argument(
+        "--thinking",
+        choices=tuple(THINKING),
+        default="auto",
+        help="whether the model thinks before it answers, where its chat template has enable_thinking (default: auto,"
+        " as the template has it)",
+    )
+    parser.add_argument(
+        "--hide-thinking", action="store_true", help="leave out what the model thinks (dim on a terminal otherwise)"
+    )
     add_taken(parser)
     return parser

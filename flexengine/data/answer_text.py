@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 UNFINISHED = "\ufffd"
 """What a tokenizer writes for bytes of a character that later tokens complete."""
+
+THOUGHT_MARKS = ("<think>", "</think>")
+"""Around what a model thinks before it answers."""
 
 
 class AnswerText:
@@ -43,5 +46,34 @@ class AnswerText:
 
     def _held(self, whole: str) -> int:
         """Characters at the end that may begin a text that ends the answer."""
-        lengths = (n for stop in self._stop for n in range(len(stop) - 1, 0, -1) if whole.endswith(stop[:n]))
-        return max(lengths, default=0)
+        return max((_begun(whole, stop) for stop in self._stop), default=0)
+
+
+class Thoughts:
+    """Parts a text that comes in pieces into what a model thinks, marks and all, and what it says.
+
+    inside: whether the text so far ends within a thought.
+    """
+
+    def __init__(self, inside: bool = False) -> None:
+        self.inside, self._rest = inside, ""
+
+    def parts_of(self, piece: str, is_whole: bool = False) -> Iterator[tuple[str, bool]]:
+        """The parts that are certain with the next piece, and whether each is a thought. is_whole: none follows."""
+        rest, self._rest = self._rest + piece, ""
+        while rest:
+            mark = THOUGHT_MARKS[self.inside]
+            before, found, after = rest.partition(mark)
+            if not found and not is_whole and (held := _begun(rest, mark)):
+                before, self._rest = rest[:-held], rest[-held:]
+            if before:
+                yield before, self.inside
+            if found:
+                yield mark, True
+                self.inside = not self.inside
+            rest = after
+
+
+def _begun(text: str, mark: str) -> int:
+    """How many characters at the end of a text may begin a mark that is not whole yet."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

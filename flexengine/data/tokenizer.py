@@ -41,6 +41,10 @@ def _messages_of(said: str | Turns) -> list[Message]:
     return [Message("user", said)] if isinstance(said, str) else [Message(t["role"], t["content"]) for t in said]
 
 
+THINKING_SWITCH = "enable_thinking"
+"""What templates of models call it that may think before they answer."""
+
+
 class ChatTokenizer:
     """The tokenizer and the chat template of one model folder.
 
@@ -188,11 +192,15 @@ class ChatTokenizer:
         parts += sorted(template.variables.items())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def encode_prompt(self, text: str | Turns, raw: bool = False) -> list[int]:
-        """Ids of a user's message or of turns, for the assistant to answer; raw: of a text to go on with, unended."""
+    def encode_prompt(self, text: str | Turns, raw: bool = False, thinking: bool | None = None) -> list[int]:
+        """Ids of a user's message or of turns, for the assistant to answer; raw: of a text to go on with, unended.
+
+        thinking: whether the assistant thinks first, or what the template takes without a word. Raises: ValueError for
+        a template that has no such switch.
+        """
         if raw and isinstance(text, str):
             return self._around.begun(self.encode_texts([text])[0].ids)
-        return self.encode_texts([render_prompt(self, text)])[0].ids
+        return self.encode_texts([render_prompt(self, text, thinking)])[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids."""
@@ -324,6 +332,10 @@ def encode_with_images(
     return expanded(TokenizedRecord(ids, ids), tokenizer.images.place_id, own).input_ids, found
 
 
-def render_prompt(tokenizer: ChatTokenizer, said: str | Turns) -> str:
-    """A user's message or turns as the chat template writes them, for the assistant to answer."""
-    return tokenizer._template.render(_messages_of(said), add_generation_prompt=True).text
+def render_prompt(tokenizer: ChatTokenizer, said: str | Turns, thinking: bool | None = None) -> str:
+    """A user's message or turns as the chat template writes them, for the assistant to answer; see `encode_prompt`."""
+    if thinking is not None and THINKING_SWITCH not in tokenizer.template:
+        raise ValueError(f"the model's chat template has no {THINKING_SWITCH}; leave --thinking out")
+    options = {} if thinking is None else {THINKING_SWITCH: thinking}
+    record = Record(tuple(_messages_of(said)), template_options=options)
+    return tokenizer._template.render(record.messages, add_generation_prompt=True, record=record).text

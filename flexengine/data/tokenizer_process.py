@@ -67,9 +67,9 @@ class TokenizerProcess:
         place = None if cache is None else str(cache)
         return Path(self._process.call("make_table", asdict(source), place, str(scratch), bad_records))
 
-    def encode_prompt(self, text: str | Turns, raw: bool = False) -> list[int]:
+    def encode_prompt(self, text: str | Turns, raw: bool = False, thinking: bool | None = None) -> list[int]:
         """See `ChatTokenizer.encode_prompt`."""
-        return self._process.call("encode_prompt", text, raw)
+        return self._process.call("encode_prompt", text, raw, thinking)
 
     def encode_with_images(self, text: str, images: Sequence[str]) -> tuple[list[int], dict[str, Tensor]]:
         """Ids of a message about images (paths), and the columns of their pixels: see `encode_with_images`."""

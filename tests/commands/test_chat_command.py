@@ -3,13 +3,16 @@
 import io
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 from engine_helpers import saved_model, tiny_config
 
 from flexengine import LoRA, cli, from_pretrained
+from flexengine.commands.chat import Conversation
 from flexengine.commands.places import Place, find_place
 from flexengine.data import ChatTokenizer
+from flexengine.data.templates import ChatTemplate
 from flexengine.models.registry import ASSETS
 from flexengine.options.train_config import TrainConfig
 
@@ -82,6 +85,39 @@ def test_answers_on_an_adapter(model, adapter, capsys, monkeypatch):
     flags = ("--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6")
     assert cli.main(["generate", "--model", str(adapter), *flags, "--prompt", TURNS[0]]) == 0
     assert capsys.readouterr().out.strip() == expected(model, TURNS[:1])[0].strip()  # new adapters change nothing
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+    "{% if enable_thinking is defined and not enable_thinking %} <think></think>{% endif %}"
+)
+
+
+def test_thinking_is_asked_for_and_shown_apart(model):
+    """By a template that has the switch, with a tokenizer and an engine that say what they are told to."""
+    tokenizer = ChatTokenizer.from_folder(model)
+    with pytest.raises(ValueError, match="chat template has no enable_thinking; leave --thinking out"):
+        tokenizer.encode_prompt("a", thinking=True)
+    tokenizer._template = ChatTemplate(TEMPLATE, {})
+    begun = f"{TEMPLATE} <think>"
+    answers, prompts, found = ["<think>why</think> so <b", "why</think>so"], [], []
+
+    class Says:
+        plan = SimpleNamespace(request=SimpleNamespace(max_seq_len=999))
+
+        def generate(self, ids, *_, tell, **__):
+            prompts.append(tokenizer.decode(ids[0], skip_special_tokens=False))
+            for token in tokenizer.encode_prompt(answers.pop(0), raw=True):
+                tell(0, token)
+
+    conversation = Conversation(Says(), tokenizer, 9, {}, thinking=False)
+    said = conversation.say("a", lambda *part: found.append(part))
+    tokenizer._template = ChatTemplate(begun, {})
+    conversation.say("b", lambda *part: found.append(part))
+    assert said == "<think>why</think> so <b"
+    assert prompts[0].endswith("<think></think>")
+    apart = ["".join(text for text, thought in found if thought is kind) for kind in (True, False)]
+    assert apart == ["<think>why</think>why</think>", " so <bso"]
 
 
 def test_places(model, adapter, tmp_path):
