@@ -1,14 +1,15 @@
 """Files of adapters of every family and target in float32 on the CPU: PEFT and flexengine read what was trained."""
 
 import logging
+from copy import deepcopy
 
 import pytest
 import torch
-import transformers
 from engine_helpers import build_engine, random_batch, relative_error, saved_model, streamed_plan
 from family_checks import MAX_SEQ_LEN, last_logits
 from family_configs import CASES, FAMILY_CASES, OF_BLOCKS
 from peft import PeftModel
+from peft_helpers import loaded
 
 from flexengine import LoRA
 from flexengine.models.lora import adapters, with_lora
@@ -68,11 +69,10 @@ def exported(folder, lora):
     return unread_by_peft(source.spec), tokens, logits
 
 
-def error_in_peft(folder, tokens, logits):
-    """How far PEFT is from the logits; infinite where it refuses the file."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+def error_in_peft(base, folder, tokens, logits):
+    """How far PEFT is from the logits on a copy of the base; infinite where it refuses the file."""
     try:
-        model = PeftModel.from_pretrained(base, folder / "out")
+        model = PeftModel.from_pretrained(deepcopy(base), folder / "out")
     except ValueError:
         return float("inf")
     return relative_error(logits, last_logits(model, tokens))
@@ -91,11 +91,12 @@ def test_every_target_is_read_or_named(case, tmp_path):
     # Published checkpoints of Qwen3.5 hold all experts of a layer in one tensor.
     as_published = {"save_original_format": False} if case.startswith("qwen3_5") else {}
     saved_model(tmp_path / "base", CASES[case], **as_published)
+    base = loaded(tmp_path / "base")
     for targets in targets_of(case):
         unread, *said = exported(tmp_path, LoRA(targets, 3, 5.0))
         named = (targets in UNREAD and not case.startswith("qwen3_5")) or (case, targets[0]) in CALLED_OTHERWISE
         assert (unread is not None) == named, targets
-        error = error_in_peft(tmp_path, *said)
+        error = error_in_peft(base, tmp_path, *said)
         assert error > 1e-2 if unread else error <= 1e-4, f"{targets}: {error:.1e} in PEFT"
         assert error_here(tmp_path, *said) <= 1e-5, targets
 
@@ -103,6 +104,7 @@ def test_every_target_is_read_or_named(case, tmp_path):
 @pytest.mark.parametrize("case", ["deepseek_v2", "qwen2_moe", "qwen3_moe, layers without experts", "mixtral"])
 def test_every_variant_is_read_or_named(case, tmp_path, caplog):
     saved_model(tmp_path / "base", CASES[FAMILY_CASES.get(case, case)])
+    base = loaded(tmp_path / "base")
     for options in VARIANTS:
         for targets in ["all-linear"], ["all-linear", "all-experts"]:
             if "dropout" in options and "all-experts" in targets:
@@ -111,7 +113,7 @@ def test_every_variant_is_read_or_named(case, tmp_path, caplog):
             with caplog.at_level(logging.WARNING):
                 unread, *said = exported(tmp_path, LoRA(targets, 4, 5.0, **options))
             assert unread is None or unread in caplog.messages
-            error = error_in_peft(tmp_path, *said)
+            error = error_in_peft(base, tmp_path, *said)
             assert error > 1e-2 if unread else error <= 1e-4, f"{targets}, {options}: {error:.1e} in PEFT"
             assert error_here(tmp_path, *said) <= 2e-5, f"{targets}, {options}"
             assert unread is None or "use_dora" in options
