@@ -262,9 +262,6 @@ def _open(path_or_preset: str | Path, job: Job, team: Team | None, needs_weights
         source = source._replace(spec=check_checkpoint(source.spec, source.weights_folder))
         if told := new_head_notice(source.spec):
             logger.warning("%s: %s", source.spec.name, told)
-    if job.max_image_tokens and team is not None:
-        asked = job.words.setting("max_image_tokens", job.max_image_tokens)
-        raise ValueError(f"{asked}: images are trained with on one GPU; start one process, or leave it out")
     device = choose_device(job.device if team is None else device_of_rank(job.device, team.ranks))
     if job.matmul_dtype == "fp8":
         check_multiplies_fp8(device)
@@ -333,6 +330,10 @@ def build(
     ValueError for those that the plan was made for.
     """
     check_optimizer(optimizer)
+    if batches == "local" and planned.team is not None and planned.job.max_image_tokens:
+        raise ValueError(
+            'batches="local": images are read from whole batches; give every rank all of them, with batches="global"'
+        )
     name = planned.plan.request.numerics.optimizer
     if optimizer is None:
         optimizer = AdamW(lr=ADAPTER_LR) if name == "adamw" and planned.job.mode == "lora" else OPTIMIZERS[name]()

@@ -8,7 +8,7 @@ the call have their gradients.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
@@ -41,9 +41,10 @@ class Tower(Protocol):
         """Columns of one thing, or of equal ones, that give at least so many rows."""
         ...
 
-    def calls(self, columns: Columns) -> list[TowerCall]:
-        """Divide a batch's columns into those of single calls, in order; no plan has a say in it.
+    def calls(self, columns: Columns, borders: Collection[int] = ()) -> list[TowerCall]:
+        """Divide a batch's columns into those of single calls, in order.
 
+        borders: numbers of rows before which a call ends, where a thing does.
         Raises: ValueError for columns that do not go together, or for one thing of more rows than a call may have.
         """
         ...

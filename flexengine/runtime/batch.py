@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,13 +52,13 @@ class BatchWriter:
             slot, self.offsets[name] + chunk * rows.get(name, self.chunk_tokens) * width, (count,), dtype
         )
 
-    def begin_rows(self, batch: Sequences, chunks: Iterable[PackedChunk] = ()) -> None:
-        """Take what a tower gives rows for, before a batch's first round. chunks: those that are trained on here.
+    def begin_rows(self, batch: Sequences, rounds: Sequence[Sequence[PackedChunk]] = ()) -> None:
+        """Take what a tower gives rows for, before a batch's first round. rounds: of all ranks.
 
         Raises: ValueError unless it gives as many as there are tokens for them.
         """
         if batch.rows is not None and self._given is not None:
-            self._given.begin(batch.rows, chunks)
+            self._given.begin(batch.rows, rounds)
 
     def write(self, batch: Sequences, chunks: list[PackedChunk]) -> list[ChunkContext]:
         """Fill the host slot for one round. Order: the copy of the round before must have left it."""

@@ -48,24 +48,19 @@ class RowMaker:
         self._grads = self.rows if grads is None else arenas.view(grads, 0, shape, self._dtype)
         self._calls = list[TowerCall]()
 
-    def begin(self, batch: GivenInput, chunks: Iterable[PackedChunk]) -> None:
-        """Take a batch, of which this process trains on these chunks.
+    def begin(self, batch: GivenInput, rounds: Sequence[Sequence[PackedChunk]]) -> None:
+        """Take a batch, which is run in these rounds: no call is of two, as several ranks may run them.
 
-        Raises: ValueError unless its things give as many rows as there are tokens for them.
+        Raises: ValueError unless its things give as many rows as there are tokens for them, in each of its parts.
         """
-        self._calls = self._given.tower.calls(batch.columns)
+        borders = _borders(batch, rounds)
+        self._calls = self._given.tower.calls(batch.columns, borders)
         self._ends = [0, *accumulate(call.rows for call in self._calls)]
         if self._ends[-1] != batch.starts[-1]:
             raise ValueError(_wrong_count(self._given, batch.starts[-1], self._ends[-1]))
-        self._made = [False] * len(self._calls)
-        if self.trained:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # the batch before may still read its gradients
-            self._grads[:, : self._ends[-1]].zero_()  # rows of other ranks have no gradient here
-            self._left = [0] * len(self._calls)
-            for chunk in chunks:
-                for number, count in self._reached(_pieces(batch, chunk)):
-                    self._left[number] += count
+        if not borders <= {*self._ends}:
+            raise ValueError(_cut(self._given))
+        self._made, self._left = [False] * len(self._calls), [call.rows for call in self._calls]
 
     def of_chunk(self, batch: GivenInput, chunk: PackedChunk) -> PlacedRows | None:
         """The rows of a chunk; None where it has none. Order: after `begin`."""
@@ -136,10 +131,24 @@ def _pieces(batch: GivenInput, chunk: PackedChunk) -> Iterator[slice]:
             yield slice(start + low, start + high)
 
 
+def _borders(batch: GivenInput, rounds: Sequence[Sequence[PackedChunk]]) -> set[int]:
+    """The numbers of rows with which those of another round begin, in the order of sequences."""
+    run_in = {p.sequence: number for number, chunks in enumerate(rounds) for chunk in chunks for p in chunk.ranges}
+    own = [(start, run_in.get(i)) for i, start in enumerate(batch.starts[:-1]) if len(batch.at[i])]
+    return {start for (_, before), (start, number) in pairwise(own) if number != before}
+
+
 def _wrong_count(given: GivenRows, tokens: int, rows: int) -> str:
     return (
         f"the batch has {tokens} tokens that stand for {given.name} (id {given.token_id}), but its {given.name} give"
         f" {rows} rows; give input_ids and {given.tower.columns[0]} as the processor of this model makes them, uncut"
+    )
+
+
+def _cut(given: GivenRows) -> str:
+    return (
+        f"tokens of one of the {given.name} of the batch lie in two sequences; give input_ids and"
+        f" {given.tower.columns[0]} as the processor of this model makes them, uncut"
     )
 
 

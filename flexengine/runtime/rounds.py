@@ -60,8 +60,7 @@ class RoundRunner:
             self._state.require_stored(self._plan.stores_gradients)
         if self._replay is not None:
             self._replay.begin_batch([[[piece.length for piece in c.ranges] for c in chunks] for chunks in rounds])
-        # of several ranks those of its own turns would be right, but these are given no rows yet
-        self._batches.begin_rows(batch, (chunk for chunks in rounds for chunk in chunks))
+        self._batches.begin_rows(batch, rounds)
         if balance is not None and (len(rounds) > 1 or self._plan.shares_node):
             self._count_tokens_of_experts(batch, rounds, balance)
         losses = list[Tensor]()
@@ -102,7 +101,7 @@ class RoundRunner:
         Filling them waits for every round. everywhere: each of several ranks runs all rounds.
         """
         rounds, losses = self._pack(batch), list[Tensor]()
-        self._batches.begin_rows(batch)
+        self._batches.begin_rows(batch, rounds)
         for number, chunks in enumerate(rounds):
             if not everywhere and not self._context.evaluates(number):
                 continue

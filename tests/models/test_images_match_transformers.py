@@ -270,6 +270,15 @@ def test_wrong_images(internvl, case):
     assert engine.evaluate(input_ids=[GOOD], **TWO).loss == loss
 
 
+def test_an_image_lies_within_a_sequence(internvl):
+    """Here its tokens would be in two rounds, which ranks may share out."""
+    _, engine = internvl
+    ids = [[IMAGE] * 6 + [1] * 26, [1] * 32, [IMAGE] * 2 + [1] * 30]
+    for call in (engine.evaluate, engine.fwd_bwd):
+        with pytest.raises(ValueError, match="tokens of one of the images of the batch lie in two sequences; give"):
+            call(input_ids=ids, **TWO)
+
+
 def test_text_alone_takes_no_images(internvl):
     alone = open_model(internvl[0])
     with (
@@ -307,6 +316,7 @@ def test_an_image_that_is_too_large_for_a_call_is_refused():
     columns = joined([{"pixel_values": torch.zeros(1, 3, 28, 56), "image_sizes": torch.tensor([[28, 56]])}] * 3)
     layout = Sizes(3, 14)
     assert [call.rows for call in layout.calls(columns, 16)] == [16, 8]
+    assert [call.rows for call in layout.calls(columns, 16, {8})] == [8, 16]
     with pytest.raises(ValueError, match="image 0 of the batch takes 8 tokens, more than the 7"):
         layout.calls(columns, 7)
 

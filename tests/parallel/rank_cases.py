@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from engine_helpers import FLOAT32, ON_GPU, random_batch, random_weights, streamed_plan, tiny_config
 from family_configs import CASES as FAMILIES
 from opaque_configs import config_of
@@ -17,8 +18,10 @@ from flexengine.models.lora import with_lora
 from flexengine.models.registry import ModelSource
 from flexengine.optim import Muon, Optimizer
 from flexengine.optim.rules import IN_BLOCKS
+from flexengine.options.job import Job
 from flexengine.parallel.ranks import Ranks
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan
+from flexengine.request import described
 from flexengine.schedule.save_sets import savable_ops
 
 ROUND_MULTIPLE = 12  # pinned, so that every number of ranks packs alike
@@ -217,19 +220,68 @@ def opaque_blocks() -> Case:
     return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS))
 
 
+IMAGE = 66
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projection_dim": 8}  # fmt: skip
+QWEN3_VISION = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 7,
+                "out_hidden_size": 24, "spatial_merge_size": 2, "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1]}  # fmt: skip
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}}
+
+
+def with_pictures(kind: str, text: dict[str, Any], vision: dict[str, Any], **job: Any) -> ModelSource:
+    config = {"model_type": kind, "image_token_id": IMAGE, "image_token_index": IMAGE, "vision_config": vision}
+    source = random_weights({**config, "text_config": {**tiny_config(), **text}, "tie_word_embeddings": False})
+    sizes = {"max_image_tokens": 64, "max_seq_len": 32, "max_global_batch_tokens": 4096}
+    return source._replace(spec=described(source.spec, Job(**sizes, **job)))
+
+
+def about_pictures(steps: list[list[Any]], *, grids: bool = False) -> list[list[Any]]:
+    """Put pictures of 4 tokens into all sequences but the third: two into the first."""
+    torch.manual_seed(5)
+    for batch in (batch for calls in steps for batch in calls):
+        places = [(number, 2) for number in range(len(batch)) if number != 2]
+        for number, start in [*places, (0, 9)]:
+            batch[number] = [token % 60 if token == IMAGE else token for token in batch[number]]
+            batch[number][start : start + 4] = [IMAGE] * 4
+    return [[{"input_ids": batch, **pictures(batch, grids)} for batch in calls] for calls in steps]
+
+
+def pictures(batch: list[list[int]], grids: bool) -> dict[str, torch.Tensor]:
+    count = sum(row.count(IMAGE) for row in batch) // 4
+    if grids:
+        return {"pixel_values": torch.randn(count * 16, 294), "image_grid_thw": torch.tensor([[1, 4, 4]] * count)}
+    return {"pixel_values": torch.randn(count, 3, 28, 28)}
+
+
+def projector() -> Case:
+    """Images, whose tower is frozen and whose projector is trained."""
+    source = with_pictures("llava", {"model_type": "llama"}, CLIP, dtype="float32")
+    return Case(source, streamed(source), about_pictures(steps_of(60, LENGTHS[:5], [31, 12])))
+
+
+def tower() -> Case:
+    """Images, whose tower is trained, which gives rows to the first blocks, too; slices of long sequences."""
+    text = {"model_type": "qwen3_vl_text", **AXES}
+    source = with_pictures("qwen3_vl", text, QWEN3_VISION, dtype="bfloat16", train_tower=True)
+    plan = streamed(source, numerics=BF16, chunk_tokens=16, chunks_per_round=2)
+    return Case(source, plan, about_pictures(steps_of(60, LENGTHS[:5]), grids=True))
+
+
 CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
     experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), adapters_in_one_slot: (3,),
     adapters_of_experts_in_parts: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
     states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,), opaque_blocks: (2,),
+    projector: (2,), tower: (2,),
 }  # fmt: skip
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
 
 SPLIT_CASES: dict[Callable[[], Case], int] = {
     several_calls: 3, bf16: 4, tied_in_shared_slots: 2, sliced: 2, experts_in_parts: 2, adapters_in_one_slot: 2,
-    adapters_of_experts_in_parts: 3, opaque_blocks: 2,
+    adapters_of_experts_in_parts: 3, opaque_blocks: 2, tower: 2,
 }  # fmt: skip
 """Those of which ranks also walk the layers together, and how many ranks."""
 

@@ -14,7 +14,7 @@ from engine_helpers import random_batch
 from ranks_helper import run_ranks, values_of
 
 from flexengine import from_pretrained
-from flexengine.api import prepare
+from flexengine.api import build, prepare
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.registry import open_model
@@ -22,7 +22,7 @@ from flexengine.native.threads import host_threads
 from flexengine.parallel.control import Control
 from flexengine.parallel.devices import SHARED_GPU_VARIABLE, device_of_rank, gpus_of_ranks
 from flexengine.parallel.ranks import Ranks
-from flexengine.parallel.team import leave
+from flexengine.parallel.team import Team, leave
 from flexengine.plan import PlanError, Request
 from flexengine.planner.cost.memory import host_required_bytes
 from flexengine.planner.ranks.plan import plan_for_ranks
@@ -81,6 +81,13 @@ def other_batch(rank: int) -> str:
 def test_another_batch_is_an_error_on_all():
     profile()
     assert len(set(values_of(run_ranks(other_batch, 2)))) == 1
+
+
+def test_parts_that_ranks_give_have_no_images():
+    planned = prepare("preset:demo", hardware=profile(), **JOB)
+    planned = replace(planned, team=cast(Team, object()), job=replace(planned.job, max_image_tokens=9))
+    with pytest.raises(ValueError, match="images are read from whole batches; give every rank all of them"):
+        build(planned, batches="local")
 
 
 def no_plan(rank: int) -> str:

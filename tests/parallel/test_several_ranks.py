@@ -39,6 +39,7 @@ from rank_cases import (
     lora,
     opaque_blocks,
     planned,
+    projector,
     steps_of,
     streamed,
     tied_in_shared_slots,
@@ -354,6 +355,18 @@ def test_parts_are_checked_as_one_batch():
     assert first[0] == f"rank 1: {second[0]}"
     assert "more than max_global_batch_tokens" in first[1]
     assert second[2] == f"rank 0: {first[2]}"
+
+
+def give_other_pixels(rank: int, case: Case) -> str:
+    engine, batch = opened(rank, 2, case), case.steps[0][0]
+    with pytest.raises(ValueError, match="another batch") as caught:
+        engine.fwd_bwd({**batch, "pixel_values": batch["pixel_values"] + rank})
+    engine.close()
+    return str(caught.value)
+
+
+def test_other_pixels_on_a_rank_are_an_error_on_all():
+    assert len({*values_of(run_ranks(give_other_pixels, 2, projector()))}) == 1
 
 
 def fail_in_backward(rank: int, case: Case) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from itertools import pairwise, product
 from random import Random
 
 import pytest
+from rank_cases import projector
 
 from flexengine import LoRA
 from flexengine.hardware.nodes import with_gpus
@@ -299,6 +300,7 @@ REFUSED = {
     "adapters": (with_lora(small_model(), LoRA(rank=2)), {}, "it has adapters"),
     "frozen": (with_frozen(small_model(), ["embed"]), {}, "some of it is frozen"),
     "few blocks": (small_model(blocks=1), {}, "it has 1 block.s. for 2 ranks"),
+    "images": (projector().source.spec, {}, "it has a tower, whose rows come with the embedding"),
     "nodes": (small_model(), {"nodes": 2}, "there are several nodes"),
 }
 

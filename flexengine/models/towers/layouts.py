@@ -6,6 +6,7 @@ A layout divides a batch's columns into calls of a tower, tells how many rows ea
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,8 +26,11 @@ class Layout(Protocol):
         """What it reads; the first holds the pixels."""
         ...
 
-    def calls(self, columns: Columns, most: int) -> list[TowerCall]:
-        """Divide columns into those of calls of at most `most` rows. Raises: ValueError for one image of more."""
+    def calls(self, columns: Columns, most: int, borders: Collection[int] = ()) -> list[TowerCall]:
+        """Divide columns into those of calls of at most `most` rows, which end at borders (`Tower`).
+
+        Raises: ValueError for one image of more.
+        """
         ...
 
     def probe(self, rows: int) -> Columns:
@@ -50,7 +54,7 @@ class Tiles(NamedTuple):
     def columns(self) -> tuple[str, ...]:
         return ("pixel_values",) if self.mask is None else ("pixel_values", self.mask)
 
-    def calls(self, columns: Columns, most: int) -> list[TowerCall]:
+    def calls(self, columns: Columns, most: int, borders: Collection[int] = ()) -> list[TowerCall]:
         pixels, shape = columns["pixel_values"], (self.channels, *self.size)
         if pixels.dim() < 4 or tuple(pixels.shape[-3:]) != shape or not pixels.is_floating_point():
             raise ValueError(
@@ -63,11 +67,9 @@ class Tiles(NamedTuple):
         if self.nested:
             real = (flat["pixel_values"] != 0).flatten(1).any(1)
             flat = {name: column[real] for name, column in flat.items()}
-        step, count = max(1, most // self.rows), len(flat["pixel_values"])
         found = list[TowerCall]()
-        for start in range(0, count, step):
-            call = {name: column[start : start + step] for name, column in flat.items()}
-            rows = self.rows * len(call["pixel_values"])
+        for a, b, rows in _runs([self.rows] * len(flat["pixel_values"]), most, borders):
+            call = {name: column[a:b] for name, column in flat.items()}
             found.append(TowerCall({n: column[None] for n, column in call.items()} if self.nested else call, rows))
         return found
 
@@ -86,7 +88,7 @@ class Grids(NamedTuple):
     merge: int
     columns: tuple[str, ...] = ("pixel_values", "image_grid_thw")
 
-    def calls(self, columns: Columns, most: int) -> list[TowerCall]:
+    def calls(self, columns: Columns, most: int, borders: Collection[int] = ()) -> list[TowerCall]:
         pixels, grids = (columns[name] for name in self.columns)
         patches = grids.prod(-1).tolist() if grids.dim() == 2 and grids.shape[1] == 3 else [-1]
         if pixels.dim() != 2 or pixels.shape[1] != self.width or sum(patches) != len(pixels) or min(patches) < 1:
@@ -97,7 +99,7 @@ class Grids(NamedTuple):
         ends = [0, *torch.tensor(patches).cumsum(0).tolist()]
         return [
             TowerCall({"pixel_values": pixels[ends[a] : ends[b]], "image_grid_thw": grids[a:b]}, rows)
-            for a, b, rows in _runs([count // self.merge**2 for count in patches], most)
+            for a, b, rows in _runs([count // self.merge**2 for count in patches], most, borders)
         ]
 
     def probe(self, rows: int) -> Columns:
@@ -113,7 +115,7 @@ class Sizes(NamedTuple):
     patch: int
     columns: tuple[str, ...] = ("pixel_values", "image_sizes")
 
-    def calls(self, columns: Columns, most: int) -> list[TowerCall]:
+    def calls(self, columns: Columns, most: int, borders: Collection[int] = ()) -> list[TowerCall]:
         pixels, sizes = (columns[name] for name in self.columns)
         if pixels.dim() != 4 or pixels.shape[1] != self.channels or tuple(sizes.shape) != (len(pixels), 2):
             raise ValueError(
@@ -122,7 +124,7 @@ class Sizes(NamedTuple):
             )
         rows = [(high // self.patch) * (wide // self.patch) for high, wide in sizes.tolist()]
         found = []
-        for a, b, total in _runs(rows, most):
+        for a, b, total in _runs(rows, most, borders):
             high, wide = sizes[a:b].amax(0).tolist()
             found.append(TowerCall({"pixel_values": pixels[a:b, :, :high, :wide], "image_sizes": sizes[a:b]}, total))
         return found
@@ -139,17 +141,21 @@ def _sides(rows: int) -> tuple[int, int]:
     return high, -(-rows // high)
 
 
-def _runs(rows: list[int], most: int) -> list[tuple[int, int, int]]:
-    """Divide images into runs (first, end, rows) of at most `most` rows. Raises: ValueError for an image of more."""
-    found, start, total = list[tuple[int, int, int]](), 0, 0
+def _runs(rows: list[int], most: int, borders: Collection[int]) -> list[tuple[int, int, int]]:
+    """Divide images into runs (first, end, rows) of at most `most` rows, which end at borders.
+
+    Raises: ValueError for an image of more.
+    """
+    found, start, total, before = list[tuple[int, int, int]](), 0, 0, 0
     for index, count in enumerate(rows):
         if count > most:
             raise ValueError(
                 f"image {index} of the batch takes {count} tokens, more than the {most} that one may have here; make it"
                 " smaller, or raise max_image_tokens and max_seq_len"
             )
-        if total + count > most:
+        if total and (total + count > most or before in borders):
             found.append((start, index, total))
             start, total = index, 0
         total += count
+        before += count
     return [*found, (start, len(rows), total)] if rows else found

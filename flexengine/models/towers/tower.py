@@ -6,7 +6,7 @@ the meta device, and are called with the weights that are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -47,9 +47,9 @@ class TransformersTower:
         """As of `Tower`."""
         return self._layout.probe(rows)
 
-    def calls(self, columns: Columns) -> list[TowerCall]:
+    def calls(self, columns: Columns, borders: Collection[int] = ()) -> list[TowerCall]:
         """As of `Tower`."""
-        return self._layout.calls(columns, self.most)
+        return self._layout.calls(columns, self.most, borders)
 
     def positions(self, ids: Sequence[Tensor], columns: Columns) -> list[Tensor]:
         """As of `Tower`: positions as transformers counts them, with an image for each run of its tokens."""

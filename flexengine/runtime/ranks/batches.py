@@ -75,7 +75,8 @@ def _joined(parts: list[_Part]) -> Sequences:
 
 def _digest(batch: Sequences, own_loss: bool) -> bytes:
     digest = hashlib.blake2b(repr(batch.lengths).encode(), digest_size=16)
-    for row in (*batch.input_ids, *batch.labels, *(batch.weights or ())):
+    columns = () if batch.rows is None else batch.rows.columns.values()
+    for row in (*batch.input_ids, *batch.labels, *(batch.weights or ()), *columns):
         digest.update(row.contiguous().view(torch.uint8).numpy().data)
     digest.update(repr((batch.weights is None, own_loss)).encode())
     return digest.digest()

@@ -112,6 +112,7 @@ def why_no_stages(model: ModelSpec, ranks: int) -> str:
     """Why so many ranks cannot train a model in stages, in words; empty where they can."""
     blocks = len(model.blocks)
     reasons = {
+        "it has a tower, whose rows come with the embedding": model.given is not None,
         "its head is tied to the embedding": model.tie_word_embeddings,
         "it has adapters": model.lora is not None or any(group.adapter for group in model.groups),
         "some of it is frozen": any(group.frozen for group in model.groups),
