@@ -141,9 +141,11 @@ def bound_line(picture: Picture) -> str:
     if bound is None or share is None:
         return NO_BOUND
     recomputation = f" ({format_seconds(bound.recompute_s)} of it recomputation)" if bound.recompute_s > 0 else ""
+    ranks = picture.plan.request.ranks
+    same = f" on {ranks} GPUs" if ranks > 1 else ""
     return (
-        f"{format_seconds(picture.plan.predicted.speed_of_light_s)} per step; within these budgets no plan of the sizes"
-        f" considered is faster, and this one reaches {percent(share)}. The ideal step behind this bound has"
+        f"{format_seconds(picture.plan.predicted.speed_of_light_s)} per step; within these budgets no plan{same} of the"
+        f" sizes considered is faster, and this one reaches {percent(share)}. The ideal step behind this bound has"
         f" {bound.rounds} round(s) in chunks of {bound.chunk_tokens} tokens and keeps compute busy for"
         f" {format_seconds(bound.compute_s)}{recomputation}, the link to the GPU for {format_seconds(bound.h2d_s)} and"
         f" the link to the host for {format_seconds(bound.d2h_s)}; it is held back by {join_words(bound.limits)}"
