@@ -31,6 +31,7 @@ KINDS = {
         {"rewards": "rewards.py:low", "num_generations": 2, "max_completion_length": 4, "beta": 0.1},
         ("reward", "completion_tokens"),
     ),
+    **{kind: (PAIRS, {}, ("reward_margin", "reward_accuracy")) for kind in ("ipo", "kto", "orpo", "simpo", "reward")},
     "distill": (ANSWERED, {"teacher": "preset:demo", "teacher_top_k": 8, "seed": 3}, ()),
 }
 
