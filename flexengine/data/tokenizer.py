@@ -193,11 +193,7 @@ class ChatTokenizer:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def encode_prompt(self, text: str | Turns, raw: bool = False, thinking: bool | None = None) -> list[int]:
-        """Ids of a user's message or of turns, for the assistant to answer; raw: of a text to go on with, unended.
-
-        thinking: whether the assistant thinks first, or what the template takes without a word. Raises: ValueError for
-        a template that has no such switch.
-        """
+        """Ids of a message or turns to be answered; raw: of a text to go on with, unended; else see `render_prompt`."""
         if raw and isinstance(text, str):
             return self._around.begun(self.encode_texts([text])[0].ids)
         return self.encode_texts([render_prompt(self, text, thinking)])[0].ids
@@ -333,7 +329,11 @@ def encode_with_images(
 
 
 def render_prompt(tokenizer: ChatTokenizer, said: str | Turns, thinking: bool | None = None) -> str:
-    """A user's message or turns as the chat template writes them, for the assistant to answer; see `encode_prompt`."""
+    """A user's message or turns as the chat template writes them, for the assistant to answer.
+
+    thinking: whether the assistant thinks first; None leaves it to the template. Raises: ValueError for a template that
+    has no such switch.
+    """
     if thinking is not None and THINKING_SWITCH not in tokenizer.template:
         raise ValueError(f"the model's chat template has no {THINKING_SWITCH}; leave --thinking out")
     options = {} if thinking is None else {THINKING_SWITCH: thinking}
