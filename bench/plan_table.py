@@ -42,8 +42,9 @@ def flags_of(model: str, card: str, host_gib: int, way: str) -> str:
 
 def cell(flags: str) -> dict[str, Any]:
     """What a plan promises, or the flags that would make it fit."""
-    namespace, job = parse(flags.split())
-    asked = Asked(described(open_model(namespace.model, needs_weights=False).spec, job), job, namespace, flags)
+    namespace, job, objective = parse(flags.split())
+    model = described(open_model(namespace.model, needs_weights=False).spec, job)
+    asked = Asked(model, job, namespace, flags, objective)
     profile = machine(asked, namespace.gpu)
     try:
         predicted = make_plan(asked.model, request_of(asked, job, profile), profile).predicted

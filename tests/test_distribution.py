@@ -21,7 +21,7 @@ from flexengine import __version__
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "csrc", "flexengine")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = {"matplotlib", "nvidia-ml-py", "gguf", "lm-eval"}
+OPTIONAL = {"matplotlib", "nvidia-ml-py", "gguf", "lm-eval", "pillow"}
 """Distributions that are imported only where they are needed, with a message where they are missing."""
 
 USERS_SCRIPT = """

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexengine.checkpoint.atomic import write_text
 from flexengine.metrics import format_bytes
 from flexengine.options.flags import add_flag, from_flags, positive_count
 from flexengine.options.job import Job
@@ -39,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
+    from flexengine.checkpoint.atomic import write_text  # noqa: PLC0415
     from flexengine.data import TokenizerOptions, TokenizerProcess, prepare_sources, sources_of  # noqa: PLC0415
     from flexengine.data.batches import room_for_images  # noqa: PLC0415
     from flexengine.data.preview import MARKS, preview, shown_sequences  # noqa: PLC0415

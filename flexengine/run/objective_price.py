@@ -139,6 +139,8 @@ def plan_with_room(config: TrainConfig, prepare: Callable[..., PlannedRun]) -> P
     """
     dry = config.dry_run
     planned = prepare(needs_weights=not dry, tell=dry)
+    if config.objective != "grpo":
+        return planned
     room = cache_room(config, planned.plan, planned.source.spec, planned.profile)
     if room.fits:
         return replace(planned, plan=planned.plan.with_caches(room.num_bytes), cache_bytes=room.num_bytes)
@@ -150,5 +152,7 @@ def plan_with_room(config: TrainConfig, prepare: Callable[..., PlannedRun]) -> P
 
 def parts_lines(config: TrainConfig, planned: PlannedRun) -> list[str]:
     """Tell what parts a step of a run has; nothing where the plan's step is all of it."""
+    if config.objective == "sft":
+        return []
     priced = price(config, planned.plan, planned.source.spec, planned.profile)
     return [] if priced is None else [priced.describe()]

@@ -30,6 +30,7 @@ PUBLISHED = {
 TEXT_OF_PUBLISHED = {
     "qwen3-next-80b-a3b": 79674391296, "qwen3.5-9b": 8953803264, "qwen3.6-27b": 26895998464,
     "qwen3.5-35b-a3b": 34660610688, "gemma-4-31b": 30697345280, "gemma-4-26b-a4b": 25233141760,
+    "qwen3-vl-8b": 8190735360,
 }  # fmt: skip
 """Parameters as transformers counts those of the text; the checkpoints hold more, such as what sees."""
 

@@ -30,7 +30,7 @@ LARGE_EPS = replace(SETTINGS, eps=3e-4)
     ("kind", "lora"),
     [
         ("gpt_neox", LoRA(rank=3, alpha=5.0, use_rslora=True, modules_to_save=["input_layernorm"])),
-        ("mamba2", LoRA(rank=3, alpha=5.0)),
+        ("mamba2", LoRA(["in_proj"], rank=3, alpha=5.0)),  # PEFT takes no out_proj of it
         ("cohere2_moe", LoRA(["q_proj", "o_proj"], rank=3)),  # experts stay as they are
         ("openai-gpt", LoRA(rank=3, alpha=5.0)),  # weights input by output
     ],

@@ -263,7 +263,8 @@ class Queries:
         (128, (2048,), (4096, 1000), "flash"),
         (256, (2048,), (), "flash"),
         (100, (2048,), (), "triton"),
-        (300, (2048,), (), None),
+        (300, (2048,), (), "triton"),
+        (600, (2048,), (), None),
     ],
 )
 def test_cudnn_serves_equal_lengths_that_come_again(width, seq_lens, other, name):

@@ -118,7 +118,7 @@ def test_states_in_8_bits_are_for_adamw():
 def test_train_and_plan_have_a_flag_for_every_option():
     trained = {action.dest for action in build_parser("train", {})._actions}
     assert set(options_of(TrainConfig)) <= trained
-    planned, job = parse(["--model", "preset:demo"])
+    planned, job, _ = parse(["--model", "preset:demo"])
     assert {name for name, option in options_of(Job).items() if option.decides_plan} <= set(vars(planned))
     assert job == Job()
 

@@ -69,7 +69,7 @@ def test_mode_auto_proposes_and_takes_the_first_that_fits(capsys, monkeypatch):
     assert "  lora beside NF4: " in printed.out
     assert "--mode auto proposes --mode full; add --yes to take it, or give that or another --mode" in printed.err
     assert "taken: --mode full" in said(f"{line} 1 --yes --dry-run", capsys)
-    lines = said(f"{line} 0.05 --max-host-mem-gib 1.12 --yes --dry-run", capsys)
+    lines = said(f"{line} 0.05 --max-host-mem-gib 1.11 --yes --dry-run", capsys)
     assert any(re.match("  full: does not fit: smallest plan needs .* GiB of host memory", text) for text in lines)
     assert any(re.match("taken: --mode lora", text) for text in lines)
     assert cli.main([*line.split(), "0.0001", "--yes", "--dry-run"]) == 2
