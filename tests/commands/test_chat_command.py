@@ -4,6 +4,7 @@ import io
 import json
 import os
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from engine_helpers import saved_model, tiny_config
@@ -110,7 +111,8 @@ def test_thinking_is_asked_for_and_shown_apart(model):
             for token in tokenizer.encode_prompt(answers.pop(0), raw=True):
                 tell(0, token)
 
-    conversation = Conversation(Says(), tokenizer, 9, {}, thinking=False)
+    engine, words = cast(Any, Says()), cast(Any, tokenizer)
+    conversation = Conversation(engine, words, 9, {}, thinking=False)
     said = conversation.say("a", lambda *part: found.append(part))
     tokenizer._template = ChatTemplate(begun, {})
     conversation.say("b", lambda *part: found.append(part))
