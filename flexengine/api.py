@@ -331,9 +331,7 @@ def build(
     """
     check_optimizer(optimizer)
     if batches == "local" and planned.team is not None and planned.job.max_image_tokens:
-        raise ValueError(
-            'batches="local": images are read from whole batches; give every rank all of them, with batches="global"'
-        )
+        raise ValueError('batches="local": images take whole batches; give every rank all of it by batches="global"')
     name = planned.plan.request.numerics.optimizer
     if optimizer is None:
         optimizer = AdamW(lr=ADAPTER_LR) if name == "adamw" and planned.job.mode == "lora" else OPTIMIZERS[name]()

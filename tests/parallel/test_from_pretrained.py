@@ -86,7 +86,7 @@ def test_another_batch_is_an_error_on_all():
 def test_parts_that_ranks_give_have_no_images():
     planned = prepare("preset:demo", hardware=profile(), **JOB)
     planned = replace(planned, team=cast(Team, object()), job=replace(planned.job, max_image_tokens=9))
-    with pytest.raises(ValueError, match="images are read from whole batches; give every rank all of them"):
+    with pytest.raises(ValueError, match="images take whole batches; give every rank all of it by batches"):
         build(planned, batches="local")
 
 
