@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexengine.models.block_shape import AnyNorm, BlockNames, Mixer, Norms
@@ -17,6 +17,7 @@ from flexengine.models.fields import Fields
 from flexengine.models.rope import THETA
 from flexengine.models.routed import Routed
 from flexengine.models.sizes import FULL, SLIDING, Sizes, layer_types, read_window
+from flexengine.models.spec import ModelSpec
 from flexengine.ops.qk_norm import NormSpan
 from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
@@ -316,3 +317,10 @@ class Variant:
     parts: DecoderNames = field(default_factory=DecoderNames)
     notice: str = ""
     covers: Callable[[dict], bool] = any_config
+
+    def told(self, spec: ModelSpec, fields: Fields) -> ModelSpec:
+        """A model with what the row says of it, and of the longest sequence that it is described for."""
+        if self.longest:
+            stated = min(fields.whole(self.longest), spec.longest_sequence or 2**31)
+            spec = replace(spec, longest_sequence=stated, beyond_longest=self.beyond)
+        return replace(spec, notice=self.notice) if self.notice else spec

@@ -65,15 +65,7 @@ def build(name: str, config: dict) -> ModelSpec:
         names=row.names,
         parts=row.parts,
     )
-    return _with_words(decoder_model(name, family, config, shape), fields, row)
-
-
-def _with_words(spec: ModelSpec, fields: Fields, row: Variant) -> ModelSpec:
-    """The same with what a row says of the model, and of the longest sequence that it is described for."""
-    if row.longest:
-        stated = min(fields.whole(row.longest), spec.longest_sequence or 2**31)
-        spec = replace(spec, longest_sequence=stated, beyond_longest=row.beyond)
-    return replace(spec, notice=row.notice) if row.notice else spec
+    return row.told(decoder_model(name, family, config, shape), fields)
 
 
 def _with_usual_names(name: str, config: dict, row: Variant) -> dict:
