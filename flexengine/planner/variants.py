@@ -37,7 +37,8 @@ chunks may have been chosen for its sake alone. They must gain this share, as th
 LEAST_IN_ROUND_GAIN = 0.02
 """Updates by the GPU inside the last round are tried where their bound is this share below the best plan's seconds."""
 LEAST_AGAIN_GAP = 0.1
-"""Inputs are made again, which takes more searches, where the best plan is this share above the bound."""
+"""Inputs are made again, or hidden states wait on the host, which takes more searches, where the best plan is this
+share above the bound."""
 LARGE_ADAPTERS = 0.1
 """Plans with adapters on the host are searched where those on the GPU take more than this share of its budget, or where
 no plan with them there fits: to stream small ones frees little, and searching takes as long again."""
@@ -207,15 +208,20 @@ OF_KEPT_INPUTS = (WHOLE, IN_PARTS, GRAPHS, NO_CLIPPING, SECOND_PLANES, UNSTORED,
 # -- inputs that are made again ----------------------------------------------------------------------------------------
 
 
+def _far_from_bound(best: Found) -> bool:
+    """Whether less memory for activations may make the best plan so far much faster."""
+    return best.predicted.speed_of_light_s <= (1.0 - LEAST_AGAIN_GAP) * best.predicted.step_s
+
+
 def _in_segments_applies(problem: Problem, best: Found | None) -> bool:
     """Where nothing fits, or the best is far from a bound that makes inputs again: their memory may be what lacks."""
     if problem.request.segment_blocks is not None or not problem.request.may_make_inputs_again:
         return False
     if best is None:
         return True
-    request = replace(problem.request, gpu_updates=best.plan.request.gpu_updates)
-    if best.predicted.speed_of_light_s > (1.0 - LEAST_AGAIN_GAP) * best.predicted.step_s:
+    if not _far_from_bound(best):
         return False
+    request = replace(problem.request, gpu_updates=best.plan.request.gpu_updates)
     bound = next((b for _, b in size_bounds(problem.model, request, problem.profile).ascending()), None)
     return bound is not None and bound.again > 0
 
@@ -258,10 +264,7 @@ IN_SEGMENTS = Variant[Problem, Found](_in_segments_applies, _in_segments)
 def _hidden_on_host_applies(problem: Problem, best: Found | None) -> bool:
     """Where nothing fits, or the best is far from its bound, and sequences are so long that hidden states of a round
     take much of the GPU."""
-    if not may_wait_on_host(problem.model, problem.request):
-        return False
-    gap = 1.0 if best is None else 1.0 - best.predicted.speed_of_light_s / best.predicted.step_s
-    return gap >= LEAST_AGAIN_GAP
+    return may_wait_on_host(problem.model, problem.request) and (best is None or _far_from_bound(best))
 
 
 def _hidden_on_host(problem: Problem, _: Found | None) -> Found | None:

@@ -18,9 +18,8 @@ from flexengine.runtime.engine import Engine
 
 CALLS_OF_A_SEQUENCE = 12
 """What an op that runs for each sequence alone takes the host: views of its tensors, and the op."""
-DRAW_BYTES, DRAW_CALLS = 64, 16
-"""Memory traffic that a token's draw has for each word of the vocabulary, in passes over float64, and calls of as many
-draws as are made at once."""
+DRAW_BYTES = 64
+"""Memory traffic that a token's draw has for each word of the vocabulary, in passes over float64."""
 SERVER_TOKEN_S, REWARD_S = 0.02, 1e-3
 """What a server takes for a token of all completions together, and functions for a completion, until a step tells."""
 

@@ -98,7 +98,7 @@ class Decoder:
         """Choose the next tokens by the logits of a few pieces at a time, as however many never fill the memory."""
         ends = accumulate(piece.length for piece in self._pieces)
         last = [(end - 1, piece.generator) for end, piece in zip(ends, self._pieces, strict=True) if piece.generator]
-        hidden, most = env.t[op.inputs[0]], chosen_at_once(op.vocab_size)  # type: ignore[attr-defined]
+        hidden, most = env.t[op.inputs[0]], call_tokens(op.vocab_size)  # type: ignore[attr-defined]
         for first in range(0, len(last), most):
             rows, generators = zip(*last[first : first + most], strict=True)
             taken = hidden[torch.tensor(rows, device=hidden.device)]
@@ -133,11 +133,6 @@ class Decoder:
             parts.append((rows, own))
             first = rows.stop
         return parts
-
-
-def chosen_at_once(vocab_size: int) -> int:
-    """How many sequences' next tokens are chosen at once: their logits take no more than those of a loss."""
-    return call_tokens(vocab_size)
 
 
 def ops_by_sequence(model: ModelSpec, own_kernels: bool) -> int:
