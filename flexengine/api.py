@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, replace
@@ -288,8 +287,8 @@ def _profile(hardware: HardwareProfile | str | Path | None, opened: _Opened) -> 
 
 def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tuple[_Opened, HardwareProfile]:
     """What was measured, with what opaque blocks take here and what all ranks reach at once."""
-    dtype, limit_gib = getattr(torch, opened.job.dtype), opened.job.max_gpu_mem_gib
-    run = CallRun(opened.device, dtype, opened.job.max_seq_len, profile, limit_gib)
+    job, dtype = opened.job, getattr(torch, opened.job.dtype)
+    run = CallRun(opened.device, dtype, job.max_seq_len, profile, job.max_gpu_mem_gib, job.deterministic)
     spec, profile = with_timed_blocks(opened.source.spec, run, partial(_told_by_first, team))
     profile = profile if team is None else with_ranks_at_work(profile, team, opened.device, dtype)
     return opened._replace(source=opened.source._replace(spec=spec)), profile
@@ -342,8 +341,6 @@ def build(
         )
     job = replace(planned.job, **changes)
     _check_same_plan(planned, job)
-    if job.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it only
     if planned.device.type == "cuda":
         _cap_allocator(planned)
     settings = EngineSettings(

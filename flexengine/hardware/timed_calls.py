@@ -20,6 +20,7 @@ from flexengine.hardware.memory_usage import gpu_used_bytes, hold_cublas_workspa
 from flexengine.hardware.probe import machine, release_cached_memory
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.ops.base import ChunkContext, OpEnv
+from flexengine.ops.determinism import deterministic_kernels
 from flexengine.ops.opaque import OpaqueBlock
 from flexengine.ops.opaque_cost import TimedCall
 from flexengine.wording import parse_json
@@ -80,13 +81,17 @@ class TimedCalls(NamedTuple):
 
 
 class CallRun(NamedTuple):
-    """What calls are timed on: sequences of so many tokens on an idle machine, within a GPU budget if there is one."""
+    """What calls are timed on: sequences of so many tokens on an idle machine, within a GPU budget if there is one.
+
+    deterministic: only by deterministic kernels, which may take longer and more memory.
+    """
 
     device: torch.device
     dtype: torch.dtype
     tokens: int
     profile: HardwareProfile
     max_gpu_mem_gib: float | None = None
+    deterministic: bool = False
 
     def length(self, call: OpaqueCall) -> int:
         """Tokens of a call, half as many again and again until it fits; 0 where none do."""
@@ -105,12 +110,13 @@ def timed_opaque_calls(calls: Sequence[OpaqueCall], run: CallRun) -> TimedCalls:
     Order: after the probe, before the arenas take their memory.
     """
     lengths = [run.length(call) for call in calls]
-    key = VERSION, *machine(run.device), str(run.dtype), tuple(lengths), tuple(map(_told, calls))
+    key = VERSION, *machine(run.device), str(run.dtype), run.deterministic, tuple(lengths), tuple(map(_told, calls))
     path = profile_path(f"opaque {calls[0].op.title}", key, "opaque")
     found = read_remembered(path, TimedCalls.from_json)
     if found is None or len(found.calls) != len(calls):
         logger.info("timing opaque blocks on %s once (a few seconds)", run.device)
-        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+        forked = [run.device] if run.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=forked), deterministic_kernels(run.deterministic):
             found = _timed_all(calls, lengths, run.device, run.dtype)
         write_remembered(path, found.to_json())
     return found

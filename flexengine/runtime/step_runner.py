@@ -9,10 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from flexengine.ops.determinism import deterministic_kernels
 from flexengine.ops.experts.balance import ExpertBalance
 from flexengine.optim.clipping import unclipped_scale
 from flexengine.runtime.batch_input import Sequences
-from flexengine.runtime.determinism import deterministic_kernels
 from flexengine.runtime.execution.program_runner import ProgramRunner
 from flexengine.runtime.not_finite import first_bad_gradient
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, without_loss

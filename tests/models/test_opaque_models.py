@@ -106,8 +106,11 @@ def test_calls_that_were_timed_are_priced_and_remembered(tmp_path, monkeypatch):
     assert op.forward_work(48, 48, 4).flops == plain.forward_work(48, 48, 4).flops
     more = [seconds(work(64, 64, 4)) / seconds(work(48, 48, 4)) for work in (op.forward_work, plain.forward_work)]
     assert more[0] == pytest.approx(more[1])
-    monkeypatch.setattr(timed_calls, "_timed_all", None)
+    again = lambda *_: timed_calls.TimedCalls(found[0].calls, int(torch.are_deterministic_algorithms_enabled()))  # noqa: E731
+    monkeypatch.setattr(timed_calls, "_timed_all", again)
     assert timed_calls.timed_opaque_calls(opaque_calls(model), run) == found[0]
+    other_kernels = timed_calls.timed_opaque_calls(opaque_calls(model), run._replace(deterministic=True))
+    assert other_kernels.gpu_bytes == 1, "deterministic kernels take other memory, and are timed by themselves"
 
 
 def test_frozen_layers_stay_and_tokens_are_generated(tmp_path):

@@ -1,7 +1,8 @@
-"""Restricts torch to deterministic kernels for the time of a call."""
+"""Restricts torch to deterministic kernels."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it only
     try:
         torch.use_deterministic_algorithms(True)
         # by default it also fills every torch.empty, which costs a kernel for each temporary
