@@ -209,11 +209,12 @@ def prepare_job(
     needs_weights: bool = True,
     tell: bool = True,
     whole_steps: bool = False,
+    host_bytes: int = 0,
 ) -> PlannedRun:
     """What `prepare` does, for a job that is a value already.
 
-    cache_bytes: of the GPU budget, what the plan leaves to sequences that are generated. needs_weights: False where
-    nothing will be built of the plan. tell: whether budgets that were found are logged. whole_steps: as of `prepare`.
+    cache_bytes, host_bytes: of the budgets, what sequences get that are generated. needs_weights: False where nothing
+    will be built of the plan. tell: whether budgets that were found are logged. whole_steps: as of `prepare`.
     """
     team = join()
     with nullcontext() if team is None else team.control.all_or_none():
@@ -226,8 +227,8 @@ def prepare_job(
     if hardware is None:
         opened, profile = _at_work(opened, profile, team)
     ranks = Ranks.alone() if team is None else team.ranks
-    whole = whole_steps and team is None
-    plan = _told_by_first(team, lambda: _plan(opened, profile, hardware is None, ranks, cache_bytes, whole), Plan)
+    asked = profile, hardware is None, ranks, (cache_bytes, host_bytes), whole_steps and team is None
+    plan = _told_by_first(team, lambda: _plan(opened, *asked), Plan)
     planned = PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
     if tell and (found := budgets_found(opened.job, plan.request, profile, opened.device.type)):
         logger.info(found)
@@ -295,14 +296,14 @@ def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tu
 
 
 def _plan(
-    opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, cache_bytes: int, whole_steps: bool = False,
-) -> Plan:  # fmt: skip
-    """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free."""
+    opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, beside: tuple[int, int], whole_steps: bool
+) -> Plan:
+    """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free. beside: see above."""
     source, job, device = opened
     request = make_request(
         job, profile, device.type, ranks.local_size, ranks.nodes, source.spec.whole_sequences, whole_steps
     )
-    plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
+    plan = with_cache(plan_for_ranks(source.spec, without_cache(request, *beside), profile), request, *beside)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:
         check_is_free(plan, profile, device.type)

@@ -277,20 +277,21 @@ def make_request(
     )
 
 
-def without_cache(request: Request, cache_bytes: int) -> Request:
-    """Take the cache of sequences that are generated out of the GPU budget. Raises PlanError where it takes all."""
+def without_cache(request: Request, cache_bytes: int, host_bytes: int = 0) -> Request:
+    """Take what sequences that are generated need out of the budgets. Raises PlanError where the cache takes all."""
     if cache_bytes >= request.max_gpu_bytes:
         raise PlanError(
             PlanReason.INSUFFICIENT_DEVICE_MEMORY,
             f"the cache of the sequences takes {format_bytes(cache_bytes)}, the GPU budget is"
             f" {format_bytes(request.max_gpu_bytes)}; give shorter prompts, fewer new tokens, or a larger budget",
         )
-    return replace(request, max_gpu_bytes=request.max_gpu_bytes - cache_bytes)
+    gpu_bytes, host_bytes = request.max_gpu_bytes - cache_bytes, request.max_host_bytes - host_bytes
+    return replace(request, max_gpu_bytes=gpu_bytes, max_host_bytes=max(0, host_bytes))
 
 
-def with_cache(plan: Plan, request: Request, cache_bytes: int) -> Plan:
-    """Count the cache in a plan that was made without it: its bytes, and the budget that was asked for."""
-    return plan.for_request(request).with_caches(cache_bytes) if cache_bytes else plan
+def with_cache(plan: Plan, request: Request, cache_bytes: int, host_bytes: int = 0) -> Plan:
+    """Count the cache in a plan that was made without it: its bytes, and the budgets that were asked for."""
+    return plan.for_request(request).with_caches(cache_bytes, host_bytes) if cache_bytes or host_bytes else plan
 
 
 class Room(NamedTuple):
@@ -314,11 +315,9 @@ def _budgets(job: Job, profile: HardwareProfile, device_type: str) -> tuple[int,
     """Budgets of GPU and host in bytes; on the CPU both are of the host's memory, half of it each."""
     gpu_room, host_room = system_room(profile, device_type)
     free_host = profile.memory.host_available_bytes + profile.memory.host_base_bytes - host_room
-    free_gpu = (
-        profile.memory.gpu_free_bytes + profile.memory.gpu_context_bytes - gpu_room
-        if device_type == "cuda"
-        else free_host // 2
-    )
+    free_gpu = profile.memory.gpu_free_bytes + profile.memory.gpu_context_bytes - gpu_room
+    if device_type != "cuda":
+        free_gpu = free_host // 2
     gpu_bytes = _budget_bytes("gpu", job.max_gpu_mem_gib, free_gpu)
     if device_type == "cpu":
         free_host = max(1, free_host - gpu_bytes)

@@ -82,9 +82,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         plan = _plan(asked, request, profile)
         room = cache_room(objective, plan, model, profile)
-        plan = (
-            with_cache(plan, request, room.num_bytes) if room.fits else _plan(asked, request, profile, room.num_bytes)
-        )
+        beside = room.num_bytes, room.host_bytes
+        plan = with_cache(plan, request, *beside) if room.fits else _plan(asked, request, profile, *beside)
     except ShortageError as error:
         status = _does_not_fit(asked, profile, error)
         print("" if room.fits else f"  {room.missing(job.max_seq_len)}\n", end="", file=sys.stderr)
@@ -92,11 +91,11 @@ def main(argv: Sequence[str]) -> int:
     return _fits(asked, Picture(plan, model, profile))
 
 
-def _plan(asked: Asked, request: Request, profile: HardwareProfile, cache_bytes: int = 0) -> Plan:
-    """The plan of all GPUs. cache_bytes: of the budget, what it leaves to caches."""
-    least = without_cache(request, cache_bytes)
+def _plan(asked: Asked, request: Request, profile: HardwareProfile, cache_bytes: int = 0, host_bytes: int = 0) -> Plan:
+    """The plan of all GPUs. cache_bytes, host_bytes: of the budgets, what it leaves to completions."""
+    least = without_cache(request, cache_bytes, host_bytes)
     plan = plan_for_ranks(asked.model, least, profile, _network_bytes_per_s(asked.flags))
-    return with_cache(beside_one_gpu(asked.model, plan, profile), request, cache_bytes)
+    return with_cache(beside_one_gpu(asked.model, plan, profile), request, cache_bytes, host_bytes)
 
 
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 
@@ -26,11 +27,13 @@ from flexengine.data.store import StoredSequences
 def hold_out(part: Prepared, fraction: float, seed: int) -> tuple[Prepared, Prepared]:
     """Split a source in what is trained and what is evaluated: whole records, drawn from the seed.
 
-    A long text that was split into several sequences goes to one side whole. Where there are fewer records than one of
-    them can be held out of, as in a shard that is one text, the last sequences are held out instead.
+    A long text that was split into several sequences goes to one side whole, as do pairs with the same prompt. Where
+    there are fewer of these than one of them can be held out of, as in a shard that is one text, the last sequences are
+    held out instead.
     Raises: ValueError when only one sequence is left.
     """
-    records = np.searchsorted(part.table.ends, part.cut.starts, side="right")
+    of_pairs = part.cut.splits is not None
+    records = _prompts(part) if of_pairs else np.searchsorted(part.table.ends, part.cut.starts, side="right")
     known = np.unique(records)
     count = round(fraction * len(known))
     if 0 < count < len(known):
@@ -44,6 +47,16 @@ def hold_out(part: Prepared, fraction: float, seed: int) -> tuple[Prepared, Prep
             f"{where}--val-fraction {fraction} of 1 sequence would leave nothing to train on; give --val-dataset"
         )
     return _chosen(part, ~held), _chosen(part, held)
+
+
+def _prompts(part: Prepared) -> np.ndarray:
+    """Number the prompts of pairs in the order in which they come first; a ranking has one, and many pairs."""
+    numbers, found = dict[bytes, int](), np.empty(len(part.cut.lengths), np.int64)
+    first_targets = part.table.first_targets[np.searchsorted(part.table.ends, part.cut.starts, side="right")]
+    for i, (start, length) in enumerate(zip(part.cut.starts.tolist(), first_targets.tolist(), strict=True)):
+        prompt = part.table.file.read(start, max(length, 1)).input_ids
+        found[i] = numbers.setdefault(hashlib.sha256(np.array(prompt, np.int32).tobytes()).digest(), len(numbers))
+    return found
 
 
 def _chosen(part: Prepared, chosen: np.ndarray) -> Prepared:

@@ -1,8 +1,17 @@
-"""Objectives beyond learning answers: preferences, which two passes train, and distillation and GRPO, in one."""
+"""Objectives beyond learning answers: preferences and GRPO, which weights of tokens train, and distillation."""
 
 from flexengine.objectives.distill import Distillation, TeacherRows, likeliest
 from flexengine.objectives.dpo import DPO
-from flexengine.objectives.grpo import GRPO, GroupLoss, Groups, advantages, token_log_probs
+from flexengine.objectives.grpo import (
+    GRPO,
+    GroupLoss,
+    Groups,
+    GroupUpdate,
+    advantages,
+    token_log_probs,
+    update_groups,
+    weighed_groups,
+)
 from flexengine.objectives.ipo import IPO
 from flexengine.objectives.kto import KTO
 from flexengine.objectives.objective import Answers, Judged, Objective, Records
@@ -33,6 +42,7 @@ __all__ = [
     "Distillation",
     "Found",
     "GroupLoss",
+    "GroupUpdate",
     "Groups",
     "Judged",
     "Objective",
@@ -46,5 +56,7 @@ __all__ = [
     "reference_log_probs",
     "token_log_probs",
     "train_step",
+    "update_groups",
+    "weighed_groups",
     "weighted",
 ]

@@ -114,6 +114,16 @@ class ObjectiveOptions(GroupOptions):
         return self.objective in (*PREFERENCES, "reward")
 
     @property
+    def updates_with_pass(self) -> int:
+        """How many updates of grpo begin with a pass that finds log-probabilities.
+
+        None where ratios are all 1 and nothing is a reference, nor where a temperature makes the loss one of logits.
+        """
+        return (
+            self.updates_per_step if self.temperature in (None, 1.0) and (self.updates_per_step > 1 or self.beta) else 0
+        )
+
+    @property
     def objective_constants(self) -> dict[str, Any]:
         """The constants that were given, as the objective's class names them."""
         given = {

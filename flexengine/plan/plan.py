@@ -329,11 +329,12 @@ class Plan:
         """The plan for a request that differs in budgets; what the planner decided of a request stays decided."""
         return replace(self, request=replace(request, **{name: getattr(self.request, name) for name in DECIDED}))
 
-    def with_caches(self, num_bytes: int) -> Plan:
-        """The plan with so many GPU bytes for caches of sequences beside its slots."""
+    def with_caches(self, num_bytes: int, host_bytes: int = 0) -> Plan:
+        """The plan with so many GPU bytes for caches of sequences beside its slots, and more slack on the host."""
         p, beside = self.predicted, {CACHES: num_bytes} if num_bytes else {}
+        host = p.host_categories | ({"slack": p.host_categories.get("slack", 0) + host_bytes} if host_bytes else {})
         counted = replace(p, gpu_bytes=p.gpu_bytes + num_bytes, gpu_categories=p.gpu_categories | beside)
-        return replace(self, predicted=counted)
+        return replace(self, predicted=replace(counted, host_bytes=p.host_bytes + host_bytes, host_categories=host))
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives it back equal."""

@@ -147,7 +147,8 @@ class Forecast:
         """Predict a step by prices alone. gpu_bytes: of the engine's arena."""
         lengths = [sum(pair) for pair in zip(prompts, completions, strict=True)]
         training_s = self._config.updates_per_step * self._predictor.step_s(lengths)
-        training_s += self._predictor.forward_s(lengths) if self._config.beta else 0.0
+        if num_passes := self._config.updates_with_pass + bool(self._config.beta):
+            training_s += num_passes * self._predictor.forward_s(lengths)
         writing_s = SERVER_TOKEN_S * max(completions)
         if self._config.generator is None:
             writing_s = self._generation.seconds(prompts, completions, gpu_bytes)

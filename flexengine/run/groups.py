@@ -1,9 +1,10 @@
-"""Steps on completions that the model writes itself: write, reward, compare within groups, and train in one pass."""
+"""Steps on completions that the model writes itself: write, reward, compare within groups, and train."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from flexengine.api import PlannedRun
 from flexengine.data.batches import Batch, PromptBatch
 from flexengine.data.prompts import KEYS
-from flexengine.objectives import GRPO, Distillation, GroupLoss, Groups, advantages, token_log_probs
+from flexengine.objectives import GRPO, Distillation, Groups, GroupUpdate, advantages, token_log_probs, update_groups
 from flexengine.options.job import LARGEST_SEED
 from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import Team
@@ -26,7 +27,6 @@ from flexengine.run.training_data import TrainingData
 from flexengine.run.writers import Draws, writer_of
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.generation import Sampling
-from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
 
 STEP_PRIME = 1_000_003
 """Steps between two seeds of the run that write with the same draws."""
@@ -65,7 +65,7 @@ class GroupSteps:
         assert data.rewards is not None, "options were checked"
         self._config, self._objective, self._tokenizer = config, objective, data.tokenizer
         self._rewards, self._team = data.rewards, team
-        self._writer, self._forecast = writer_of(config, team), forecast
+        self.writer, self._forecast = writer_of(config, team), forecast
 
     def train(self, engine: Engine, batch: Batch, lr: float) -> Taken:
         """See `Steps.train`. The loss is about 0 where nothing is clipped; rewards say what was learned."""
@@ -89,24 +89,21 @@ class GroupSteps:
 
     def _update(self, engine: Engine, groups: Groups, lr: float) -> Taken:
         """Make all updates of a step. Those after the first compare with the model that the first one found."""
-        count, found = self._config.updates_per_step, list[tuple[GroupLoss, FwdBwdOutput, StepOutput]]()
+        count, found = self._config.updates_per_step, list[GroupUpdate]()
         for _ in range(count):
-            loss = GroupLoss(self._objective, groups, engine.device)
-            found.append((loss, *engine.train_step(groups.columns, loss=loss, lr=lr, divisor=1)))
-            if groups.old is None and count > 1:
-                engine.context.join_rows([loss.log_probs])
-                groups = groups._replace(old=loss.log_probs)
-        losses, outs, updates = zip(*found, strict=True)
-        sums = engine.context.gather([sum(loss.kl for loss in losses), float(sum(loss.clipped for loss in losses))])
-        kl, clipped = (sum(values) / (count * losses[0].num_tokens) for values in zip(*sums, strict=True))
-        details = ({"kl": kl} if self._objective.beta else {}) | {"clipped": clipped}
-        mean = sum(float(out.loss) * out.num_target_tokens for out in outs) / count
-        out = outs[0]._replace(
-            num_tokens=sum(out.num_tokens for out in outs),
-            model_flops=sum(out.model_flops for out in outs),
-            hardware_flops=sum(out.hardware_flops for out in outs),
+            found.append(update_groups(engine, self._objective, groups, lr, keep=groups.old is None and count > 1))
+            if groups.old is None:
+                groups = groups._replace(old=found[0].log_probs)
+        details = {"clipped": sum(one.clipped for one in found) / count}
+        if self._objective.beta:
+            details = {"kl": sum(one.kl for one in found) / count} | details
+        out = found[0].out._replace(
+            num_tokens=sum(one.out.num_tokens for one in found),
+            model_flops=sum(one.out.model_flops for one in found),
+            hardware_flops=sum(one.out.hardware_flops for one in found),
         )
-        return Taken(mean, out, updates[-1]._replace(skipped=any(one.skipped for one in updates)), details)
+        last = found[-1].update._replace(skipped=any(one.update.skipped for one in found))
+        return Taken(sum(one.loss for one in found) / count, out, last, details)
 
     def evaluate(self, engine: Engine, batches: Iterable[Batch]) -> Evaluated:
         """See `Steps.evaluate`. The loss is the mean reward, with the other sign."""
@@ -125,7 +122,7 @@ class GroupSteps:
         times_s = [time.perf_counter()]
         sampling = Sampling(options.temperature or 1.0, 1.0 if options.top_p is None else options.top_p, seed)
         draws = Draws(options.completion_tokens, frozenset(stop_ids), sampling)
-        answers = self._writer.write(engine, [list(prompt) for prompt in batch.input_ids], count, draws)
+        answers = self.writer.write(engine, [list(prompt) for prompt in batch.input_ids], count, draws)
         times_s.append(time.perf_counter())
         records = [columns for columns in batch.columns for _ in range(count)]
         rewards = told_by_first(self._team, lambda: self._rewarded(records, answers).tolist())
@@ -175,14 +172,16 @@ def _mean_details(details: Sequence[dict[str, float | None]], sizes: Sequence[in
     return found
 
 
-def steps_of(config: TrainConfig, planned: PlannedRun, engine: Engine, data: TrainingData) -> Steps:
-    """Choose how a run takes steps: by its objective, and by what the model's head is for."""
+def steps_of(config: TrainConfig, planned: PlannedRun, engine: Engine, data: TrainingData, opened: ExitStack) -> Steps:
+    """Choose how a run takes steps: by its objective, and by the model's head. opened: is closed behind them."""
     objective, team = objective_of(config), planned.team
     if objective is not None:
         return PreferenceSteps(objective)
     if config.objective == "grpo":
         forecast = Forecast(config, StepPredictor(engine.plan, planned.source.spec, planned.profile))
-        return GroupSteps(config, GRPO(**config.objective_constants), data, team, forecast)
+        made = GroupSteps(config, GRPO(**config.objective_constants), data, team, forecast)
+        opened.callback(made.writer.close)
+        return made
     if engine.model.task is not None:
         return LabelSteps(engine.model.task, team)
     return AnswerSteps(Distillation(**config.objective_constants) if config.objective == "distill" else None)

@@ -73,10 +73,14 @@ def _of_groups(options: ObjectiveOptions, predictor: StepPredictor) -> Priced:
     count, length = num_completions(options, predictor.plan.request), options.completion_tokens
     longest = predictor.plan.request.max_seq_len
     found = Forecast(options, predictor).seconds([longest - length] * count, [length] * count, predictor.arena_bytes)
-    reference_s = predictor.forward_s([longest] * count) if options.beta else 0.0
-    parts = {"completions": found.generation_s, "rewards": found.rewarding_s}
-    parts |= {"pass beneath adapters": reference_s} if reference_s else {}
-    parts["updates" if options.updates_per_step > 1 else "update"] = found.training_s - reference_s
+    parts, passes = {"completions": found.generation_s, "rewards": found.rewarding_s}, dict[str, int]()
+    if options.beta:
+        passes["pass beneath adapters"] = 1
+    if with_pass := options.updates_with_pass:
+        passes["pass for log-probabilities" if with_pass == 1 else "passes for log-probabilities"] = with_pass
+    pass_s = predictor.forward_s([longest] * count) if passes else 0.0
+    parts |= {name: number * pass_s for name, number in passes.items()}
+    parts["updates" if options.updates_per_step > 1 else "update"] = found.training_s - sum(passes.values()) * pass_s
     at_a_time = 0 if options.generator else min(count, predictor.num_caches(longest - 1, predictor.arena_bytes))
     return Priced(options.objective, parts, num_completions=count, at_a_time=at_a_time)
 
@@ -98,38 +102,51 @@ def num_completions(options: ObjectiveOptions, request: Request) -> int:
 # ---- room for what is written -----------------------------------------------------------------------------------
 
 
+WRITING_SLACK_BYTES = 112 * 2**20
+"""Host memory of a CUDA process for kernels that write completions and draw tokens, beside those of a step: on an H200
+a run took 97 MiB more than a plan without."""
+
+
 class CacheRoom(NamedTuple):
-    """GPU bytes beside a plan for the caches of completions. fits: whether its budget has them left."""
+    """GPU bytes beside a plan for the caches of completions. fits: whether the budgets have them left.
+
+    host_bytes: what writing them takes of the host beside a step.
+    """
 
     num_bytes: int
     fits: bool
+    host_bytes: int = 0
 
     def missing(self, longest: int) -> str:
         """Say what stands beside a plan that does not fit."""
+        host = f" and what writes it {format_bytes(self.host_bytes)} of the host's" if self.host_bytes else ""
         return (
             f"beside that, the cache of one completion of {longest} tokens takes {format_bytes(self.num_bytes)} of the"
-            " GPU budget; a smaller --max-seq-len takes less, and --generator has a server write"
+            f" GPU budget{host}; a smaller --max-seq-len takes less, and --generator has a server write"
         )
 
 
 def cache_room(options: ObjectiveOptions, plan: Plan, model: ModelSpec, profile: HardwareProfile) -> CacheRoom:
     """Find the room for caches that a plan lacks, whose slots hold them between steps.
 
-    It is as much as the budget has left, up to what all completions of a step take. Where not one cache fits, it is
-    that of one, for which the step has to be planned with less.
+    On the GPU it is as much as the budget has left, up to what all completions of a step take. Where not one cache
+    fits, it is that of one, for which the step has to be planned with less.
     """
     if options.objective != "grpo" or options.generator is not None:
         return CacheRoom(0, fits=True)
     predictor, tokens = StepPredictor(plan, model, profile), plan.request.max_seq_len - 1
     count, has = num_completions(options, plan.request), predictor.num_caches(tokens, predictor.arena_bytes)
-    size = predictor.cache_bytes(tokens)
+    size, host_bytes = predictor.cache_bytes(tokens), 0
+    if profile.device_type == "cuda":
+        host_bytes = WRITING_SLACK_BYTES * plan.request.ranks
+    fits = plan.predicted.host_bytes + host_bytes <= plan.request.max_host_bytes
     if has >= count:
-        return CacheRoom(0, fits=True)
+        return CacheRoom(0, fits, host_bytes)
     memory, most = profile.memory, plan.request.max_gpu_bytes
     if profile.device_type == "cuda":
         most = min(most, memory.gpu_free_bytes + memory.gpu_context_bytes)
     left = max(0, most - plan.predicted.gpu_bytes) // size
-    return CacheRoom(min(count - has, left) * size, fits=True) if has + left else CacheRoom(size, fits=False)
+    return CacheRoom(min(count - has, left) * size if has + left else size, fits and has + left > 0, host_bytes)
 
 
 def plan_with_room(config: TrainConfig, prepare: Callable[..., PlannedRun]) -> PlannedRun:
@@ -143,9 +160,10 @@ def plan_with_room(config: TrainConfig, prepare: Callable[..., PlannedRun]) -> P
         return planned
     room = cache_room(config, planned.plan, planned.source.spec, planned.profile)
     if room.fits:
-        return replace(planned, plan=planned.plan.with_caches(room.num_bytes), cache_bytes=room.num_bytes)
+        counted = planned.plan.with_caches(room.num_bytes, room.host_bytes)
+        return replace(planned, plan=counted, cache_bytes=room.num_bytes)
     try:
-        return prepare(needs_weights=not dry, tell=False, cache_bytes=room.num_bytes)
+        return prepare(needs_weights=not dry, tell=False, cache_bytes=room.num_bytes, host_bytes=room.host_bytes)
     except PlanError as error:
         raise ValueError(f"{error}\n  {room.missing(config.max_seq_len)}") from None
 

@@ -307,11 +307,11 @@ def watchers_of(
     logs: contextlib.ExitStack,
     point: ResumePoint | None = None,
 ) -> Watchers:
-    """Make those who stand around every step. logs: closes the log of evaluations. point: what the run goes on from."""
+    """Make those who stand around every step. logs: closes what they leave open. point: what the run goes on from."""
     recorder = Recorder(config, planned, engine, num_steps, 0 if point is None else point.step)
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
     saver = RunSaver(config, engine, data.batches, num_steps, planned.team)
-    steps = steps_of(config, planned, engine, data)
+    steps = steps_of(config, planned, engine, data, logs)
     health = RunHealth(engine, steps, config.max_skipped_steps)
     watchers = Watchers(recorder, reviewer, health, callbacks, saver, steps, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save

@@ -11,13 +11,14 @@ import secrets
 import shutil
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.error import HTTPError
 
 from flexengine.checkpoint.hub_errors import without_secrets
 from flexengine.options.train_config import TrainConfig
-from flexengine.parallel.team import Team
+from flexengine.parallel.team import Team, is_first
 from flexengine.run.ranks import told_by_first
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.generation import Sampling
@@ -48,6 +49,10 @@ class Writer(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Leave nothing behind of what was written for the writer."""
+        ...
+
 
 class EngineWriter:
     """Writes by the engine's own batched decoding."""
@@ -57,6 +62,9 @@ class EngineWriter:
         repeated = [prompt for prompt in prompts for _ in range(count)]
         sampling = draws.sampling._asdict()
         return engine.generate(repeated, draws.most_tokens, stop_ids=draws.stop_ids, keep_stop=True, **sampling)
+
+    def close(self) -> None:
+        """See `Writer.close`."""
 
 
 class ServerWriter:
@@ -83,6 +91,13 @@ class ServerWriter:
         engine.save_pretrained(self._folder / name)
         told_by_first(self._team, lambda: self._exchange(before, name))
         self._name, self._update = name, engine.step_count
+
+    def close(self) -> None:
+        """See `Writer.close`. A server that does not answer any more keeps what it has read."""
+        if is_first(self._team) and self._name:
+            with suppress(ValueError):
+                self._server.call("/v1/unload_lora_adapter", {"lora_name": self._name})
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _exchange(self, before: str, name: str) -> None:
         if before:

@@ -1,15 +1,15 @@
 """Runs forward on pieces of sequences whose earlier tokens are in a cache: prompts, and then token by token.
 
-All sequences share one chunk. Ops that carry nothing along a sequence see the chunk as in training. The others run once
-for each sequence, with a window that is the sequence's own cache; where our kernels of attention run, once for all new
-tokens.
+All sequences share one chunk. Ops that carry nothing along a sequence see the chunk as in training, and so does
+attention where prompts begin in it, one behind the other. The others run once for each sequence, with a window that is
+the sequence's own cache; where our kernels of attention run, once for all new tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 import torch
@@ -66,17 +66,22 @@ class Decoder:
         self.tokens: list[int] = []
         self._parts: list[tuple[slice, ChunkContext]] = []
         self._new_tokens: tuple[Tensor, Tensor] | None = None
+        self._prompts: tuple[range, tuple[slice, ChunkContext]] | None = None
 
     def runs(self, op: Op, env: OpEnv, call: LayerCall) -> bool:
         """Run an op that is not run as in training; returns False for others."""
         if hasattr(op, "logits_of"):
             self._choose_tokens(op, env)
-        elif isinstance(op, CausalAttention) and op.decodes(env):
-            self._decode_together(op, env, call.layer)
-            if any(piece.length > 1 for piece in self._pieces):
-                self._run_by_sequence(op, env, call.layer, lambda piece: piece.length > 1)
+        elif isinstance(op, CausalAttention):
+            decodes = op.decodes(env)
+            if decodes:
+                self._decode_together(op, env, call.layer)
+            together = [] if len(self._pieces) == 1 else self._attend_to_prompts(op, env, call.layer)
+            rest = [not (decodes and piece.length == 1) and i not in together for i, piece in enumerate(self._pieces)]
+            if any(rest):
+                self._run_by_sequence(op, env, call.layer, rest)
         elif op.carried:
-            self._run_by_sequence(op, env, call.layer)
+            self._run_by_sequence(op, env, call.layer, [True] * len(self._pieces))
         else:
             return False
         return True
@@ -104,35 +109,56 @@ class Decoder:
             taken = hidden[torch.tensor(rows, device=hidden.device)]
             self.tokens += self._choose(op.logits_of(taken, env.p).float(), generators)  # type: ignore[attr-defined]
 
-    def _run_by_sequence(self, op: Op, env: OpEnv, layer: int, takes: Callable[[Piece], bool] = lambda _: True) -> None:
-        self._parts = self._parts or self._cut(env.chunk)  # once for all layers: it makes tensors on the device
-        names = {*op.inputs, *(spec.name for spec in op.outputs)}
-        for piece, (rows, chunk) in zip(self._pieces, self._parts, strict=True):
-            if not takes(piece):
-                continue
-            tensors = {name: tensor[rows] if name in names else tensor for name, tensor in env.t.items()}
-            window = DecodingWindow(piece.start, piece.number, self._chunk_tokens, piece.cache[layer])
-            op.forward(replace(env, t=tensors, chunk=replace(chunk, window=window)))
+    def _attend_to_prompts(self, op: CausalAttention, env: OpEnv, layer: int) -> range:
+        """Run attention of prompts that begin here, one behind the other, as in training; returns their pieces.
 
-    def _cut(self, chunk: ChunkContext) -> list[tuple[slice, ChunkContext]]:
-        """The rows of each piece, and the context of the piece alone."""
-        parts, first = [], 0
-        for piece in self._pieces:
-            rows = slice(first, first + piece.length)
-            ends = torch.tensor([0, piece.length], dtype=chunk.cu_seqlens.dtype, device=chunk.cu_seqlens.device)
-            own = replace(
-                chunk,
-                tokens=piece.length,
-                input_ids=chunk.input_ids[rows],
-                labels=chunk.labels[rows],
-                positions=chunk.positions[rows],
-                cu_seqlens=ends,
-                seq_lens=(piece.length,),
-                losses=chunk.losses[rows],
-            )
-            parts.append((rows, own))
-            first = rows.stop
-        return parts
+        New ones enter behind all others, so that there is one such run, the last in the chunk.
+        """
+        if self._prompts is None:  # once for all layers, as in `_run_by_sequence`
+            count = sum(1 for _ in takewhile(lambda piece: not piece.start and piece.length > 1, self._pieces[::-1]))
+            pieces = range(len(self._pieces) - count, len(self._pieces))
+            lengths = [piece.length for piece in self._pieces]
+            self._prompts = pieces, _part(env.chunk, sum(lengths[: pieces.start]), lengths[pieces.start :])
+        pieces, (rows, chunk) = self._prompts
+        if len(pieces) > 1:
+            own = replace(env, t=_rows_of(op, env, rows), chunk=chunk)
+            op.forward(own)
+            caches = [self._pieces[i].cache[layer] for i in pieces]
+            op.fill_caches(own, [[cache[part.name] for cache in caches] for part in op.carried])
+            return pieces
+        return range(0)
+
+    def _run_by_sequence(self, op: Op, env: OpEnv, layer: int, takes: list[bool]) -> None:
+        if not self._parts:  # once for all layers: it makes tensors on the device
+            ends = accumulate(piece.length for piece in self._pieces)
+            lengths = (piece.length for piece in self._pieces)
+            self._parts = [_part(env.chunk, end - length, [length]) for end, length in zip(ends, lengths, strict=True)]
+        for piece, (rows, chunk), is_taken in zip(self._pieces, self._parts, takes, strict=True):
+            if is_taken:
+                window = DecodingWindow(piece.start, piece.number, self._chunk_tokens, piece.cache[layer])
+                op.forward(replace(env, t=_rows_of(op, env, rows), chunk=replace(chunk, window=window)))
+
+
+def _rows_of(op: Op, env: OpEnv, rows: slice) -> dict[str, Tensor]:
+    """The tensors of a call of an op on some rows."""
+    names = {*op.inputs, *(spec.name for spec in op.outputs)}
+    return {name: tensor[rows] if name in names else tensor for name, tensor in env.t.items()}
+
+
+def _part(chunk: ChunkContext, first: int, lengths: Sequence[int]) -> tuple[slice, ChunkContext]:
+    """The rows of pieces of these lengths from row `first` on, and the context of these alone."""
+    rows, bounds = slice(first, first + sum(lengths)), [0, *accumulate(lengths)]
+    own = replace(
+        chunk,
+        tokens=bounds[-1],
+        input_ids=chunk.input_ids[rows],
+        labels=chunk.labels[rows],
+        positions=chunk.positions[rows],
+        cu_seqlens=torch.tensor(bounds, dtype=chunk.cu_seqlens.dtype, device=chunk.cu_seqlens.device),
+        seq_lens=tuple(lengths),
+        losses=chunk.losses[rows],
+    )
+    return rows, own
 
 
 def ops_by_sequence(model: ModelSpec, own_kernels: bool) -> int:

@@ -325,7 +325,7 @@ GRPO = "--objective grpo --num-generations 2 --max-completion-length 16"
         ("--objective simpo", ["pass for log-probabilities", "pass that trains"], ""),
         (
             f"{GRPO} --num-iterations 2 --beta 0.1 --mode lora",
-            ["completions", "rewards", "pass beneath adapters", "updates"],
+            ["completions", "rewards", "pass beneath adapters", "passes for log-probabilities", "updates"],
             "; 4 completions of full length, 4 at a time",
         ),
     ],
@@ -353,6 +353,18 @@ def test_parts_of_an_objective_are_those_that_train_tells(
     )
     assert main(["train", "--model", str(model), *shlex.split(f"{WORK} {budgets} {flags} {asked}")]) == 0
     assert line in capsys.readouterr().out.splitlines()
+
+
+def test_what_writes_completions_counts_on_the_host_of_a_gpu(run):
+    """Also where a plan without them would take all of the budget."""
+    budgets = "--gpu h200 --dtype bfloat16 --max-gpu-mem-gib 4"
+    memory = json.loads(run(f"{budgets} --max-host-mem-gib 4 --json")[1])["memory"]["host"]
+    more = json.loads(run(f"{budgets} --max-host-mem-gib 4 --json {GRPO}")[1])["memory"]["host"]
+    assert more["bytes"] - memory["bytes"] == 112 * 2**20
+    assert more["bytes"] == sum(more["categories"].values())
+    status, _, err = run(f"{budgets} --max-host-mem-gib {(memory['bytes'] + 2**20) / 2**30} {GRPO}")
+    assert status == 2
+    assert "and what writes it 0.11 GiB of the host's" in err
 
 
 def test_completions_get_the_room_that_a_plan_leaves(run, model, tmp_path, monkeypatch, capsys):

@@ -199,6 +199,19 @@ def test_verdicts_and_references_follow_their_answers(chat, tmp_path):
     assert sorted(seen) == list(range(9))
 
 
+def test_pairs_of_a_prompt_are_trained_or_evaluated_together(chat, tmp_path):
+    """A ranking, and a record further down that has its prompt."""
+    raws = [{"prompt": f"question {i}", "ranked": ["best", "fair", "bad"]} for i in range(6)]
+    raws += [{"prompt": "question 2", "chosen": "yes", "rejected": "no"}]
+    (part,) = prepared(chat, tmp_path / "ranked.jsonl", raws, "ranked")
+    for seed in range(4):
+        sides = [[pair.first.input_ids for pair in half.sequences] for half in hold_out(part, 0.34, seed)]
+        asked = [{chat.decode(ids).split("question ")[1][0] for ids in side} for side in sides]
+        assert sorted(map(len, asked)) == [2, 4]
+        assert not asked[0] & asked[1]
+        assert sum(map(len, sides)) == 19
+
+
 def test_bad_pairs_are_skipped_as_a_whole(chat, tmp_path):
     raws = [PAIRS["texts"], {"prompt": "a", "chosen": "b"}, PAIRS["query"]]
     with pytest.raises(ValueError, match="line 2: the pair has no rejected"):

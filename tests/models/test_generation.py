@@ -6,6 +6,7 @@ from engine_helpers import build_engine, peak_bytes, random_batch, same_bits, sa
 from family_configs import CASES, OF_BLOCKS
 
 from flexengine.models.registry import open_model
+from flexengine.ops.attention.attention import CausalAttention
 from flexengine.runtime.decoding import CacheRoom
 from flexengine.runtime.generation import BLOCK, Sampling, _drawn
 from flexengine.schedule.decoding_cache import free_ranges, place_in
@@ -83,6 +84,17 @@ def test_prompts_wait_for_a_cache(folder, expected):
         patch.setattr(CacheRoom, "caches", lambda room, most: places.append(caches(room, min(2, most))) or places[-1])
         assert engine.generate(PROMPTS, NEW_TOKENS) == expected
     assert [len(found) for found in places] == [2]
+
+
+def test_whole_prompts_of_a_chunk_pass_attention_together(folder, monkeypatch):
+    """Of 26 tokens in chunks of 16: three prompts, the last one's first part; its rest, and one more."""
+    calls, forward = [], CausalAttention.forward
+    counted = lambda op, env: calls.append(env.chunk.seq_lens) or forward(op, env)  # noqa: E731
+    monkeypatch.setattr(CausalAttention, "forward", counted)
+    engine = engine_on(folder)
+    engine.generate([[1] * n for n in (4, 3, 2, 12, 5)], 1)
+    assert list(dict.fromkeys(calls)) == [(4, 3, 2, 7), (5,)]
+    assert len(calls) == (1 + 2) * len(engine.model.blocks)
 
 
 def test_generation_leaves_no_trace(folder):

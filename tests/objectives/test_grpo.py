@@ -11,7 +11,15 @@ from family_configs import CASES
 from flexengine import LoRA
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import open_model
-from flexengine.objectives.grpo import GRPO, GroupLoss, Groups, advantages, token_log_probs
+from flexengine.objectives.grpo import (
+    GRPO,
+    GroupLoss,
+    Groups,
+    advantages,
+    token_log_probs,
+    update_groups,
+    weighed_groups,
+)
 from flexengine.optim import AdamW
 
 trl = pytest.importorskip("trl")
@@ -49,7 +57,7 @@ def case(request, tmp_path_factory):
     columns = {"input_ids": [p + a for p, a in texts], "labels": [[-100] * len(p) + a for p, a in texts]}
     plan = streamed_plan(source.spec, chunk_tokens=16, chunks_per_round=2, max_seq_len=16)
     with build_engine(source, plan, AdamW(), adapter=adapter) as engine:
-        own = token_log_probs(engine, columns, TEMPERATURE)
+        own = {temperature: token_log_probs(engine, columns, temperature) for temperature in (1.0, TEMPERATURE)}
         yield engine, model, texts, columns, own, mode
 
 
@@ -91,29 +99,55 @@ def trl_loss(objective, model, texts, gains, old, reference):
 
 
 @pytest.mark.parametrize(
-    ("kind", "beta", "moved"), [("grpo", 0.3, True), ("bnpo", 0.0, True), ("dr_grpo", 0.1, False), ("dapo", 0.0, False)]
+    ("kind", "beta", "moved", "temperature"),
+    [
+        ("grpo", 0.3, True, TEMPERATURE),
+        ("dapo", 0.0, False, TEMPERATURE),
+        ("bnpo", 0.0, True, 1.0),
+        ("dr_grpo", 0.1, False, 1.0),
+        ("grpo", 0.3, True, 1.0),
+        ("dapo", 0.0, False, 1.0),
+    ],
 )
-def test_loss_and_gradients_are_those_of_trl(case, kind, beta, moved):
+def test_loss_and_gradients_are_those_of_trl(case, kind, beta, moved, temperature):
+    """By the loss of logits, and at temperature 1 also by weights of tokens."""
     engine, model, texts, columns, own, _ = case
-    objective = GRPO(beta, 0.2, 0.28, kind, TEMPERATURE, LONGEST)
+    own, objective = own[temperature], GRPO(beta, 0.2, 0.28, kind, temperature, LONGEST)
     gains = advantages(REWARDS, 2)
     wave = torch.sin(torch.arange(len(own)) * 1.0)
     old, reference = own + 0.5 * wave if moved else None, own - 0.4 * wave
     loss = trl_loss(objective, model, texts, gains, old, reference)
     model.zero_grad()
     loss.backward()
+    expected = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    expected = {key.replace(".default.", "."): gradient for key, gradient in expected.items()}
+
+    def check(found, divided_by):
+        assert found == pytest.approx(loss.item(), abs=1e-5)
+        actual = {key: gradient * divided_by for key, gradient in engine.gradients().items()}
+        engine.step(lr=0.0)
+        error, where = worst_error(actual, expected)
+        assert error <= 1e-5, f"gradient of {where}: relative error {error:.1e}"
+
     groups = Groups(columns, gains, old, reference if beta else None)
     function = GroupLoss(objective, groups, engine.device)
     out = engine.fwd_bwd(columns, loss=function)
-    assert out.loss * out.num_target_tokens == pytest.approx(loss.item(), abs=1e-5)
-    assert (function.clipped > 0) == moved
+    check(out.loss * out.num_target_tokens, out.num_target_tokens)
+    assert bool(function.clipped.any()) == moved
     torch.testing.assert_close(function.log_probs, own)  # with which further updates on the same completions compare
-    actual = {key: gradient * out.num_target_tokens for key, gradient in engine.gradients().items()}
-    engine.step(lr=0.0)
-    expected = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    expected = {key.replace(".default.", "."): gradient for key, gradient in expected.items()}
-    error, where = worst_error(actual, expected)
-    assert error <= 1e-5, f"gradient of {where}: relative error {error:.1e}"
+    if temperature == 1.0:
+        found = weighed_groups(engine, objective, groups)
+        assert (found.log_probs is None) == (not moved and not beta)  # no pass where all ratios are 1
+        engine.fwd_bwd(columns, weights=found.weights)
+        check(found.loss, sum(float(row.abs().sum()) for row in found.weights))
+        torch.testing.assert_close(found.tokens.clipped.float(), function.clipped)
+        torch.testing.assert_close(found.tokens.kl.float(), function.kl, atol=1e-5, rtol=1e-4)
+
+
+def test_groups_without_a_difference_are_a_step_that_moves_nothing(case):
+    engine, _, _, columns, _, _ = case
+    found = update_groups(engine, GRPO(), Groups(columns, torch.zeros(4)), lr=0.0)
+    assert (found.loss, found.update.grad_norm, found.update.skipped) == (0.0, 0.0, False)
 
 
 def test_adapters_that_are_off_leave_the_model_beneath(case):
@@ -127,7 +161,7 @@ def test_adapters_that_are_off_leave_the_model_beneath(case):
         rows = [model(torch.tensor([p + a])).logits[0, len(p) - 1 : -1].log_softmax(-1) for p, a in texts]
     wanted = torch.cat([row.gather(1, torch.tensor(a)[:, None])[:, 0] for row, (_, a) in zip(rows, texts, strict=True)])
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(token_log_probs(engine, columns, TEMPERATURE), own)
+    torch.testing.assert_close(token_log_probs(engine, columns), own[1.0])
 
 
 def test_advantages_of_groups():

@@ -217,6 +217,13 @@ class CausalAttention(Op):
         if sinks is not None:
             add_sinks(out, lse, sinks)
 
+    def fill_caches(self, env: OpEnv, caches: list[list[Tensor]]) -> None:
+        """Copy the keys and values of whole sequences into the beginning of caches, as of `decode`."""
+        lengths, (_, k, v) = list(env.chunk.seq_lens), self.split(env.t[self.qkv])
+        for rows, part in zip((k, v), caches, strict=True):
+            own = [cache[:length] for cache, length in zip(part, lengths, strict=True)]
+            torch._foreach_copy_(own, list(rows.split(lengths)))  # pyright: ignore[reportPrivateImportUsage]
+
     def decodes(self, env: OpEnv) -> bool:
         """Whether new tokens of many sequences are computed in one call."""
         qkv = env.t[self.qkv]
