@@ -1,4 +1,4 @@
-# make demo | test | lint | docs | sanitize | dist | clean. PYTHON chooses the interpreter that .venv is made from (3.11 or newer).
+# make demo | test | thorough | lint | docs | sanitize | dist | clean. PYTHON chooses the interpreter that .venv is made from (3.11 or newer).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,13 +14,17 @@ TESTS_AT_A_TIME := -n auto --maxprocesses 8 --dist worksteal
 # What the native library is built from: installing again builds it anew.
 NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*.h)
 
-.PHONY: demo test lint docs sanitize dist clean
+.PHONY: demo test thorough lint docs sanitize dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m flexengine demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(TESTS_AT_A_TIME)
+
+# More cases of what tests hold, which `make test` leaves out.
+thorough: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(TESTS_AT_A_TIME) -m thorough
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 if sys.dont_write_bytecode:
     # Every process would compile torch and transformers anew, four seconds of it, and tests start hundreds. What is
@@ -36,7 +37,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("alike")
 # A search for garbage goes through all that torch and pytest hold; by default one follows every 700 new objects.
+# While tests are collected all that appears stays, so that none is made until they begin.
 gc.set_threshold(10_000, 10, 10)
+gc.disable()
 torch.set_num_threads(1)  # whatever the environment says: the order of floating-point sums depends on it
 
 
@@ -106,6 +109,7 @@ def _tokenizers_are_imported() -> Iterator[None]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, PLC0415 (with Triton's variable set)
 
     gc.freeze()
+    gc.enable()
     yield
     gc.unfreeze()
 
@@ -117,6 +121,32 @@ def _quick_search_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.path.parent.name != "planner":
             search_quickly(patch)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_demo_of_few_layers(request: pytest.FixtureRequest) -> Iterator[Callable[[Path], Any]]:
+    """The model of the demo has a first, a middle and a last layer, not eight: its runs and plans take half the time.
+
+    Tests of the planner, and processes that are started anew, have the whole one. Gives what reads a config's folder.
+    """
+    from flexengine.models import registry  # noqa: PLC0415 (with Triton's interpreter set above)
+
+    read = registry._read_config
+
+    def of_few_layers(folder: Path) -> Any:
+        config = read(folder)
+        return {**config, "num_hidden_layers": 3} if folder == registry.ASSETS / "demo" else config
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name != "planner":
+            patch.setattr(registry, "_read_config", of_few_layers)
+        yield read
+
+
+@pytest.fixture
+def whole_demo(_a_demo_of_few_layers: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that tell of the sizes of the demo's model: it has all its layers."""
+    monkeypatch.setattr("flexengine.models.registry._read_config", _a_demo_of_few_layers)
 
 
 @pytest.fixture
@@ -199,9 +229,10 @@ def _seeded() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "interpreter" not in config.getoption("markexpr", ""):
-        by_hand = [item for item in items if "interpreter" in item.keywords]
-        items[:] = [item for item in items if "interpreter" not in item.keywords]
+    asked = str(config.getoption("markexpr", ""))
+    for marker in {"interpreter", "thorough"} - {name for name in ("interpreter", "thorough") if name in asked}:
+        by_hand = [item for item in items if item.get_closest_marker(marker)]
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
         config.hook.pytest_deselected(items=by_hand)
     # at the end, one process would run them and others wait
     items.sort(key=lambda item: ("alone" not in item.keywords, "long" not in item.keywords))

@@ -33,8 +33,10 @@ def _folder_of_a_new_user(tmp_path, monkeypatch):
     """A folder with a model's config and tokenizer, and a file of records."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ASSETS / "demo" / name, "model")
+    config = json.loads((ASSETS / "demo" / "config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     records = (ASSETS / "demo" / "demo_instructions.jsonl").read_text().splitlines(keepends=True)
     Path("data.jsonl").write_text("".join(records[:600]))
 

@@ -1,6 +1,7 @@
 """Whole engines whose ops run the GPU's kernels, in Triton's interpreter: what plain torch gives, under any plan.
 
-The cheapest cases that run most kernels run with all tests; `pytest -m interpreter` runs all, which takes minutes.
+The cheapest cases that run most kernels run with all tests or with `make thorough`; `pytest -m interpreter` runs all,
+which takes minutes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from engine_helpers import (
     worst_error,
 )
 from family_configs import CASES, FAMILY_CASES
+from thorough import cases
 
 from flexengine import LoRA
 from flexengine.models.base_dtype import with_base_dtype
@@ -111,9 +113,9 @@ KINDS: dict[str, Callable[[], Whole]] = {
     "experts in parts": in_parts,
 }
 WITH_ALL_TESTS = (
-    "qwen2_moe", "lora with dropout on nf4", "qwen3_5_text, two layers", "gpt2", "activations kept in fp8",
-    "deepseek_v2", "gpt_oss, two layers", "experts in parts",
+    "lora with dropout on nf4", "qwen3_5_text, two layers", "gpt2", "deepseek_v2", "gpt_oss, two layers",
 )  # fmt: skip
+MORE = ("qwen2_moe", "activations kept in fp8", "experts in parts")
 """They run most kernels in the least time; those of FP8 products alone take minutes, and other formats of a base differ
 in the kernel that decodes them, which tests/kernels/test_decode_weights_kernel.py has."""
 
@@ -157,7 +159,7 @@ def check_rounding(gradients: dict[str, torch.Tensor], plain: dict[str, torch.Te
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("kind", WITH_ALL_TESTS)
+@pytest.mark.parametrize("kind", cases((*WITH_ALL_TESTS, *MORE), WITH_ALL_TESTS))
 def test_kernels_give_what_plain_torch_does(kind, monkeypatch):
     check(kind, monkeypatch)
 

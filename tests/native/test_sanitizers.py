@@ -15,7 +15,7 @@ import pytest
 CSRC = Path(__file__).parents[2] / "csrc"
 PROGRAMS = sorted(path for path in (CSRC / "tests").glob("*.cpp") if "int main(" in path.read_text())
 # Not optimised: compiling takes longer than running. -g1 puts lines into reports.
-FLAGS = ["-std=c++17", "-O0", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"]
 SANITIZERS = {
     # Checks of addresses are calls: those that are written out take the compiler twice as long.
     "address,undefined": [

@@ -278,6 +278,12 @@ CASES: dict[Callable[[], Case], tuple[int, ...]] = {
 }  # fmt: skip
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
+WITH_ALL_TESTS = (
+    float32, bf16, tied_in_shared_slots, frozen, sliced, unclipped_by_gpu, not_finite, experts_in_parts, lora, muon,
+    states_in_blocks, blocks_of_ranks, one_round, tower,
+)  # fmt: skip
+"""Every way of dividing work, state and time among ranks; the others are further models under the same ways."""
+
 
 SPLIT_CASES: dict[Callable[[], Case], int] = {
     several_calls: 3, bf16: 4, tied_in_shared_slots: 2, sliced: 2, experts_in_parts: 2, adapters_in_one_slot: 2,

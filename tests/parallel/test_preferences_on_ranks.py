@@ -7,6 +7,7 @@ import pytest
 from engine_helpers import same_bits
 from ranks_helper import run_ranks, values_of
 from safetensors.torch import load_file
+from thorough import cases
 
 from flexengine.options.train_config import TrainConfig
 from flexengine.run import trainer
@@ -46,7 +47,7 @@ def train(rank: int, folder: str, kind: str) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, ("dpo", "kto", "grpo", "distill")))
 def test_two_ranks_learn_what_one_learns(tmp_path, kind):
     records, _, details = KINDS[kind]
     (tmp_path / "rewards.py").write_text(REWARDS)

@@ -32,6 +32,7 @@ from rank_cases import (
     ON_CPU,
     SPLIT_CASES,
     STAGES_CASES,
+    WITH_ALL_TESTS,
     Case,
     bf16,
     blocks_of_ranks,
@@ -45,6 +46,7 @@ from rank_cases import (
     tied_in_shared_slots,
 )
 from ranks_helper import run_ranks, values_of
+from thorough import cases
 
 from flexengine.models import blocks
 from flexengine.models.freezing import with_frozen
@@ -422,7 +424,7 @@ def check_same(shown: Shown, expected: Shown) -> None:
         same_bits(*({name: torch.from_numpy(array) for name, array in found.items()} for found in (actual, wanted)))
 
 
-@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", cases(CASES, WITH_ALL_TESTS), ids=lambda make: make.__name__)
 def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
     monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
     monkeypatch.setattr(pieces, "PIECE_BYTES", 2048)
@@ -468,7 +470,14 @@ def speculate(rank: int, size: int, case: Case) -> tuple[Shown, list[str]]:
     return Shown([repr(number) for number in numbers], {}, weights), parts
 
 
-@pytest.mark.parametrize(("make", "size"), [(bf16, 2), (blocks_of_ranks, 3), (tied_in_shared_slots, 2)])
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (bf16, 2),
+        pytest.param(blocks_of_ranks, 3, marks=pytest.mark.thorough),
+        (tied_in_shared_slots, 2),
+    ],
+)
 def test_ranks_that_update_before_the_norm_is_known_train_to_the_bits_of_one(make, size, monkeypatch):
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 64)
     monkeypatch.setattr(waves, "SECTION_BYTES", 8192)

@@ -20,8 +20,8 @@ from flexengine.run import trainer
 
 DRAWN = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "draw_shapes.py"))
 OPTIONS = (
-    "--max-image-tokens 640 --max-seq-len 64 --max-global-batch-tokens 1024 --dtype float32 --device cpu --epochs 20"
-    " --lr 4e-3 --eval-steps 50 --save"
+    "--max-image-tokens 640 --max-seq-len 64 --max-global-batch-tokens 1024 --dtype float32 --device cpu"
+    " --lr 4e-3 --save"
 )
 
 
@@ -57,7 +57,7 @@ def answers(model, processor, names):
 
 @pytest.mark.long
 def test_a_model_learns_to_name_drawn_pictures(folder, monkeypatch, capsys):
-    assert train("whole") == 0
+    assert train("whole", "--epochs", "10", "--eval-steps", "50") == 0
     exported = folder / "whole" / "final"
     assert {"processor_config.json", "tokenizer.json", "chat_template.jinja"} <= {p.name for p in exported.iterdir()}
     kept = transformers.LlavaForConditionalGeneration.from_pretrained("model").state_dict()
@@ -76,16 +76,21 @@ def test_a_model_learns_to_name_drawn_pictures(folder, monkeypatch, capsys):
         asked = ["--image", name, "--prompt", DRAWN["QUESTION"], "--max-new-tokens", "4"]
         assert cli.main(["generate", str(exported), *asked, "--dtype", "float32", "--device", "cpu"]) == 0
         assert capsys.readouterr().out.strip() == said
+
+
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(folder, monkeypatch):
+    few = ("--steps", "6", "--eval-steps", "3")
+    assert train("whole", *few) == 0
     take_step = trainer.take_step
 
     def killed(engine, batch, number, *more):
-        if number == 60:
+        if number == 5:
             raise OSError("the machine is gone")
         return take_step(engine, batch, number, *more)
 
     with monkeypatch.context() as context:
         context.setattr(trainer, "take_step", killed)
-        assert train("stopped", "--save-steps", "50") != 0
-    assert train("stopped", "--save-steps", "50", "--resume", "auto") == 0
+        assert train("stopped", *few, "--save-steps", "3") != 0
+    assert train("stopped", *few, "--save-steps", "3", "--resume", "auto") == 0
     weights = "final/model.safetensors"
     assert sha256_of(folder / "stopped" / weights) == sha256_of(folder / "whole" / weights)

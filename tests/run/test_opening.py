@@ -31,7 +31,7 @@ def test_a_run_begins_with_five_lines_and_says_what_is_left(capsys):
         "model", "data", "plan", "machine", "writes",
     ]  # fmt: skip
     assert lines[0].startswith(
-        "model preset:demo: RANDOM weights, drawn from --seed 0 (init: random); trains all of 8.2 M"
+        "model preset:demo: RANDOM weights, drawn from --seed 0 (init: random); trains all of 4.0 M"
     )
     assert lines[1].startswith("data: the instructions that come with the package")
     assert re.search(r"budgets found: host .*; left to the system: .* of host memory", lines[3])
@@ -41,7 +41,7 @@ def test_a_run_begins_with_five_lines_and_says_what_is_left(capsys):
     assert any(line.endswith("; runs of fewer than 10 steps are all warm-up") for line in lines)
     more = said(f"train --model preset:demo {SMALL} --max-gpu-mem-gib 1 --overwrite -v --steps 1", capsys)
     assert any("the first sequence, trained between [[ and ]]" in line for line in more)
-    assert any(line.startswith("weights: 10 of 10 groups") for line in more)
+    assert any(line.startswith("weights: 5 of 5 groups") for line in more)
 
 
 def test_time_left_goes_by_the_steps_and_what_is_between_them(monkeypatch):
@@ -61,7 +61,7 @@ def test_printed_options_run_again(capsys, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_mode_auto_proposes_and_takes_the_first_that_fits(capsys, monkeypatch):
+def test_mode_auto_proposes_and_takes_the_first_that_fits(capsys, monkeypatch, whole_demo):
     line = f"train --model preset:demo {SMALL} --mode auto --max-gpu-mem-gib"
     assert cli.main([*line.split(), "1"]) == 2
     printed = capsys.readouterr()

@@ -16,6 +16,7 @@ from engine_helpers import (
     tiny_config,
 )
 from family_configs import CASES, gemma2, gpt2
+from thorough import cases
 
 from flexengine import LoRA
 from flexengine.api import prepare
@@ -89,7 +90,9 @@ CASES_OF_UNITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES_OF_UNITS)
+@pytest.mark.parametrize(
+    "case", cases(CASES_OF_UNITS, ("silu, bf16, biases", "adapters, NF4 base, FP8 products", "DoRA, dropout"))
+)
 def test_no_plan_changes_a_bit(case):
     config, numerics, lora = CASES_OF_UNITS[case]
     source = kept_in("fp8", random_weights(config), numerics, lora)

@@ -6,6 +6,7 @@ from importlib import resources
 import pytest
 import torch
 from engine_helpers import build_engine, make_plan, random_batch, same_bits, shuffled_order, streamed_plan
+from thorough import cases
 
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ModelSource
@@ -29,6 +30,14 @@ RULES = {
     "8-bit adamw, rounded masters": Numerics("bfloat16", "stochastic", "bfloat16", "int8"),
     "8-bit adamw, float32": Numerics("float32", "full", "float32", "int8"),
 }
+WITH_ALL_TESTS = (
+    "lion",
+    "sgd",
+    "muon",
+    "muon, rounded masters",
+    "8-bit adamw, rounded masters",
+    "8-bit adamw, float32",
+)
 LR = {"adamw": 1e-2, "muon": 1e-2, "lion": 1e-2, "sgd": 1e-1}
 SIZE = {"chunk_tokens": 16, "chunks_per_round": 3, "max_seq_len": 40}
 
@@ -59,7 +68,7 @@ def train(source, plan, seed=0):
         return losses, engine.state_dict()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", cases(RULES, WITH_ALL_TESTS))
 def test_no_plan_changes_a_bit(rule):
     source = ModelSource(mixed_model(blocks=2, hidden=32), None, None)
     plans = plans_of(source.spec, RULES[rule])
