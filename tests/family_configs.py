@@ -477,3 +477,21 @@ LIKE_OTHERS = {
 
 OF_BLOCKS = {family: case for family, case in FAMILY_CASES.items() if family not in LIKE_OTHERS}
 """Family -> the name of its first case, of those that differ in the ops of their blocks."""
+
+FEW = (
+    *(
+        "mistral",
+        "phi3",
+        "gemma2",
+        "gemma4_text",
+        "olmo3",
+        "gpt2",
+        "cohere2",
+        "nemotron",
+        "apertus",
+        "gpt_oss",
+        "qwen3_moe",
+    ),
+    *("qwen3_5_moe_text", "deepseek_v3", "deepseek_v32", "bamba", "granitemoehybrid"),
+)
+"""Families that have every op of all blocks between them; what others add is their order and their names."""

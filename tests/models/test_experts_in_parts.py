@@ -14,7 +14,8 @@ from engine_helpers import (
     streamed_plan,
 )
 from family_checks import MAX_SEQ_LEN, check_against_transformers, check_export, engine_like, reference_of
-from family_configs import CASES, FAMILY_CASES
+from family_configs import CASES, FAMILY_CASES, OF_BLOCKS
+from thorough import cases
 
 from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts, may_be_in_parts
@@ -38,7 +39,7 @@ def one_expert_each(monkeypatch):
     monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
 
 
-@pytest.mark.parametrize("case", WITH_EXPERTS)
+@pytest.mark.parametrize("case", cases(WITH_EXPERTS, {*OF_BLOCKS.values()} & {*WITH_EXPERTS}))
 def test_parts_give_the_bits_that_match_transformers(case):
     """Experts that come whole match transformers in test_families_match_transformers.py, under the same plan: a
     sequence that is cut and two that are not."""
@@ -121,7 +122,12 @@ def check_bits(folder, config, device="cpu", **sizes):
         same_bits(weights, expected[1])
 
 
-@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family not in LIKE_OTHERS), "granitemoe"])
+@pytest.mark.parametrize(
+    "family",
+    cases(
+        (*(name for name in FAMILIES if name not in LIKE_OTHERS), "granitemoe"), ("mixtral", "gpt_oss", "deepseek_v3")
+    ),
+)
 def test_parts_keep_the_bits(family, tmp_path):
     check_bits(tmp_path, CASES[FAMILY_CASES[family]])
 

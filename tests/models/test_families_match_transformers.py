@@ -29,8 +29,9 @@ from family_checks import (
     reference_loss,
     reference_of,
 )
-from family_configs import CASES, FAMILY_CASES, LIKE_OTHERS, LONGROPE, OF_BLOCKS, lacking
+from family_configs import CASES, FAMILY_CASES, FEW, LIKE_OTHERS, LONGROPE, OF_BLOCKS, lacking
 from safetensors.torch import load_file, save_file
+from thorough import cases
 
 from flexengine import from_pretrained
 from flexengine.models.matmul_dtype import with_matmul_dtype
@@ -47,7 +48,10 @@ def reference(request, tmp_path_factory):
     return reference_of(CASES[request.param], tmp_path_factory.mktemp("reference"))
 
 
-@pytest.mark.parametrize("reference", [name for name in CASES if name.split(",")[0] not in LIKE_OTHERS], indirect=True)
+OF_OWN_BLOCKS = [name for name in CASES if name.split(",")[0] not in LIKE_OTHERS]
+
+
+@pytest.mark.parametrize("reference", cases(OF_OWN_BLOCKS, OF_BLOCKS.values()), indirect=True)
 def test_loss_gradients_and_logits(reference):
     engine = engine_like(reference, chunk_tokens=MAX_SEQ_LEN)
     check_against_transformers(engine, reference)
@@ -82,7 +86,7 @@ def planned_engine(folder, spec):
     return engine
 
 
-@pytest.mark.parametrize("family", OF_BLOCKS)
+@pytest.mark.parametrize("family", cases(OF_BLOCKS, FEW))
 def test_plans_give_the_same_bits(family, tmp_path):
     """Everything on the GPU, everything streamed, every other block kept, inputs made again in segments of three with
     hidden states on the host, and what the planner chooses for a small budget: it takes blocks of any kind, and of

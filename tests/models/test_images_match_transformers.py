@@ -20,6 +20,7 @@ from engine_helpers import (
     worst_error,
 )
 from family_configs import CASES
+from thorough import cases
 
 from flexengine.models.registry import open_model
 from flexengine.models.towers.description import with_images
@@ -153,7 +154,9 @@ def opened(folder, most=64, **options):
     return source._replace(spec=check_checkpoint(described(source.spec, job), folder))
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize(
+    "case", cases(FAMILIES, ("llava", "llava-pixtral", "idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"))
+)
 def test_images(case, tmp_path):
     model, (_, draw, rows) = saved(case, tmp_path), FAMILIES[case]
     images = draw(3)

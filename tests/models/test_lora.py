@@ -20,9 +20,10 @@ from engine_helpers import (
     worst_error,
 )
 from family_checks import reference_loss
-from family_configs import CASES, FAMILY_CASES, OF_BLOCKS
+from family_configs import CASES, FAMILY_CASES, FEW, OF_BLOCKS
 from peft_helpers import SETTINGS, by_name, check_files, engine_on, peft_model, train_both
 from safetensors.torch import load_file
+from thorough import cases
 
 from flexengine import LoRA
 from flexengine.checkpoint import bounded_process
@@ -48,7 +49,7 @@ LARGE_EPS = replace(SETTINGS, eps=3e-4)
 """So many families have smaller gradients among theirs."""
 
 
-@pytest.mark.parametrize("family", ["llama", *OF_BLOCKS])
+@pytest.mark.parametrize("family", cases(["llama", *OF_BLOCKS], ("llama", *FEW)))
 def test_loss_gradients_steps_and_files(family, tmp_path):
     config = tiny_config() if family == "llama" else CASES[FAMILY_CASES[family]]
     has_experts = any("experts" in field for field in config)

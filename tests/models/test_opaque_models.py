@@ -5,6 +5,7 @@ import torch
 from engine_helpers import build_engine, make_plan, peak_bytes, same_bits, streamed_plan
 from family_checks import MAX_SEQ_LEN, check_against_transformers, check_export, engine_like, reference_of
 from opaque_configs import CONFIGS, RANDOM, USUAL, config_of, folder_with
+from thorough import cases
 
 from flexengine import from_pretrained
 from flexengine.hardware import timed_calls
@@ -47,7 +48,7 @@ def trained(folder, plan_of, **options):
         return engine.state_dict()
 
 
-@pytest.mark.parametrize("reference", THREE, indirect=True)
+@pytest.mark.parametrize("reference", cases(THREE, ("gpt_neo", "cohere2_moe")), indirect=True)
 def test_plans_give_the_same_bits_and_keep_to_their_budget(reference):
     sizes = {"chunk_tokens": MAX_SEQ_LEN, "max_seq_len": MAX_SEQ_LEN}
     streamed = trained(reference.folder, lambda spec: streamed_plan(spec, **sizes))

@@ -21,6 +21,7 @@ from engine_helpers import (
     tiny_config,
     worst_error,
 )
+from thorough import cases
 from transformers.models.llama import modeling_llama
 
 from flexengine import from_pretrained
@@ -128,7 +129,7 @@ def open_engine(case: int, folder, config):
     return engine
 
 
-@pytest.mark.parametrize("case", range(NUM_CASES), ids=case_name)
+@pytest.mark.parametrize("case", cases(range(NUM_CASES), range(8)), ids=case_name)
 def test_training_matches_transformers(case, tmp_path):
     config = draw_config(case)
     model = saved_model(tmp_path / "source", config)
