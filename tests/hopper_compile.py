@@ -6,10 +6,11 @@ the next; where the loaded tile is read in another way too, Triton 3.6 and 3.9 k
 the next iteration's load overwrites it while the product still reads. Triton's interpreter knows nothing of that, and
 on a GPU it shows in some runs, in some rows.
 
-    python tests/hopper_compile.py [--small CAPABILITY ... [--cases CASE ...] [--only KERNEL]]
+    python tests/hopper_compile.py [--hopper CASE ...] [--small CAPABILITY ... [--cases CASE ...] [--only KERNEL]]
 
-prints the kernels that were compiled for 9.0, with what is wrong with them, as JSON; and how many bytes of shared
-memory kernels of the cases (default: all, which takes minutes) take on cards of the capabilities, such as 86, 89, 120.
+prints the kernels that were compiled for 9.0 (default: all cases), with what is wrong with them, as JSON; and how many
+bytes of shared memory kernels of the cases (default: all, which takes minutes) take on cards of the capabilities, such
+as 86, 89, 120.
 """
 
 from __future__ import annotations
@@ -244,11 +245,11 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def hopper_kernels() -> Iterator[dict[str, Any]]:
-    """The kernels of all cases for 9.0, each with its products and what may overwrite their operands."""
-    for case, launch in CASES.items():
+def hopper_kernels(cases: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The kernels of cases for 9.0, each with its products and what may overwrite their operands."""
+    for case in cases:
         with compiling() as kernels, torch.no_grad():
-            launch()
+            CASES[case]()
         for name, code in dict.fromkeys((name, code) for name, code, _ in kernels):
             products = code.count("warp_group_dot ")
             yield {"case": case, "kernel": name, "products": products, "hazards": hazards(code)}
@@ -288,12 +289,13 @@ def small_kernels(capability: int, cases: Sequence[str], only: str = "") -> Iter
 def main() -> None:
     """Compile all and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hopper", nargs="*", default=[*CASES], metavar="CASE")
     parser.add_argument("--small", type=int, nargs="*", default=[], help="compute capabilities, such as 89")
     parser.add_argument("--cases", nargs="*", default=[name for name in CASES if name != WIDE_TILES])
     parser.add_argument("--only", default="", metavar="KERNEL", help="of the kernels for small cards")
     args = parser.parse_args()
     small = [row for capability in args.small for row in small_kernels(capability, args.cases, args.only)]
-    found = {"kernels": [*hopper_kernels()], "gradients": [*gradients()], "small": small}
+    found = {"kernels": [*hopper_kernels(args.hopper)], "gradients": [*gradients()], "small": small}
     print(json.dumps({"triton": triton.__version__, **found}, indent=2))
 
 

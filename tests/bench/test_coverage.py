@@ -1,6 +1,7 @@
 """The comparison of types with transformers, of a few of them, and the tables that are made of what is known."""
 
 import pytest
+from thorough import cases
 
 from bench.architecture_tables import DOC, rows, with_tables
 from bench.coverage import BOUND, compared, row_of
@@ -12,7 +13,7 @@ TEXTS = (
 """Types with images: one for each way in which their text is named, typed or scaled."""
 
 
-@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("kind", cases(TEXTS, ("qwen2_vl", "mistral3", "smolvlm", "kimi_k25", "gemma4")))
 def test_the_text_beside_images(kind):
     """Loss and gradients are those of the whole model of transformers on text."""
     assert max(compared(kind).values()) <= BOUND

@@ -150,6 +150,7 @@ def test_frozen_blocks_below_everything_trained_round_nothing():
     assert savable_ops(spec.blocks[0].ops) == ()
 
 
+@pytest.mark.thorough
 def test_the_planner_keeps_codes_and_predicts_less_time():
     sizes = {"max_gpu_mem_gib": 24, "max_host_mem_gib": 110, "optimizer_state_dtype": "bfloat16"}
     sizes |= {"chunk_tokens": 4096, "round_tokens": 32768}

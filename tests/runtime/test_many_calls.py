@@ -22,7 +22,10 @@ def gradients(source, grad_dtype, num_calls, batch):
     return found
 
 
-@pytest.mark.parametrize(("grad_dtype", "num_calls"), [("bfloat16", MOST_ROUNDED), ("float32", 512)])
+@pytest.mark.parametrize(
+    ("grad_dtype", "num_calls"),
+    [("bfloat16", MOST_ROUNDED), pytest.param("float32", 512, marks=pytest.mark.thorough)],
+)
 def test_gradients_of_many_calls_are_within_1_percent_of_one(caplog, grad_dtype, num_calls):
     source, batch = random_weights(tiny_config(num_hidden_layers=1)), random_batch(0, [8] * 1024, 67)
     one = gradients(source, grad_dtype, 1, batch)
