@@ -1,6 +1,7 @@
 """Stored requests on real models are planned as well as before. `python -m bench.golden_plans --compare` takes all."""
 
 import pytest
+from thorough import cases
 
 from bench.golden_cases import CASES, Case
 from bench.golden_plans import broken_bounds, compared, stored
@@ -15,6 +16,7 @@ SUBSET = (
 )
 """An eighth of the requests: each feature once, sizes from 1B to 70B. Steps that touch few experts take a minute to
 plan: the script has them, and test_touched_experts.py holds what decides."""
+WITH_ALL_TESTS = (SUBSET[0], SUBSET[2], SUBSET[3])
 
 
 def test_stored_requests_are_those_that_the_script_plans():
@@ -24,7 +26,7 @@ def test_stored_requests_are_those_that_the_script_plans():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SUBSET)
+@pytest.mark.parametrize("name", cases(SUBSET, WITH_ALL_TESTS))
 def test_plans_are_as_fast_as_stored_and_within_budgets(name):
     """Each plan alone, so that processes share them: where none breaks the bound of the mean, all together do not."""
     (row,) = (row for row in stored() if row["id"] == name)
