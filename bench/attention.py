@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from bench.environment import require_gpu, write_json
 from flexengine.hardware.measure.timing import cuda_timer
 from flexengine.ops.attention.choice import KERNEL_NAMES, KernelName
-from flexengine.ops.attention.kernels import KERNELS, Kernels, Lengths, Rows, can_serve
+from flexengine.ops.attention.kernels import KERNELS, Kernels, Lengths, Results, Rows, can_serve
 from flexengine.ops.attention.reference import attention_backward_reference, attention_forward_reference
 from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 
@@ -105,17 +105,18 @@ class Calls:
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, grad_out, lengths = self.operands
-        return self.kernels.backward(grad_out, *rows, self.out, self.lse, lengths, self.rng, self.style)
+        return self.kernels.backward(grad_out, rows, Results(self.out, self.lse), lengths, self.rng, self.style)
 
 
 def errors(case: Case, name: KernelName, pads: bool, device: torch.device) -> dict[str, float]:
     """Relative errors of the output and of all gradients."""
     operands = operands_of(case, CHECK_LENGTHS, device)
     calls = Calls(KERNELS[name], padded(operands) if pads else operands, case.style)
-    (q, k, v), grad_out = (x.double() for x in operands.rows), operands.grad_out.double()
-    out, lse = torch.empty_like(grad_out), torch.empty(q.shape[1], len(q), dtype=torch.float64, device=device)
-    attention_forward_reference(q, k, v, CHECK_LENGTHS, 0, out, lse, case.style)
-    exact = (out, *attention_backward_reference(grad_out, q, k, v, out, lse, CHECK_LENGTHS, 0, style=case.style))
+    rows, grad_out = Rows(*(x.double() for x in operands.rows)), operands.grad_out.double()
+    lse = torch.empty(rows.q.shape[1], len(rows.q), dtype=torch.float64, device=device)
+    results = Results(torch.empty_like(grad_out), lse)
+    attention_forward_reference(*rows, CHECK_LENGTHS, 0, *results, case.style)
+    exact = (results.out, *attention_backward_reference(grad_out, rows, results, CHECK_LENGTHS, 0, style=case.style))
     found = (calls.out, *calls.backward())
     names = ("output", "queries", "keys", "values")
     return {name: relative(x, y) for name, x, y in zip(names, found, exact, strict=True)}

@@ -10,7 +10,7 @@ import flexengine.plan as _plan_module
 from flexengine.version import __version__
 
 if TYPE_CHECKING:
-    from flexengine.api import PlannedRun, from_pretrained
+    from flexengine.api import PlannedRun, Sampling, from_pretrained
     from flexengine.api import prepare as plan
     from flexengine.models.registry import register_family
     from flexengine.options.lora import LoRA
@@ -23,6 +23,7 @@ __all__ = [
     "Callback",
     "FlexTrainer",
     "LoRA",
+    "Sampling",
     "TrainConfig",
     "TrainResult",
     "__version__",
@@ -36,6 +37,7 @@ _HOMES = {
     "Callback": "flexengine.run.callbacks",
     "FlexTrainer": "flexengine.run.flex_trainer",
     "LoRA": "flexengine.options.lora",
+    "Sampling": "flexengine.api",
     "TrainConfig": "flexengine.options.train_config",
     "TrainResult": "flexengine.run.from_python",
     "from_pretrained": "flexengine.api",

@@ -56,6 +56,7 @@ from flexengine.request import (
     without_cache,
 )
 from flexengine.runtime.engine import Engine, EngineSettings
+from flexengine.runtime.generation import Sampling  # noqa: F401 (part of the interface)
 from flexengine.runtime.ranks.batches import Batches
 from flexengine.runtime.ranks.context import RankGroup
 from flexengine.runtime.weights.weight_store import check_checkpoint

@@ -18,6 +18,7 @@ from torch import Tensor
 from flexengine.data.answer_text import AnswerText
 from flexengine.data.tokenizer_process import TokenizerProcess
 from flexengine.ops.custom_loss import IGNORE_INDEX, LogitsBlock
+from flexengine.runtime.generation import Sampling
 
 if TYPE_CHECKING:
     from flexengine.runtime.engine import Engine
@@ -170,11 +171,11 @@ class FlexLM(TemplateLM):
         self.num_cut += sum(len(ids) > room for ids in prompts)
         ends = self._tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         stop = [text for text in (*options["until"], ends) if text]
-        texts = [AnswerText(self._tokenizer.decode, stop) for _ in prompts]
+        texts, temperature = [AnswerText(self._tokenizer.decode, stop) for _ in prompts], options["temperature"] or 0.0
+        sampling = Sampling(temperature, options.get("top_p", 1.0) if temperature else 1.0, self._seed)
         self.engine.generate(
             [ids[-room:] for ids in prompts], most, stop_ids={*self._tokenizer.stop_ids, self.eot_token_id},
-            tell=_ending(texts), seed=self._seed, temperature=options["temperature"] or 0.0,
-            top_p=options.get("top_p", 1.0) if options["temperature"] else 1.0,
+            tell=_ending(texts), sampling=sampling,
         )  # fmt: skip
         for text in texts:
             text.finish()

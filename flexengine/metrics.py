@@ -4,6 +4,8 @@ Inside the package bytes are ints and times are seconds; GiB (2**30 bytes), ms a
 that this module makes.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math
@@ -103,42 +105,6 @@ class StepMetrics:
     host_peak_bytes: int
     details: dict[str, float | None] = field(default_factory=dict)
 
-    @classmethod
-    def of_step(
-        cls,
-        *,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        num_tokens: int,
-        step_s: float,
-        model_flops: float,
-        hardware_flops: float,
-        predicted_step_s: float,
-        speed_of_light_s: float,
-        gpu_peak_bytes: int | None,
-        host_peak_bytes: int,
-        details: dict[str, float | None] | None = None,
-    ) -> "StepMetrics":
-        """Compute the rates of a step from its measurements; FLOPs are those of the whole step, step_s is above 0."""
-        return cls(
-            step=step,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            num_tokens=num_tokens,
-            step_s=step_s,
-            predicted_step_s=predicted_step_s,
-            tokens_per_s=num_tokens / step_s,
-            effective_tflops=model_flops / step_s / TERA,
-            hardware_tflops=hardware_flops / step_s / TERA,
-            sol_pct=100.0 * speed_of_light_s / step_s if speed_of_light_s else math.nan,
-            gpu_peak_bytes=gpu_peak_bytes,
-            host_peak_bytes=host_peak_bytes,
-            details=details or {},
-        )
-
     @property
     def off_prediction(self) -> float:
         """What the step took beyond its prediction, as a share of it; below 0 for a faster step."""
@@ -167,6 +133,48 @@ class StepMetrics:
         return f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}, lr {self.lr:.2e}, {speed}"
 
 
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What a step measured, from which its metrics follow; FLOPs are those of the whole step, step_s is above 0.
+
+    speed_of_light_s: the least seconds that any schedule could take; 0 where no bound is known.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    step_s: float
+    model_flops: float
+    hardware_flops: float
+    predicted_step_s: float
+    speed_of_light_s: float
+    gpu_peak_bytes: int | None
+    host_peak_bytes: int
+    details: dict[str, float | None] = field(default_factory=dict)
+
+    def metrics(self) -> StepMetrics:
+        """Compute the rates."""
+        sol_pct = 100.0 * self.speed_of_light_s / self.step_s if self.speed_of_light_s else math.nan
+        return StepMetrics(
+            step=self.step,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            lr=self.lr,
+            num_tokens=self.num_tokens,
+            step_s=self.step_s,
+            predicted_step_s=self.predicted_step_s,
+            tokens_per_s=self.num_tokens / self.step_s,
+            effective_tflops=self.model_flops / self.step_s / TERA,
+            hardware_tflops=self.hardware_flops / self.step_s / TERA,
+            sol_pct=sol_pct,
+            gpu_peak_bytes=self.gpu_peak_bytes,
+            host_peak_bytes=self.host_peak_bytes,
+            details=self.details,
+        )
+
+
 class Pace:
     """Estimates how long the steps that are left take, with whatever happens between steps: by the recent ones."""
 
@@ -191,7 +199,7 @@ def describe_details(details: Mapping[str, float | None]) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def as_record(metrics: "StepMetrics | EvalMetrics") -> dict[str, Any]:
+def as_record(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
     """Figures by name: the fields, and the details as if they were fields."""
     record = asdict(metrics)
     details = record.pop("details")
@@ -259,7 +267,7 @@ class JsonlWriter:
             if len(self._pending) > MOST_PENDING_BYTES:
                 self._pending = b""
 
-    def __enter__(self) -> "JsonlWriter":
+    def __enter__(self) -> JsonlWriter:
         return self
 
     def __exit__(

@@ -66,7 +66,8 @@ class PlainKernels(Kernels):
         probs, lse = self.probabilities(q, k, lengths, style)
         return torch.einsum("ntk,knh->tnh", probs, v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)), lse
 
-    def backward(self, grad_out, q, k, v, out, lse, lengths, rng, style=CAUSAL):
+    def backward(self, grad_out, rows, results, lengths, rng, style=CAUSAL):
+        (q, k, v), (out, lse) = rows, results
         repeats = q.shape[1] // k.shape[1]
         keys, values = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
         probs, _ = self.probabilities(q, k, lengths, style, lse)

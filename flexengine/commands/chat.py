@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from flexengine.commands.generate import add_longest, add_sampling, add_taken, opened, plan_for, sampling_of
 from flexengine.commands.places import add_place
 from flexengine.wording import FlagParser
 
 if TYPE_CHECKING:
-    from flexengine.api import Engine
+    from flexengine.api import Engine, Sampling
     from flexengine.data import TokenizerProcess
 
 BEGIN, END = ("/new", "/exit")
@@ -57,7 +57,7 @@ class Conversation:
         engine: Engine,
         tokenizer: TokenizerProcess,
         max_new_tokens: int,
-        sampling: dict[str, Any],
+        sampling: Sampling,
         thinking: bool | None = None,
     ) -> None:
         """thinking: whether the model thinks first; without a word what its template takes."""
@@ -85,7 +85,7 @@ class Conversation:
                 show(*part)
 
         stop_ids = self._tokenizer.stop_ids
-        self._engine.generate([ids], self._max_new_tokens, stop_ids=stop_ids, tell=tell, **self._sampling)
+        self._engine.generate([ids], self._max_new_tokens, stop_ids=stop_ids, tell=tell, sampling=self._sampling)
         for part in thoughts.parts_of(answer.finish(), is_whole=True):
             show(*part)
         self.messages.append({"role": "assistant", "content": answer.text})

@@ -19,7 +19,7 @@ from flexengine.options.train_config import TrainConfig
 from flexengine.wording import FlagParser, parse_json
 
 if TYPE_CHECKING:
-    from flexengine.api import PlannedRun
+    from flexengine.api import PlannedRun, Sampling
     from flexengine.data import TokenizerProcess
     from flexengine.models.spec import ModelSpec
 
@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
     sampling = sampling_of(arguments)
     with build(planned) as engine:
         start_s = time.perf_counter()
-        answers = engine.generate(ids, arguments.max_new_tokens, stop_ids=tokenizer.stop_ids, images=pixels, **sampling)
+        most, stop_ids = arguments.max_new_tokens, tokenizer.stop_ids
+        answers = engine.generate(ids, most, stop_ids=stop_ids, sampling=sampling, images=pixels)
         seconds = time.perf_counter() - start_s
     _show(prompts, [tokenizer.decode(answer).strip() for answer in answers], arguments.json)
     count = sum(map(len, answers))
@@ -133,9 +134,11 @@ def plan_for(
             count //= 2
 
 
-def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """How tokens are chosen, as `Engine.generate` has it."""
-    return {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": arguments.seed}
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """How tokens are chosen."""
+    from flexengine.api import Sampling  # noqa: PLC0415, loads torch
+
+    return Sampling(arguments.temperature, arguments.top_p, arguments.seed)
 
 
 def job_of(arguments: argparse.Namespace, **sizes: int) -> Job:

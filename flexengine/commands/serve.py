@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
             f"--host {arguments.host} lets other machines in, whom nobody asks for a key; give --allow-other-hosts too,"
             " or leave --host out"
         )
-    defaults = Defaults(arguments.name or Path(named).name, arguments.max_new_tokens, **sampling_of(arguments))
+    defaults = Defaults(arguments.name or Path(named).name, arguments.max_new_tokens, *sampling_of(arguments))
     defaults.check()
     model, tokenizer = opened(arguments)
     longest = min(arguments.max_seq_len, model.longest_sequence or arguments.max_seq_len)

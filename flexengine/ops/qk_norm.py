@@ -19,6 +19,7 @@ from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes
 from flexengine.ops.columns import Columns, whole
 from flexengine.ops.rmsnorm import (
     NormStyle,
+    StyleAgain,
     add_partials,
     grad_partials,
     parts_bytes,
@@ -108,7 +109,7 @@ class QKNorm(Op):
                 rmsnorm_backward_input(*rows, None, *grads, accumulate=part.again, eps=eps)
             elif self.trained:
                 sums = env.t[self.partials[i].name]
-                rmsnorm_backward(*rows, env.p[part.weight], *grads, sums, False, offset, eps, wide)
+                rmsnorm_backward(*rows, env.p[part.weight], *grads, sums, False, StyleAgain(offset, eps, wide))
             else:
                 rmsnorm_backward_input(*rows, env.p[part.weight], *grads, accumulate=False, offset=offset, eps=eps)
         if self.values is not None:

@@ -37,6 +37,18 @@ class NormStyle(NamedTuple):
     wide: bool = False
 
 
+class StyleAgain(NamedTuple):
+    """A style as backward takes it. eps: where it is given, statistics are written, not read."""
+
+    offset: float = 0.0
+    eps: float | None = None
+    wide: bool = False
+
+
+AS_READ = StyleAgain()
+"""Statistics of forward, and a weight that multiplies as it is stored."""
+
+
 def _stat_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -84,7 +96,7 @@ def rmsnorm_backward_input(
 
 def rmsnorm_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor, partials: Tensor, accumulate: bool,
-    offset: float = 0.0, eps: float | None = None, wide: bool = False,
+    style: StyleAgain = AS_READ,
 ) -> None:  # fmt: skip
     """The input half, and in partials [P, D] what `add_partials` makes the gradient of the weight from: the sum over
     tokens (and heads) of grad_y * x * rstd."""
@@ -92,15 +104,15 @@ def rmsnorm_backward(
         from flexengine.kernels import rmsnorm  # noqa: PLC0415
 
         sums = parts_of(partials, x.shape[:-1].numel())
-        return rmsnorm.rmsnorm_backward(grad_y, x, weight, rstd, grad_x, sums, accumulate, offset, eps, wide)
+        return rmsnorm.rmsnorm_backward(grad_y, x, weight, rstd, grad_x, sums, accumulate, *style)
     long = x.to(_stat_dtype(x))
-    if eps is not None:
-        rstd.copy_(torch.rsqrt(long.square().mean(-1) + eps))
+    if style.eps is not None:
+        rstd.copy_(torch.rsqrt(long.square().mean(-1) + style.eps))
     normalised = long * rstd[..., None]
-    if not wide:
+    if not style.wide:
         normalised = normalised.to(x.dtype).to(long.dtype)
     partials[0] = (grad_y.to(long.dtype) * normalised).flatten(0, -2).sum(0)  # before grad_x, which may be grad_y
-    rmsnorm_backward_input(grad_y, x, weight, rstd, grad_x, accumulate, offset)
+    rmsnorm_backward_input(grad_y, x, weight, rstd, grad_x, accumulate, style.offset)
 
 
 def add_partials(partials: Tensor, rows: int, grad_weight: Tensor, accumulate: bool) -> None:
@@ -163,7 +175,7 @@ class RMSNorm(Op):
         eps = None if self.residual is None else self.style.eps
         if self.trained:
             sums = env.t[self.partials.name]
-            rmsnorm_backward(*operands, sums, accumulate, self.style.offset, eps, self.style.wide)
+            rmsnorm_backward(*operands, sums, accumulate, StyleAgain(self.style.offset, eps, self.style.wide))
         else:
             rmsnorm_backward_input(*operands, accumulate, self.style.offset, eps)
         if not accumulate:

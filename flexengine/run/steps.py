@@ -10,7 +10,7 @@ import torch
 
 from flexengine import objectives
 from flexengine.data.batches import Batch, ImageBatch, PairBatch, TaughtBatch
-from flexengine.metrics import StepMetrics
+from flexengine.metrics import MeasuredStep, StepMetrics
 from flexengine.models.spec import ModelSpec
 from flexengine.objectives import OBJECTIVES, AnswerRows, Distillation, Objective, TeacherRows
 from flexengine.options.task import TaskHead
@@ -197,7 +197,7 @@ def take_step(
     taken = steps.train(engine, batch, lr)
     step_s = time.perf_counter() - start_s
     peaks = engine.memory_peaks()
-    metrics = StepMetrics.of_step(
+    measured = MeasuredStep(
         step=step,
         loss=taken.loss,
         grad_norm=float(taken.update.grad_norm),
@@ -212,4 +212,4 @@ def take_step(
         host_peak_bytes=peaks.host_bytes,
         details=dict(taken.details),
     )
-    return metrics, taken.update
+    return measured.metrics(), taken.update

@@ -60,8 +60,8 @@ class EngineWriter:
     def write(self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws) -> list[list[int]]:
         """See `Writer.write`."""
         repeated = [prompt for prompt in prompts for _ in range(count)]
-        sampling = draws.sampling._asdict()
-        return engine.generate(repeated, draws.most_tokens, stop_ids=draws.stop_ids, keep_stop=True, **sampling)
+        most, stop_ids, sampling = draws
+        return engine.generate(repeated, most, stop_ids=stop_ids, keep_stop=True, sampling=sampling)
 
     def close(self) -> None:
         """See `Writer.close`."""

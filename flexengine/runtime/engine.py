@@ -7,10 +7,7 @@ how the plan came about.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -20,28 +17,24 @@ from flexengine.models.base_dtype import check_base_dtype
 from flexengine.models.keep_dtype import check_keep_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
-from flexengine.ops.attention.choice import AttentionChoice, KernelName
 from flexengine.ops.custom_loss import LossFunction
-from flexengine.ops.given_rows import Columns
 from flexengine.optim import Optimizer
 from flexengine.plan import Plan, Request
-from flexengine.runtime.adapter_calls import AdapterCalls
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
-from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.checkpoint_calls import CLOSED, CheckpointCalls
-from flexengine.runtime.execution.executor import CommandOrder, Executor
+from flexengine.runtime.engine_settings import EngineSettings
+from flexengine.runtime.execution.executor import Executor
 from flexengine.runtime.execution.handlers import CommandHandlers
 from flexengine.runtime.execution.measurement import StepMeasurement
 from flexengine.runtime.execution.program_runner import ProgramRunner
 from flexengine.runtime.execution.programs import Programs
 from flexengine.runtime.execution.replay import Replay
-from flexengine.runtime.generation import GenerationRequest, Generator, Sampling, Tell
+from flexengine.runtime.forward_calls import ForwardCalls
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.one_caller import one_caller, training_call
-from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput, evaluate_output
-from flexengine.runtime.ranks.batches import Batches
-from flexengine.runtime.ranks.context import RankGroup, open_context
+from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
+from flexengine.runtime.ranks.context import open_context
 from flexengine.runtime.ranks.stage_planes import StagePlanes
 from flexengine.runtime.reading_calls import ReadingCalls
 from flexengine.runtime.rounds import RoundRunner
@@ -56,37 +49,7 @@ from flexengine.schedule.ranks.transports import layout_of
 from flexengine.schedule.relocation import relocation
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """How an engine trains, beside its model, plan and optimizer.
-
-    max_grad_norm: global norm that gradients are clipped to; None = no clipping. seed: of random initial weights and
-    stochastic rounding. deterministic: only kernels that torch knows to be deterministic. attention_choices: kernels
-    for the shapes of attention that were measured; attention: for others. matmul_flops_per_s: measured rate that
-    reports compare with. description: the plan in words. adapter: a folder that the adapters start from. order: the
-    order of commands on the CPU, for tests. cache_bytes: GPU memory beside the plan's, for what sequences leave that
-    are generated. lr_factors, decay_factors: of every group, on its learning rate and its weight decay; none: all 1.
-    group: the ranks that train together; None = this process alone. batches: whether each of them gives the whole
-    batch, or a part of its own.
-    """
-
-    max_grad_norm: float | None = 1.0
-    seed: int = 0
-    deterministic: bool = False
-    attention: KernelName = "flash"
-    attention_choices: tuple[AttentionChoice, ...] = ()
-    matmul_flops_per_s: float = 0.0
-    description: str = ""
-    adapter: Path | None = None
-    order: CommandOrder | None = None
-    cache_bytes: int = 0
-    lr_factors: tuple[float, ...] = ()
-    decay_factors: tuple[float, ...] = ()
-    group: RankGroup | None = None
-    batches: Batches = "global"
-
-
-class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
+class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
     """Trains one model under one plan. `flexengine.from_pretrained` makes it.
 
     fwd_bwd adds the gradients of a batch, several calls accumulate; step updates the weights with the gradients of the
@@ -170,16 +133,6 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
         if self.plan.request.nodes > 1:
             self.context.agree(self.weights.sampled_digest(), "checkpoint")
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """Global norm that gradients are clipped to; None = no clipping."""
-        return self.settings.max_grad_norm
-
-    @property
-    def matmul_flops_per_s(self) -> float:
-        """Measured rate of large matrix products, 0 where none was measured."""
-        return self.settings.matmul_flops_per_s
-
     def __enter__(self) -> Engine:
         return self
 
@@ -245,58 +198,6 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
         self.steps.start()
         return self.steps.train_step(sequences, settings)
 
-    @one_caller
-    def evaluate(
-        self,
-        batch: object = None,
-        *,
-        per_token: bool = False,
-        loss: LossFunction | None = None,
-        adapters: bool = True,
-        **columns: object,
-    ) -> EvaluateOutput:
-        """Mean loss of a batch, forward only; nothing else changes. per_token: also each token's log-probability.
-
-        adapters: False runs the model beneath them. Raises ValueError where there are none, or it changed with them.
-        """
-        sequences = self._read(batch, columns, loss)
-        if per_token and loss is not None:
-            raise ValueError("per_token gives log-probabilities, which a loss of your own has not; leave one out")
-        token_losses = [torch.zeros(length) for length in sequences.lengths] if per_token else None
-        plain = sequences._replace(weights=None) if per_token else sequences
-        with self._using_adapters(adapters):
-            return evaluate_output(self.steps.evaluate(plain, float, token_losses), sequences, token_losses)
-
-    @one_caller
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128, *, stop_ids: Collection[int] = (),
-        temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, keep_stop: bool = False, tell: Tell | None = None,
-        images: Columns | None = None,
-    ) -> list[list[int]]:  # fmt: skip
-        """Return the tokens that follow each prompt, up to a stop token, max_new_tokens or max_seq_len.
-
-        prompts: token ids. Each pass runs the new tokens of as many prompts as there is room for the keys, values and
-        states of in the GPU memory that the plan leaves free between steps; others follow when one has ended. Weights
-        and gradients stay as they are. temperature 0 takes the likeliest token; above it tokens are drawn, by the seed
-        and the number of the prompt, from the likeliest ones that together have the probability top_p. keep_stop: leave
-        the stop token that ends an answer in it. tell: called with a prompt's number and each new token at once, where
-        True ends that answer; it must not call the engine. images: pixels of the prompts' images, as of a batch.
-        Raises ValueError for a prompt that leaves no room for an answer, and where no sequence's cache fits.
-        """
-        self.state.require_usable(merged=True)
-        how = Sampling(temperature, top_p, seed)
-        request = GenerationRequest([*map(list, prompts)], max_new_tokens, stop_ids, how, tell, keep_stop, images)
-        request.check(self.model, self.plan.request.max_seq_len)
-        run = Generator(self.rounds, self.layers).generate
-        return self.steps.between_steps(lambda: run(request)) if request.prompts else []
-
-    def _read(self, batch: object, columns: dict[str, object], loss: LossFunction | None) -> Sequences:
-        self.state.require_usable(merged=True)
-        if loss is not None and not callable(loss):
-            raise ValueError(f"loss must be a function of a block of logits, got {type(loss).__name__}: docs/losses.md")
-        call = self.plan.request, self.model, batch, columns
-        return self.context.read(self.settings.batches, call, loss is not None)._replace(loss=loss)
-
     def _agree(self, lr: float | None, divisor: float | None) -> None:
         """Raise ValueError unless all ranks make a step with the same arguments."""
         self.context.agree((lr, divisor), "lr or divisor")
@@ -307,7 +208,7 @@ class Engine(CheckpointCalls, ReadingCalls, AdapterCalls):
             raise ValueError(f"divisor must be a finite number above 0, got {divisor}")
         step, seed = self.step_count + 1, self.settings.seed
         weight = loss_weight if divisor is None else divisor
-        return update_settings(self.optimizer, lr, self.max_grad_norm, weight, step, seed)
+        return update_settings(self.optimizer, lr, self.settings.max_grad_norm, weight, step, seed)
 
     # -- changing the plan ---------------------------------------------------------------------------------------------
 

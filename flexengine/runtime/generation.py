@@ -62,6 +62,9 @@ class Sampling(NamedTuple):
         return found if tokens is None else [int(row[index]) for row, index in zip(tokens, found, strict=True)]
 
 
+GREEDY = Sampling()
+
+
 def _drawn(probabilities: Tensor, draws: Tensor) -> list[int]:
     """The index in each row of probabilities [N, V] at which running sums pass draws [N], of what a row sums to.
 

@@ -13,7 +13,7 @@ from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.runtime.batch_input import read_batch
+from flexengine.runtime.engine_settings import EngineSettings
 from flexengine.runtime.execution.executor import Executor
 from flexengine.runtime.execution.measurement import StepMeasurement
 from flexengine.runtime.one_caller import one_caller
@@ -46,8 +46,19 @@ class ReadingCalls:
     plan: Plan
     rounds: RoundRunner
     steps: StepRunner
+    settings: EngineSettings
     made_from: dict[str, Any]
     _description: str
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Global norm that gradients are clipped to; None = no clipping."""
+        return self.settings.max_grad_norm
+
+    @property
+    def matmul_flops_per_s(self) -> float:
+        """Measured rate of large matrix products, 0 where none was measured."""
+        return self.settings.matmul_flops_per_s
 
     @property
     def step_count(self) -> int:
@@ -100,13 +111,6 @@ class ReadingCalls:
     def memory_peaks(self) -> MemoryPeaks:
         """Most GPU and host memory the process has had in use, bytes; on the CPU the GPU figure is the device arena."""
         return memory_peaks(self.meter)
-
-    @one_caller
-    def next_token_logits(self, tokens: list[int]) -> Tensor:
-        """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
-        self.state.require_usable(merged=True)
-        sequences = read_batch({"input_ids": [tokens]}, self.model, self.plan.request.max_seq_len)
-        return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits(), everywhere=True)
 
     @one_caller
     def state_dict(self) -> dict[str, Tensor]:

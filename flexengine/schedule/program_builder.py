@@ -58,10 +58,28 @@ class ProgramBuilder:
         reads: list[Access],
         writes: list[Access],
         work: Work = Work(),  # noqa: B008 (an immutable NamedTuple)
-        copies: tuple[CopyRegion, ...] = (),
         args: Any = None,
     ) -> Command:
-        """Append a command; returns it with its derived waits."""
+        """Append a command that copies nothing; returns it with its derived waits."""
+        waits = self._enter(stream, reads, writes)
+        command = Command(len(self.commands), kind, name, stream, tuple(reads), tuple(writes), waits, work, args=args)
+        self.commands.append(command)
+        return command
+
+    def add_copy(
+        self, name: CommandName, stream: Stream, reads: list[Access], writes: list[Access],
+        copies: tuple[CopyRegion, ...], args: Any = None,
+    ) -> Command:  # fmt: skip
+        """Append a copy along these regions; returns it with its derived waits."""
+        waits = self._enter(stream, reads, writes)
+        command = Command(
+            len(self.commands), "copy", name, stream, tuple(reads), tuple(writes), waits, copies=copies, args=args
+        )
+        self.commands.append(command)
+        return command
+
+    def _enter(self, stream: Stream, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
+        """Note what the next command reads and writes; returns its waits."""
         index, own = len(self.commands), STREAM_INDEX[stream]
         waits = self._derive_waits(own, reads, writes)
         clock = self._stream_clock[own]
@@ -79,16 +97,14 @@ class ProgramBuilder:
             if readers is None:
                 readers = self._readers[slot] = [-1] * len(STREAMS)
             readers[own] = index
-        command = Command(index, kind, name, stream, tuple(reads), tuple(writes), waits, work, copies, args)
-        self.commands.append(command)
-        return command
+        return waits
 
     def copy(self, name: CommandName, stream: Stream, content: str, regions: list[CopyRegion]) -> Command:
         """Append a copy of `content` along `regions`, adjoining regions merged."""
         merged = merge_regions(regions)
         reads = [Access(s, content) for s in dict.fromkeys(r.source for r in merged)]
         writes = [Access(s, content) for s in dict.fromkeys(r.target for r in merged)]
-        return self.add("copy", name, stream, reads, writes, copies=merged)
+        return self.add_copy(name, stream, reads, writes, merged)
 
     def between_ranks(self, index: int, awaits: tuple[Signal, ...] = (), signals: tuple[Signal, ...] = ()) -> None:
         """Have an appended command await semaphores of other ranks and raise own ones, beside those it does."""

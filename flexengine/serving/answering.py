@@ -132,7 +132,7 @@ def _generate(job: Job, engine: Engine, tokenizer: TokenizerProcess) -> Answered
         return texts[index].ended or job.given_up.is_set()
 
     most = asked.max_tokens or longest
-    engine.generate(prompts, min(most, longest), stop_ids=tokenizer.stop_ids, tell=tell, **asked.sampling)
+    engine.generate(prompts, min(most, longest), stop_ids=tokenizer.stop_ids, tell=tell, sampling=asked.sampling)
     answers = []
     for index, (ids, found) in enumerate(zip(prompts, texts, strict=True)):
         if rest := found.finish():

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from flexengine.runtime.generation import Sampling
 from flexengine.wording import did_you_mean, shown
 
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
@@ -90,10 +91,9 @@ class Asked:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def sampling(self) -> dict[str, Any]:
-        """How tokens are chosen, as `Engine.generate` has it; top_p says nothing where the likeliest is taken."""
-        top_p = self.top_p if self.temperature else 1.0
-        return {"temperature": self.temperature, "top_p": top_p, "seed": self.seed}
+    def sampling(self) -> Sampling:
+        """How tokens are chosen; top_p says nothing where the likeliest is taken."""
+        return Sampling(self.temperature, self.top_p if self.temperature else 1.0, self.seed)
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------

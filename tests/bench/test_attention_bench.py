@@ -5,6 +5,7 @@ import torch
 from attention_helpers import PlainKernels
 
 from bench import attention
+from flexengine.ops.attention.kernels import Rows
 from flexengine.ops.attention.style import AttentionStyle
 
 CPU = torch.device("cpu")
@@ -17,9 +18,9 @@ class WidePlainKernels(PlainKernels):
     def forward(self, q, k, v, lengths, style):
         return super().forward(q.float(), k.float(), v.float(), lengths, style)
 
-    def backward(self, grad_out, q, k, v, out, lse, lengths, rng, style):
-        operands = (x.float() for x in (grad_out, q, k, v, out))
-        return super().backward(*operands, lse, lengths, rng, style)
+    def backward(self, grad_out, rows, results, lengths, rng, style):
+        rows, results = Rows(*(x.float() for x in rows)), results._replace(out=results.out.float())
+        return super().backward(grad_out.float(), rows, results, lengths, rng, style)
 
 
 def test_kernels_are_compared_on_what_they_serve():

@@ -11,7 +11,7 @@ import time
 import pytest
 from engine_helpers import saved_model, tiny_config
 
-from flexengine import cli, from_pretrained
+from flexengine import Sampling, cli, from_pretrained
 from flexengine.commands.serve import main
 from flexengine.data import ChatTokenizer
 from flexengine.data.answer_text import AnswerText
@@ -99,7 +99,7 @@ def test_answers_streams_and_refusals(model, capsys):
         (row,) = engine.generate([prompt], 8, stop_ids=tokenizer.stop_ids)
         texts = ["The river", "Monday is"]
         rows = engine.generate([tokenizer.encode_prompt(text, raw=True) for text in texts], 4)
-        (drawn,) = engine.generate([prompt], 8, stop_ids=tokenizer.stop_ids, temperature=0.9, top_p=0.8, seed=5)
+        (drawn,) = engine.generate([prompt], 8, stop_ids=tokenizer.stop_ids, sampling=Sampling(0.9, 0.8, 5))
     expected, continued = tokenizer.decode(row), [tokenizer.decode(row) for row in rows]
     used = {"prompt_tokens": len(prompt), "completion_tokens": 8, "total_tokens": len(prompt) + 8}
     chat = {"model": "tiny", "messages": SAID, "max_tokens": 8}

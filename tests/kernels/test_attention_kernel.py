@@ -19,6 +19,7 @@ from flexengine.kernels.attention_tilings import (
     query_tiling,
     short_tiling,
 )
+from flexengine.ops.attention.kernels import Results, Rows
 from flexengine.ops.attention.reference import attention_backward_reference, attention_forward_reference
 from flexengine.ops.attention.sinks import add_sinks
 from flexengine.ops.attention.style import AttentionStyle
@@ -87,7 +88,8 @@ def wanted_of(case, style, operands, grad_out, sinks):
     attention_forward_reference(q, k, v, case.seq_lens, case.before, out, lse, style)
     if sinks is not None:
         add_sinks(out, lse, sinks.double())
-    grads = attention_backward_reference(grad_out, q, k, v, out, lse, case.seq_lens, case.before, style=style)
+    rows, results = Rows(q, k, v), Results(out, lse)
+    grads = attention_backward_reference(grad_out, rows, results, case.seq_lens, case.before, style=style)
     return out, lse, grads
 
 

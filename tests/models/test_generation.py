@@ -150,11 +150,11 @@ def test_answers_end_at_the_longest_sequence(folder):
 
 def test_draws_depend_on_seed_and_prompt_alone(folder, expected):
     engine = engine_on(folder)
-    options = {"temperature": 0.7, "top_p": 0.9}
-    drawn = engine.generate(PROMPTS, NEW_TOKENS, seed=1, **options)
-    assert drawn[:2] == engine.generate(PROMPTS[:2], NEW_TOKENS, seed=1, **options)
-    assert drawn != engine.generate(PROMPTS, NEW_TOKENS, seed=2, **options)
-    assert engine.generate(PROMPTS, NEW_TOKENS, temperature=1.0, top_p=1e-9) == expected
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
+    drawn = engine.generate(PROMPTS, NEW_TOKENS, sampling=sampling)
+    assert drawn[:2] == engine.generate(PROMPTS[:2], NEW_TOKENS, sampling=sampling)
+    assert drawn != engine.generate(PROMPTS, NEW_TOKENS, sampling=sampling._replace(seed=2))
+    assert engine.generate(PROMPTS, NEW_TOKENS, sampling=Sampling(1.0, 1e-9)) == expected
 
 
 def test_draws_follow_the_probabilities():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_helpers import peaks_of, random_batch, saved_model, tiny_config
 
-from flexengine import from_pretrained
+from flexengine import Sampling, from_pretrained
 from flexengine.objectives import DPO, GRPO, AnswerRows, Groups, reference_log_probs, train_step, update_groups
 
 GIB = 2**30
@@ -30,7 +30,7 @@ def test_objectives_take_no_more_than_a_step_of_sft_with_adapters(tmp_path):
                 lambda: train_step(engine, DPO(), rows),
                 lambda: reference_log_probs(engine, rows),
                 lambda: update_groups(engine, GRPO(), groups, keep=True),
-                lambda: engine.generate([row[:32] for row in ids], 8, temperature=1.0),
+                lambda: engine.generate([row[:32] for row in ids], 8, sampling=Sampling(temperature=1.0)),
             ]
         )
         held = sum(engine.arenas.capacity[place] for place in ("gpu", "host"))

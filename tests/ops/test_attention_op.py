@@ -13,7 +13,7 @@ from attention_helpers import PlainKernels, make, masked, random_rows, use_own_k
 from flexengine.ops.attention import attention
 from flexengine.ops.attention import reference as attention_reference
 from flexengine.ops.attention.choice import AttentionChoice
-from flexengine.ops.attention.kernels import KERNELS, Lengths, choose_kernels
+from flexengine.ops.attention.kernels import KERNELS, Lengths, Results, choose_kernels
 from flexengine.ops.attention.key_value_window import KeyValueWindow
 from flexengine.ops.attention.style import CAUSAL, AttentionShape, AttentionStyle
 
@@ -328,7 +328,7 @@ def test_kernels_stay_within_their_workspace(name, style, before):
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     attention.window_forward(KERNELS[name], q, window, lengths, style, out, lse)
-    attention.window_backward(KERNELS[name], grad_out, q, window, out, lse, lengths, rng, style)
+    attention.window_backward(KERNELS[name], grad_out, q, window, Results(out, lse), lengths, rng, style)
     op = make(n, g, width, style)
     allowed = op.workspace_bytes(tokens, 2) + (before > 0) * op.window_workspace_bytes(tokens, 2)
     assert torch.cuda.max_memory_allocated() - held <= allowed

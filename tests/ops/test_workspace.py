@@ -13,6 +13,7 @@ from bench.block_ops import block_env
 from flexengine.ops import cross_entropy, linear
 from flexengine.ops.attention import reference as attention_reference
 from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.kernels import Results, Rows
 from flexengine.ops.attention.key_value_window import KeyValueWindow
 from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 from flexengine.ops.base import ChunkContext, OpEnv
@@ -182,7 +183,7 @@ def test_the_plain_path_of_attention(case, score_elements, style, monkeypatch):
     operands = (q, k, v, seq_lens, before, out, lse, style)
     taken = peak_bytes(lambda: attention_reference.attention_forward_reference(*operands))
     assert taken <= allowed
-    operands = (grad_out, q, k, v, out, lse, seq_lens, before, totals, style)
+    operands = (grad_out, Rows(q, k, v), Results(out, lse), seq_lens, before, totals, style)
     taken = peak_bytes(lambda: attention_reference.attention_backward_reference(*operands))
     assert taken <= allowed
 
@@ -280,7 +281,7 @@ def test_blocks_of_any_size_give_the_same(monkeypatch):
             out, lse = torch.full_like(q, torch.nan), torch.full((6, 90), torch.nan, dtype=torch.float64)
             keys, values = k[: before + 90], v[: before + 90]
             attention_reference.attention_forward_reference(q, keys, values, seq_lens, before, out, lse)
-            operands = (grad_out, q, keys, values, out, lse, seq_lens, before)
+            operands = (grad_out, Rows(q, keys, values), Results(out, lse), seq_lens, before)
             grads = attention_reference.attention_backward_reference(*operands)
             found.append(((out, lse, *grads), before))
     for results, before in found[2:]:
@@ -298,7 +299,7 @@ def test_a_window_of_the_plain_path_is_added_to_in_place(monkeypatch):
     op = CausalAttention("attention", "qkv", "o", n, g, width)
     q, grad_out, out = (torch.randn(tokens, n, width) for _ in range(3))
     lse = torch.full((n, tokens), 12.0)
-    taken = peak_bytes(lambda: op._plain_window_backward(grad_out, q, window, out, lse, CAUSAL))
+    taken = peak_bytes(lambda: op._plain_window_backward(grad_out, q, window, Results(out, lse), CAUSAL))
     assert taken < window.grad_keys.nbytes
 
 

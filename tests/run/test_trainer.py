@@ -14,7 +14,7 @@ from flexengine import cli
 from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.data import ChatTokenizer
 from flexengine.data.batches import num_targets
-from flexengine.metrics import StepMetrics
+from flexengine.metrics import MeasuredStep
 from flexengine.models.registry import ASSETS, open_model
 from flexengine.options.train_config import TrainConfig
 from flexengine.plan import PlanError, PlanReason, Prediction
@@ -318,7 +318,7 @@ def test_a_changed_plan_is_written_everywhere(engine, tmp_path, capsys, monkeypa
 def test_averages_leave_out_the_first_and_the_timed_step(engine, steps, speed):
     names = "loss grad_norm lr model_flops hardware_flops predicted_step_s speed_of_light_s gpu_peak_bytes"
     figures = {**dict.fromkeys(names.split(), 1), "num_tokens": 10, "host_peak_bytes": 0}
-    taken = [StepMetrics.of_step(step=n, step_s=1 / n, **figures) for n in range(1, steps + 1)]
+    taken = [MeasuredStep(step=n, step_s=1 / n, **figures).metrics() for n in range(1, steps + 1)]
     assert f"speed: {speed} tokens/s" in trainer.summary(engine, taken, taken[2:])
 
 

@@ -51,7 +51,7 @@ def random_program(seed: int, num_commands: int = 40) -> Program:
         if stream is Stream.COMPUTE:
             builder.add("move", CommandName(f"move {index}"), stream, reads, writes, args=regions)
         else:
-            builder.add("copy", CommandName(f"copy {index}"), stream, reads, writes, copies=regions[: 1 + (cut > 1)])
+            builder.add_copy(CommandName(f"copy {index}"), stream, reads, writes, regions[: 1 + (cut > 1)])
     return builder.build()
 
 
@@ -264,7 +264,7 @@ def test_waiting_for_a_command_that_only_a_later_one_implies():
     builder = ProgramBuilder("batch and weights", SLOTS, overlapping_slots(SLOTS))
     for name, host, gpu in (("batch", 4, 0), ("weights", 5, 1)):
         regions = (CopyRegion(host, 0, gpu, 0, SLOT_BYTES),)
-        builder.add("copy", CommandName(name), Stream.H2D, [Access(host, name)], [Access(gpu, name)], copies=regions)
+        builder.add_copy(CommandName(name), Stream.H2D, [Access(host, name)], [Access(gpu, name)], regions)
     reads, moved = [Access(0, "batch"), Access(1, "weights")], (CopyRegion(0, 0, 2, 0, SLOT_BYTES),)
     forward = builder.add("move", CommandName("forward"), Stream.COMPUTE, reads, [Access(2, "hidden")], args=moved)
     assert forward.waits == (1,)

@@ -39,9 +39,10 @@ def makes_a_command(call: ast.Call) -> bool:
 
 def lowered(path: Path) -> set[str]:
     """The kinds of commands that a file makes."""
-    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args)
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
     kinds = (ast.walk(call.args[0]) for call in calls if makes_a_command(call))
-    return {each.value for found in kinds for each in found if isinstance(each, ast.Constant)}
+    copies = {"copy"} if any(isinstance(c.func, ast.Attribute) and c.func.attr == "add_copy" for c in calls) else set()
+    return copies | {each.value for found in kinds for each in found if isinstance(each, ast.Constant)}
 
 
 def handled() -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexengine.hardware.curve import Points
 from flexengine.hardware.measure.timing import Timer
 from flexengine.ops.attention.choice import AttentionChoice, KernelName
-from flexengine.ops.attention.kernels import KERNELS, Lengths, can_serve
+from flexengine.ops.attention.kernels import KERNELS, Lengths, Results, Rows, can_serve
 from flexengine.ops.attention.reference import attention_backward_reference, attention_forward_reference
 from flexengine.ops.attention.style import AttentionShape
 
@@ -127,14 +127,13 @@ def error_of(kernels: KernelName, shape: AttentionShape, device: torch.device, d
     groups = max(1, KERNEL_ROWS // KERNEL_TOKENS // shape.members)  # as for rates: our own are compiled for each number
     operands, grad_out, lengths = _operands(1024, groups, 512, shape, device, dtype)
     rng = torch.zeros(2, dtype=torch.int64, device=device)
-    out, lse = KERNELS[kernels].forward(*operands, lengths, style)
-    grads = KERNELS[kernels].backward(grad_out, *operands, out, lse, lengths, rng, style)
-    q, k, v = (x.cpu() for x in operands)
-    plain_out, plain_lse = torch.empty(grad_out.shape, dtype=dtype), torch.empty(lse.shape)
-    attention_forward_reference(q, k, v, lengths.seq_lens, 0, plain_out, plain_lse, style)
-    plain = (grad_out.cpu(), q, k, v, plain_out, plain_lse, lengths.seq_lens, 0)
-    wanted = attention_backward_reference(*plain, style=style)
-    pairs = zip((out, lse, *grads), (plain_out, plain_lse, *wanted), strict=True)
+    results = Results(*KERNELS[kernels].forward(*operands, lengths, style))
+    grads = KERNELS[kernels].backward(grad_out, operands, results, lengths, rng, style)
+    rows = Rows(*(x.cpu() for x in operands))
+    plain = Results(torch.empty(grad_out.shape, dtype=dtype), torch.empty(results.lse.shape))
+    attention_forward_reference(*rows, lengths.seq_lens, 0, *plain, style)
+    wanted = attention_backward_reference(grad_out.cpu(), rows, plain, lengths.seq_lens, 0, style=style)
+    pairs = zip((*results, *grads), (*plain, *wanted), strict=True)
     return max(float((a.cpu().float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
@@ -157,15 +156,15 @@ def _rates(lengths: Sequence[int], calls: Callable[[int], Calls], timer: Timer, 
 
 def _operands(
     tokens: int, groups: int, length: int, shape: AttentionShape, device: torch.device, dtype: torch.dtype
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Lengths]:
-    """((q, k, v), grad_out, lengths) of packed sequences; q, k and v are views of a fused row, as in the engine."""
+) -> tuple[Rows, Tensor, Lengths]:
+    """(rows, grad_out, lengths) of packed sequences; rows are views of fused ones, as in the engine."""
     heads, width = groups * shape.members, shape.head_dim
     row = torch.randn(tokens, (heads + groups) * width + groups * shape.value_dim, device=device, dtype=dtype)
     q, k = row[:, : (heads + groups) * width].unflatten(1, (-1, width)).split((heads, groups), dim=1)
     v = row[:, (heads + groups) * width :].unflatten(1, (groups, -1))
     offsets = torch.arange(0, tokens + 1, length, device=device, dtype=torch.int32)
     grad_out = torch.randn(tokens, heads, shape.value_dim, device=device, dtype=dtype)
-    return (q, k, v), grad_out, Lengths((length,) * (tokens // length), offsets)
+    return Rows(q, k, v), grad_out, Lengths((length,) * (tokens // length), offsets)
 
 
 def _kernel_calls(
@@ -181,10 +180,10 @@ def _kernel_calls(
     def forward() -> tuple[Tensor, Tensor]:
         return kernels.forward(*operands, lengths, style)
 
-    out, lse = forward()
+    results = Results(*forward())
 
     def backward() -> tuple[Tensor, ...]:
-        return kernels.backward(grad_out, *operands, out, lse, lengths, rng, style)
+        return kernels.backward(grad_out, operands, results, lengths, rng, style)
 
     pairs = groups * shape.members * tokens * (style.mean_keys(length) if style.window else (length + 1) / 2)
     return Calls(forward, backward, pairs, (shape.head_dim, shape.value_dim))
@@ -196,13 +195,13 @@ def _plain_calls(length: int, num_heads: int, head_dim: int, device: torch.devic
     shape = AttentionShape(num_heads // groups, head_dim, head_dim)
     operands, grad_out, _ = _operands(length, groups, length, shape, device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    out, lse = torch.empty_like(grad_out), torch.empty(num_heads, length, device=device, dtype=wide)
+    results = Results(torch.empty_like(grad_out), torch.empty(num_heads, length, device=device, dtype=wide))
 
     def forward() -> None:
-        attention_forward_reference(*operands, (length,), 0, out, lse)
+        attention_forward_reference(*operands, (length,), 0, *results)
 
     def backward() -> None:
-        attention_backward_reference(grad_out, *operands, out, lse, (length,), 0)
+        attention_backward_reference(grad_out, operands, results, (length,), 0)
 
     forward()  # backward reads its results
     return Calls(forward, backward, num_heads * length * (length + 1) / 2, (head_dim, head_dim))

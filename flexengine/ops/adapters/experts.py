@@ -19,7 +19,13 @@ from flexengine.ops.adapters.dora import adapted_norms
 from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
 from flexengine.ops.experts.experts import GroupedLinear
-from flexengine.ops.experts.grouped_products import LowRank, bias_gradient, grouped_product, grouped_weight_gradient
+from flexengine.ops.experts.grouped_products import (
+    Added,
+    LowRank,
+    bias_gradient,
+    grouped_product,
+    grouped_weight_gradient,
+)
 
 BLOCK_ROWS = 1 << 12
 """Rows whose gains are gathered at a time; fewer take less memory and more calls."""
@@ -85,8 +91,7 @@ class GroupedLoraUp(GroupedLinear):
     def forward(self, env: OpEnv) -> None:
         if not env.adapters:
             return super().forward(env)
-        bias = None if self.bias is None else env.p[self.bias]
-        self._multiply(env, "forward", bias, self._row_weight(env.t), self._adapter(env))
+        self._multiply(env, "forward", self._biases(env)._replace(adapter=self._adapter(env)))
 
     def _adapter(self, env: OpEnv) -> LowRank:
         """What the adapters add to y."""
@@ -96,7 +101,7 @@ class GroupedLoraUp(GroupedLinear):
         grad_low = self._low(env.g)
         grouped_product(self._grad_y(env), self._write_spread(env), self._bounds(env), grad_low, True)
         adapter = LowRank(grad_low, env.p[self.adapters.down][self._held(env)], transposed=True)
-        self._multiply(env, "input", adapter=adapter)
+        self._multiply(env, "input", Added(adapter=adapter))
 
     def backward_weight(self, env: OpEnv) -> None:
         grad_y, bounds, grad_spread = self._grad_y(env), self._bounds(env), self._spread_of(env, self.grad_spread)
@@ -179,7 +184,7 @@ class GroupedMagnitude(GroupedLoraUp):
     def forward(self, env: OpEnv) -> None:
         if not env.adapters:
             return super().forward(env)
-        self._multiply(env, "forward", adapter=self._adapter(env), gains=self._write_gains(env))
+        self._multiply(env, "forward", Added(adapter=self._adapter(env), gains=self._write_gains(env)))
 
     def _grad_y(self, env: OpEnv) -> Tensor:
         return env.t[self.grad_product.name].view(-1, self.out_features)
@@ -199,7 +204,7 @@ class GroupedMagnitude(GroupedLoraUp):
         bounds = self._bounds(env)
         product = env.t[self.product.name].view(-1, self.out_features)
         operands = (self._x(env.t), env.p[self.weight], bounds, product, self.transposed)
-        grouped_product(*operands, adapter=self._adapter(env))
+        grouped_product(*operands, Added(adapter=self._adapter(env)))
         product.mul_(self._y(env.g))
         norms, total = env.t[self.norms.name][self._experts(env)], env.gp[self.adapters.magnitude]
         sums = total.new_empty((len(total), self.out_features))

@@ -91,25 +91,17 @@ def window_forward(
 
 
 def window_backward(
-    kernels: Kernels,
-    grad_out: Tensor,
-    q: Tensor,
-    window: KeyValueWindow,
-    out: Tensor,
-    lse: Tensor,
-    lengths: Lengths,
-    rng: Tensor,
-    style: AttentionStyle,
-) -> Tensor:
+    kernels: Kernels, grad_out: Tensor, q: Tensor, window: KeyValueWindow, results: Results, lengths: Lengths,
+    rng: Tensor, style: AttentionStyle,
+) -> Tensor:  # fmt: skip
     """grad_q [T, N, H]; gradients of all keys and values that the queries saw are added to the window's."""
     grad_keys, grad_values = window.grad_keys, window.grad_values
     assert grad_keys is not None
     assert grad_values is not None
 
     def backward(rows: slice, causal: Lengths | None) -> Tensor:
-        grad_q, grad_k, grad_v = kernels.backward(
-            grad_out, q, window.keys[rows], window.values[rows], out, lse, causal, rng, style
-        )
+        seen = Rows(q, window.keys[rows], window.values[rows])
+        grad_q, grad_k, grad_v = kernels.backward(grad_out, seen, results, causal, rng, style)
         grad_keys[rows] += grad_k
         grad_values[rows] += grad_v
         return grad_q
@@ -244,22 +236,21 @@ class CausalAttention(Op):
 
     def backward_input(self, env: OpEnv) -> None:
         chunk, window = env.chunk, self.window(env)
-        q, k, v = self.split(env.t[self.qkv])
-        out, lse = self._views(env)
+        rows, results = Rows(*self.split(env.t[self.qkv])), Results(*self._views(env))
         grad_out = env.g[self.y].view(-1, self.num_heads, self.value_dim)
-        (kernels, style), lengths = self._kernels(env, q), Lengths(chunk.seq_lens, chunk.cu_seqlens)
+        (kernels, style), lengths = self._kernels(env, rows.q), Lengths(chunk.seq_lens, chunk.cu_seqlens)
         targets, rng = self.split(env.g[self.qkv]), chunk.constants["attention_rng"]
         if kernels is OWN:
-            return self._own_backward(Rows(q, k, v), window, lengths, style, Results(out, lse), grad_out, targets)
+            return self._own_backward(rows, window, lengths, style, results, grad_out, targets)
         if window is None:
             if kernels is None:
-                grads = attention_backward_reference(grad_out, q, k, v, out, lse, chunk.seq_lens, 0, style=style)
+                grads = attention_backward_reference(grad_out, rows, results, chunk.seq_lens, 0, style=style)
             else:
-                grads = kernels.backward(grad_out, q, k, v, out, lse, lengths, rng, style)
+                grads = kernels.backward(grad_out, rows, results, lengths, rng, style)
         elif kernels is None:
-            grads = self._plain_window_backward(grad_out, q, window, out, lse, style)
+            grads = self._plain_window_backward(grad_out, rows.q, window, results, style)
         else:
-            grad_q = window_backward(kernels, grad_out, q, window, out, lse, lengths, rng, style)
+            grad_q = window_backward(kernels, grad_out, rows.q, window, results, lengths, rng, style)
             grads = (grad_q, *window.own_grads(chunk.tokens))
         for target, grad in zip(targets, grads, strict=True):
             target.copy_(grad)
@@ -285,14 +276,14 @@ class CausalAttention(Op):
 
     @staticmethod
     def _plain_window_backward(
-        grad_out: Tensor, q: Tensor, window: KeyValueWindow, out: Tensor, lse: Tensor, style: AttentionStyle
+        grad_out: Tensor, q: Tensor, window: KeyValueWindow, results: Results, style: AttentionStyle
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert window.grad_keys is not None
         assert window.grad_values is not None
         keys, values, before = window.seen(len(q))
         totals = window.grad_keys[: len(keys)], window.grad_values[: len(keys)]
-        operands = (grad_out, q, keys, values, out, lse)
-        grads = attention_backward_reference(*operands, (len(q),), before, totals, style)
+        rows = Rows(q, keys, values)
+        grads = attention_backward_reference(grad_out, rows, results, (len(q),), before, totals, style)
         return (grads[0], *window.own_grads(len(q)))
 
     def backward_weight(self, env: OpEnv) -> None:

@@ -33,6 +33,21 @@ class Lengths(NamedTuple):
     cu_seqlens: Tensor
 
 
+class Rows(NamedTuple):
+    """Queries, and keys and values of all tokens that they see; values may be narrower than keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Results(NamedTuple):
+    """Where forward writes out [T, N, V] and lse [N, T]."""
+
+    out: Tensor
+    lse: Tensor
+
+
 class Kernels(ABC):
     """Forward and backward of one library. `lengths` None: all queries see all keys.
 
@@ -47,10 +62,10 @@ class Kernels(ABC):
 
     @abstractmethod
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
-        rng: Tensor, style: AttentionStyle = CAUSAL,
+        self, grad_out: Tensor, rows: Rows, results: Results, lengths: Lengths | None, rng: Tensor,
+        style: AttentionStyle = CAUSAL,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """(grad_q, grad_k, grad_v) from the out and lse of all keys that the queries see, here and in other calls."""
+        """(grad_q, grad_k, grad_v) from the results of all keys that the queries see, here and in other calls."""
 
 
 class Flash(Kernels):
@@ -69,17 +84,17 @@ class Flash(Kernels):
         return out, lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
-        rng: Tensor, style: AttentionStyle = CAUSAL,
+        self, grad_out: Tensor, rows: Rows, results: Results, lengths: Lengths | None, rng: Tensor,
+        style: AttentionStyle = CAUSAL,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         backward, options = torch.ops.aten._flash_attention_backward, _flash_options(style)
-        if lengths is None or len(k) != len(q):
-            operands = (grad_out[None], q[None], k[None], v[None], out[None], lse[None])
-            sizes = (None, None, len(q), len(k))
+        if lengths is None or len(rows.k) != len(rows.q):
+            operands = (x[None] for x in (grad_out, *rows, *results))
+            sizes = (None, None, len(rows.q), len(rows.k))
             grads = backward(*operands, *sizes, 0.0, lengths is not None, rng, rng, **options)
             return grads[0][0], grads[1][0], grads[2][0]
         cu, longest = lengths.cu_seqlens, max(lengths.seq_lens)
-        return backward(grad_out, q, k, v, out, lse, cu, cu, longest, longest, 0.0, True, rng, rng, **options)
+        return backward(grad_out, *rows, *results, cu, cu, longest, longest, 0.0, True, rng, rng, **options)
 
 
 def _flash_options(style: AttentionStyle) -> dict[str, Any]:
@@ -101,13 +116,13 @@ class Cudnn(Kernels):
         return out.transpose(1, 2).reshape(q.shape), lse.view(batch, q.shape[1], -1).transpose(0, 1).flatten(1)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
-        rng: Tensor, style: AttentionStyle = CAUSAL,
+        self, grad_out: Tensor, rows: Rows, results: Results, lengths: Lengths | None, rng: Tensor,
+        style: AttentionStyle = CAUSAL,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         batch, causal = _batch(lengths), lengths is not None
-        heads = [_by_head(x, batch) for x in (grad_out, q, k, v, out)]
-        stats = lse.view(len(lse), batch, -1, 1).transpose(0, 1).contiguous()
-        sizes = (len(q) // batch, len(k) // batch)
+        heads = [_by_head(x, batch) for x in (grad_out, *rows, results.out)]
+        stats = results.lse.view(len(results.lse), batch, -1, 1).transpose(0, 1).contiguous()
+        sizes = (len(rows.q) // batch, len(rows.k) // batch)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *heads, stats, rng[0], rng[1], None, None, None, *sizes, 0.0, causal,
             scale=style.scale,
@@ -123,21 +138,6 @@ def _batch(lengths: Lengths | None) -> int:
 def _by_head(x: Tensor, batch: int) -> Tensor:
     """[T, N, H] -> [B, N, T / B, H], a view."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
-
-
-class Rows(NamedTuple):
-    """Queries, and keys and values of all tokens that they see; values may be narrower than keys."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-class Results(NamedTuple):
-    """Where forward writes out [T, N, V] and lse [N, T]."""
-
-    out: Tensor
-    lse: Tensor
 
 
 class RowGradients(NamedTuple):
@@ -160,11 +160,11 @@ class Triton(Kernels):
         return out, lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
-        rng: Tensor, style: AttentionStyle = CAUSAL,
+        self, grad_out: Tensor, rows: Rows, results: Results, lengths: Lengths | None, rng: Tensor,
+        style: AttentionStyle = CAUSAL,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        grads = Rows(*(torch.empty_like(x) for x in (q, k, v)))
-        self.differentiate(Rows(q, k, v), lengths, style, Results(out, lse), grad_out, RowGradients(grads))
+        grads = Rows(*(torch.empty_like(x) for x in rows))
+        self.differentiate(rows, lengths, style, results, grad_out, RowGradients(grads))
         return grads
 
     def attend(

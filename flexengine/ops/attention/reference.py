@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.ops.attention.kernels import Results, Rows
 from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 from flexengine.ops.base import wide
 
@@ -167,32 +168,24 @@ def _forward_block(
 
 
 def attention_backward_reference(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    seq_lens: tuple[int, ...],
-    keys_before: int,
-    totals: tuple[Tensor, Tensor] | None = None,
-    style: AttentionStyle = CAUSAL,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, rows: Rows, results: Results, seq_lens: tuple[int, ...], keys_before: int,
+    totals: tuple[Tensor, Tensor] | None = None, style: AttentionStyle = CAUSAL,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(grad_q [T, N, H], grad_k, grad_v [keys_before + T, G, H]) in float32 or wider; the last two are added to
     `totals` where these are given."""
-    (num_heads, width), num_groups = q.shape[1:], k.shape[1]
+    q, num_groups = rows.q, rows.k.shape[1]
     dtype = wide(q[:0]).dtype
     grad_q = torch.empty(q.shape, dtype=dtype, device=q.device)
-    grad_k, grad_v = totals or (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (k, v))
-    for block in _blocks(seq_lens, keys_before, num_heads, num_groups, width, style, q.device):
-        _backward_block(block, (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v), style)
-    return grad_q, grad_k, grad_v
+    grads = Rows(grad_q, *(totals or (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in rows[1:])))
+    for block in _blocks(seq_lens, keys_before, q.shape[1], num_groups, q.shape[2], style, q.device):
+        _backward_block(block, grad_out, rows, results, grads, style)
+    return grads
 
 
 def _backward_block(
-    block: Block, operands: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], style: AttentionStyle
+    block: Block, grad_out: Tensor, rows: Rows, results: Results, gradients: Rows, style: AttentionStyle
 ) -> None:
-    (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v) = operands, gradients
+    (q, k, v), (out, lse), (grad_q, grad_k, grad_v) = rows, results, gradients
     (num_heads, width), num_groups = q.shape[1:], k.shape[1]
     queries, keys = block.of_queries(q, num_groups), block.of_keys(k)
     grads = block.of_queries(grad_out, num_groups)

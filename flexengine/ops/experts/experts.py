@@ -22,7 +22,8 @@ from torch import Tensor
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes
 from flexengine.ops.experts.fp8_experts import MULTIPLE, Fp8Product
 from flexengine.ops.experts.grouped_products import (
-    LowRank,
+    NOTHING,
+    Added,
     bias_gradient,
     grouped_product,
     grouped_weight_gradient,
@@ -99,25 +100,25 @@ class GroupedLinear(Op):
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return self._fp8(half).scratch() if self.fp8 and half != "weight" else ()
 
-    def _multiply(
-        self, env: OpEnv, half: str, bias: Tensor | None = None, row_weight: Tensor | None = None,
-        adapter: LowRank | None = None, gains: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def _multiply(self, env: OpEnv, half: str, added: Added = NOTHING) -> None:
         """Write y, or in the input half the gradient of x, with what is added to it."""
         forward, weight, bounds = half == "forward", env.p[self.weight], self._bounds(env)
         rows, out = (self._x(env.t), self._y(env.t)) if forward else (self._grad_y(env), self._x(env.g))
-        added = {"bias": bias, "row_weight": row_weight, "adapter": adapter, "gains": gains}
         if self.fp8:
-            self._fp8(half).multiply(env, rows, weight, bounds, out, **added)
+            self._fp8(half).multiply(env, rows, weight, bounds, out, added)
         else:
-            grouped_product(rows, weight, bounds, out, self.transposed == forward, **added)
+            grouped_product(rows, weight, bounds, out, self.transposed == forward, added)
+
+    def _biases(self, env: OpEnv) -> Added:
+        """What forward adds to the product."""
+        return NOTHING if self.bias is None else Added(env.p[self.bias], self._row_weight(env.t))
 
     def _grad_y(self, env: OpEnv) -> Tensor:
         """The gradient of the product's sum [R, F]."""
         return self._y(env.g)
 
     def forward(self, env: OpEnv) -> None:
-        self._multiply(env, "forward", None if self.bias is None else env.p[self.bias], self._row_weight(env.t))
+        self._multiply(env, "forward", self._biases(env))
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.x not in env.accumulate, "nothing else reads the experts' rows"

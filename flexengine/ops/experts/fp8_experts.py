@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import OpEnv, TensorSpec, Work, use_kernel
-from flexengine.ops.experts.grouped_products import LowRank, Scales, grouped_product
+from flexengine.ops.experts.grouped_products import NOTHING, Added, Scales, grouped_product
 
 CODES = torch.float8_e4m3fn
 LARGEST = torch.finfo(CODES).max
@@ -76,10 +76,9 @@ class Fp8Product(NamedTuple):
         return f"{self.name}_{self.half}_{tensor}"
 
     def multiply(
-        self, env: OpEnv, rows: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, bias: Tensor | None,
-        row_weight: Tensor | None, adapter: LowRank | None, gains: Tensor | None,
-    ) -> None:  # fmt: skip
-        """out [R, N] = the product, with what `grouped_product` adds to it; forward sums fast."""
+        self, env: OpEnv, rows: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, added: Added = NOTHING
+    ) -> None:
+        """out [R, N] = the product with what is added to it; forward sums fast."""
         codes, factors, weight8, weight_factors = (env.t[spec.name] for spec in self.scratch())
         codes, factors = codes.view(CODES).view(-1, self.inner), factors.view(-1)
         weight8 = weight8.view(CODES).view(self.experts, self.columns, self.inner)
@@ -91,7 +90,7 @@ class Fp8Product(NamedTuple):
             flat = (weight.view(-1, self.inner), weight8.view(-1, self.inner), weight_factors.view(-1))
             round_rows(*flat)
         scales = Scales(factors, weight_factors, fast=self.half == "forward")
-        grouped_product(codes, weight8, bounds, out, False, bias, row_weight, adapter, gains, scales)
+        grouped_product(codes, weight8, bounds, out, False, added, scales)
 
     def work(self, tokens: int, compute_bytes: int) -> Work:
         """The product, and reading and writing what is rounded; columns are read once more for their maxima."""

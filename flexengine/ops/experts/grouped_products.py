@@ -33,6 +33,19 @@ class Scales(NamedTuple):
     fast: bool = False
 
 
+class Added(NamedTuple):
+    """What a product's sums get before they are rounded: adapters add, a bias [E, F] is added, times row_weight [R]
+    where that is given; gains [E, F], wide, multiply the sum, where there is no bias."""
+
+    bias: Tensor | None = None
+    row_weight: Tensor | None = None
+    adapter: LowRank | None = None
+    gains: Tensor | None = None
+
+
+NOTHING = Added()
+
+
 def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
     """Each expert with its rows, for the plain path, which reads the counts: on the CPU, and on CUDA in float64."""
     for expert, (start, end) in enumerate(pairwise(bounds.tolist())):
@@ -41,13 +54,13 @@ def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
-    row_weight: Tensor | None = None, adapter: LowRank | None = None, gains: Tensor | None = None,
+    x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, added: Added = NOTHING,
     scales: Scales | None = None,
 ) -> None:  # fmt: skip
     """out [R, F] = x [R, D] @ weight [E, F, D][e].T (+ low @ up) (+ (row_weight [R] *) bias [E, F][e]) for the rows of
-    every expert; transposed: @ weight [E, D, F][e]; gains [E, F], wide: what the sum is multiplied by, where there is
-    no bias. scales: of x and weight in FP8, by which the sum of their product is multiplied."""
+    every expert; transposed: @ weight [E, D, F][e]. scales: of x and weight in FP8, by which the sum of their product
+    is multiplied."""
+    bias, row_weight, adapter, gains = added
     if use_kernel(out) and out.dtype != torch.float64:
         from flexengine.kernels import grouped  # noqa: PLC0415
 
@@ -57,7 +70,7 @@ def grouped_product(
     for expert, rows in _slices(bounds):
         matrix = weight[expert] if transposed else weight[expert].t()
         if scales is not None:
-            _scaled_rows(x, matrix, rows, expert, out, (bias, row_weight, adapter, gains), scales)
+            _scaled_rows(x, matrix, rows, expert, out, added, scales)
             continue
         start = None
         if adapter is not None:
@@ -77,7 +90,7 @@ def grouped_product(
 
 
 def _scaled_rows(
-    x: Tensor, matrix: Tensor, rows: slice, expert: int, out: Tensor, added: tuple, scales: Scales
+    x: Tensor, matrix: Tensor, rows: slice, expert: int, out: Tensor, added: Added, scales: Scales
 ) -> None:
     """`grouped_product` of one expert's rows with FP8 operands, by their values."""
     bias, row_weight, adapter, gains = added

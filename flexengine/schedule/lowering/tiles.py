@@ -138,9 +138,7 @@ class TileLowering:
             planes.update({kind: SlotOffset(staging, layout.tile_offsets[kind]) for kind in streamed})
             targets = [Access(staging, f"tile {name}")]
             fetch = CommandName("fetch", "tile", name)
-            builder.add(
-                "copy", fetch, Stream.H2D, [*streamed.values(), *sources], targets, copies=tuple(fetched.values())
-            )
+            builder.add_copy(fetch, Stream.H2D, [*streamed.values(), *sources], targets, tuple(fetched.values()))
             reads += targets
             writes.append(Access(staging, f"updated tile {name}"))
         reads.append(Access(layout.slot("scales"), "scales") if scale is None else scale)
@@ -149,7 +147,7 @@ class TileLowering:
         if changed:
             returned = tuple(fetched[kind].reversed for kind in changed)
             done, homes = [Access(staging, f"updated tile {name}")], [streamed[kind] for kind in changed]
-            builder.add("copy", CommandName("return", "tile", name), Stream.D2H, done, homes, copies=returned)
+            builder.add_copy(CommandName("return", "tile", name), Stream.D2H, done, homes, returned)
 
     def _compute(
         self, tile: Tile, name: str, reads: list[Access], writes: list[Access], planes: dict[str, SlotOffset]

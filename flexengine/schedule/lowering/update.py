@@ -121,4 +121,4 @@ def send_scalars(builder: ProgramBuilder, layout: Layout) -> None:
         CopyRegion(scales, 0, target, HOST_SCALES, layout.acc_bytes * len(layout.groups)),
     )
     sources, writes = [Access(scales, "scales"), Access(norm, "grad norm")], [Access(target, "scalars")]
-    builder.add("copy", CommandName("offload", "scalars"), Stream.D2H, sources, writes, copies=regions)
+    builder.add_copy(CommandName("offload", "scalars"), Stream.D2H, sources, writes, regions)

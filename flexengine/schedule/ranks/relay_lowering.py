@@ -78,7 +78,7 @@ class RelayGradients(GradientLowering):
             target = [Access(region.target, self._spilled_content(stored))]
             source = [Access(accumulator, self._accumulated(group, part))]
             name = CommandName("offload", "spilled", stored.name)
-            self._builder.add("copy", name, Stream.D2H, source, target, copies=(region,))
+            self._builder.add_copy(name, Stream.D2H, source, target, (region,))
 
     def _add_spilled(self, stored: StoredPiece, staging: int, has_previous: bool) -> None:
         """Add the same piece of what another layer spilled; its squares do not count."""

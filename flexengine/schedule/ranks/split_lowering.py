@@ -51,7 +51,7 @@ def fetch_share(
     held = f"share of {content}" if share else content
     reads = [Access(source, content) for source in dict.fromkeys(region.source for region in whole)]
     args = ShareOfFetch(wave.rank, wave.size, whole)
-    builder.add("copy", name, Stream.H2D, reads, [Access(target, held)], copies=own, args=args)
+    builder.add_copy(name, Stream.H2D, reads, [Access(target, held)], own, args=args)
     if share:
         gathered, shares = name._replace(verb="gather"), GatherShares(wave.rank, target, share, wave.size)
         builder.add("gather", gathered, Stream.COMM, [Access(target, held)], [Access(target, content)], args=shares)
@@ -158,7 +158,7 @@ class SplitGradients(GradientLowering):
             region = self._spilled_region(group, section, received.slot)
             target = [Access(region.target, _spilled(name, section))]
             label = CommandName("offload", "spilled", f"{name} section {section.number}")
-            self._builder.add("copy", label, Stream.D2H, [received], target, copies=(region,))
+            self._builder.add_copy(label, Stream.D2H, [received], target, (region,))
 
     def _fetch_spilled(self, group: int, name: str, section: Section) -> Access:
         slot = self._layout.slot("spilled", self._context.model.groups[group].slot_class)

@@ -120,7 +120,7 @@ class StageActivations(ActivationLowering):
         region = CopyRegion(access.slot, 0, self._place(*what[:2]), 0, self._hidden_bytes(what.chunk))
         name = self._name("offload", "grad" if what.back else "input", *what[:2])
         target = [Access(region.target, access.content)]
-        self._builder.add("copy", name, Stream.RELAY_OUT, [access], target, copies=(region,), args=what)
+        self._builder.add_copy(name, Stream.RELAY_OUT, [access], target, (region,), args=what)
         self._builder.between_ranks(-1, signals=(self._stages.semaphores.handed(what),))
 
     def _take(self, what: HandedOver, access: Access, giver: int) -> None:
@@ -129,7 +129,7 @@ class StageActivations(ActivationLowering):
         name = self._name("fetch", "grad" if what.back else "input", *what[:2])
         # told as a write of the place, too: another rank has changed what it holds
         writes = [access, Access(region.source, access.content)]
-        self._builder.add("copy", name, Stream.RELAY_IN, [], writes, copies=(region,), args=what)
+        self._builder.add_copy(name, Stream.RELAY_IN, [], writes, (region,), args=what)
         self._builder.between_ranks(-1, awaits=(self._stages.semaphores.taken(what, giver),))
 
 
@@ -288,10 +288,10 @@ def exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) -
         builder.holds(here, content)
     reads, writes = [Access(here, content)], [Access(found[group].target, content) for group in own]
     regions = tuple(found[group] for group in own)
-    builder.add("copy", CommandName("offload", "norm"), Stream.D2H, reads, writes, copies=regions)
+    builder.add_copy(CommandName("offload", "norm"), Stream.D2H, reads, writes, regions)
     awaits = layout.semaphores.updated_before(head=True)
     builder.between_ranks(-1, awaits=(awaits,), signals=(layout.semaphores.norm(),))
     back = tuple(region.reversed for region in found.values())
     places = [Access(region.source, content) for region in back]
-    builder.add("copy", CommandName("fetch", "norm"), Stream.H2D, places, [Access(here, content)], copies=back)
+    builder.add_copy(CommandName("fetch", "norm"), Stream.H2D, places, [Access(here, content)], back)
     builder.between_ranks(-1, awaits=(layout.semaphores.all_norms(),))
