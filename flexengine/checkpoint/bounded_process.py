@@ -149,16 +149,16 @@ class BoundedProcess:
     def _finish(self) -> Any:
         """Wait for the end of a call. An interrupt, as of Ctrl-C, ends the process: what it would say is of no use."""
         try:
-            kind, *told = self._reply()
+            kind, *parts = self._reply()
         except BaseException as error:
             self._ended = self._ended or str(error)
             self.close()
             raise
         if kind == "value":
-            return told[0]
+            return parts[0]
         if kind == "memory":
             self._break(f"it takes more than {self._most_bytes / 2**30:.1f} GiB of memory")
-        _raise(kind, told)
+        _raise(kind, parts)
 
     def _reply(self) -> list[Any]:
         spent_s, heard_s, allowed_s = _cpu_seconds(self._pid), time.monotonic(), ALLOWED_CPU_S
@@ -209,15 +209,15 @@ def _way_of_ending(status: int, most_bytes: int) -> str:
     return f"it ended the process that reads it ({name}) and may take more than {most_bytes / 2**30:.1f} GiB of memory"
 
 
-def _raise(kind: str, told: list[Any]) -> NoReturn:
+def _raise(kind: str, parts: list[Any]) -> NoReturn:
     """Raise in this process what a call raised in the other one."""
     if kind == "ValueError":
-        raise ValueError(*told)
+        raise ValueError(*parts)
     if kind == "OSError":
-        raise OSError(*told)
+        raise OSError(*parts)
     if kind == "ModuleNotFoundError":
-        raise ModuleNotFoundError(told[0], name=told[1])
-    raise RuntimeError(told[0])
+        raise ModuleNotFoundError(parts[0], name=parts[1])
+    raise RuntimeError(parts[0])
 
 
 def _cpu_seconds(pid: int) -> float:

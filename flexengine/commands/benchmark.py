@@ -124,12 +124,12 @@ def _earlier(path: Path) -> dict[str, Any]:
     """Read the cases of an earlier file that ran. Raises ValueError for what is none."""
     if not path.is_file():
         raise ValueError(f"--against {path}: no such file; give one that --json wrote")
-    told = parse_json(path.read_bytes(), path)
+    result = parse_json(path.read_bytes(), path)
     try:
-        ran = {_key(row["case"]): row for row in told["cases"] if "error" not in row}
+        ran = {_key(row["case"]): row for row in result["cases"] if "error" not in row}
         assert all(isinstance(row["machine"], str) and row["tokens_per_s"] > 0 for row in ran.values())
     except (TypeError, KeyError, AssertionError):
-        raise ValueError(f"--against {path}: {shown(told)} is no result of flexengine benchmark") from None
+        raise ValueError(f"--against {path}: {shown(result)} is no result of flexengine benchmark") from None
     return ran
 
 
@@ -140,8 +140,8 @@ def _parser() -> FlagParser:
         " predicted. Options take several values; every combination is a case, in a process of its own.",
         argument_default=argparse.SUPPRESS,
     )
-    told = f"steps of a case; the first two do not count (default: {STEPS})"
-    parser.add_argument("--steps", type=positive_count, default=STEPS, metavar="N", help=told)
+    text = f"steps of a case; the first two do not count (default: {STEPS})"
+    parser.add_argument("--steps", type=positive_count, default=STEPS, metavar="N", help=text)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE.json", help="also write the figures to a file")
     parser.add_argument("--against", type=Path, default=None, metavar="FILE.json", help="compare with such a file")
     group = parser.add_argument_group("what is measured, as in train")

@@ -16,7 +16,7 @@ from flexengine.wording import FlagParser
 BATCH_TOKENS = 16384
 """Tokens that are scored together; weights beyond the GPU budget stream once for each round of them."""
 DEFAULT_ANSWERS = 16
-TOLD = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
+WRITTEN = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
 """What a file of results holds of lm-eval's; the rest has local folders."""
 
 
@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     if model.num_cut:
         print(f"{model.num_cut} texts lost their beginning, being longer than --max-seq-len {longest}")
     if arguments.output is not None:
-        told = {"model": Path(named).name, **{name: found[name] for name in TOLD if name in found}}
-        arguments.output.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
+        written = {"model": Path(named).name, **{name: found[name] for name in WRITTEN if name in found}}
+        arguments.output.write_text(json.dumps(written, indent=2, default=str) + "\n", encoding="utf-8")
     return 0
 
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from flexengine.checkpoint.atomic import sync_file
 from flexengine.wording import explain_os_error
 
 
@@ -63,21 +64,12 @@ def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:
         beside = target.parent / f".{path.stem}-{secrets.token_hex(8)}{path.suffix}"
         try:
             write(beside)
-            _sync(beside)
+            sync_file(beside)
             os.replace(beside, target)
-            _sync(target.parent)
+            sync_file(target.parent)
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
         # Name the path that the user gave, not the hidden file beside it.
         named = OSError(error.errno, error.strerror, str(path)) if error.errno else error
         raise ValueError(explain_os_error(named, flag)) from error
-
-
-def _sync(path: Path) -> None:
-    """Bring the contents of a file, or the names in a folder, to the disk: a rename alone may get there before them."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

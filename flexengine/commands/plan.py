@@ -113,15 +113,15 @@ def _network_bytes_per_s(flags: argparse.Namespace) -> float:
 
 def _fits(asked: Asked, picture: Picture) -> int:
     priced = price(asked.objective, picture.plan, picture.model, picture.profile)
-    told = "" if priced is None else priced.describe()
+    objective = "" if priced is None else priced.describe()
     if asked.flags.json:
         print(json.dumps(as_json(picture) | ({} if priced is None else {"objective": priced.as_json()}), indent=1))
     else:
-        print("\n\n".join([report(picture), *([told] if told else [])]))
+        print("\n\n".join([report(picture), *([objective] if objective else [])]))
     if asked.flags.timeline is not None:
         _write(asked, "timeline", step_timeline(picture))
     if asked.flags.html is not None:
-        _write(asked, "html", html_page(picture, asked.command, told))
+        _write(asked, "html", html_page(picture, asked.command, objective))
     if asked.flags.svg is not None:
         _write(asked, "svg", memory_svg(picture))
     if asked.flags.plan_json is not None:

@@ -52,9 +52,9 @@ def _remedy(target: Path, manifest: Mapping[str, Any]) -> str:
 
 def _origin(manifest: Mapping[str, Any]) -> str:
     """Where the files came from, a line for each thing that the manifest says of it."""
-    told = {key: manifest[key] for key in ("flexengine", "repo", "revision", "accepted") if key in manifest}
-    told |= manifest.get("made_from", {})
-    return listed(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in told.items())
+    facts = {key: manifest[key] for key in ("flexengine", "repo", "revision", "accepted") if key in manifest}
+    facts |= manifest.get("made_from", {})
+    return listed(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in facts.items())
 
 
 def _targets(folder: Path) -> list[Path]:

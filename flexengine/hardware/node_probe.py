@@ -63,12 +63,12 @@ def with_ranks_at_work(
         return with_node_rates(profile, known)
     if ranks.rank == 0:
         logger.info("measuring what %d ranks reach at once (a few seconds)", ranks.size)
-    told = control.gather(measure_rank(profile, team, device, dtype), Measured, RankRates)
-    slowest = slowest_of([each.rates for each in told])
-    found = NodeRates(ranks.local_size, told[0].adamw_state, slowest, told[0].peer_way)
+    measured = control.gather(measure_rank(profile, team, device, dtype), Measured, RankRates)
+    slowest = slowest_of([each.rates for each in measured])
+    found = NodeRates(ranks.local_size, measured[0].adamw_state, slowest, measured[0].peer_way)
     if ranks.rank == 0:
         write_remembered(path, found.to_json())
-    return _grown(with_node_rates(profile, found), told[0], ranks.local_size)
+    return _grown(with_node_rates(profile, found), measured[0], ranks.local_size)
 
 
 def measure_rank(profile: HardwareProfile, team: Team, device: torch.device, dtype: torch.dtype) -> Measured:

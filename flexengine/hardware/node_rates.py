@@ -47,8 +47,8 @@ class NodeRates(NamedTuple):
 
     def to_json(self) -> str:
         """JSON text; `from_json` is the inverse."""
-        told = {"ranks": self.ranks, "adamw_state": self.adamw_state, "peer_way": self.peer_way}
-        values = {**told, **self.slowest._asdict()}
+        named = {"ranks": self.ranks, "adamw_state": self.adamw_state, "peer_way": self.peer_way}
+        values = {**named, **self.slowest._asdict()}
         return json.dumps(values, indent=2) + "\n"
 
     @staticmethod

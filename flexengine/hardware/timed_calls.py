@@ -110,7 +110,7 @@ def timed_opaque_calls(calls: Sequence[OpaqueCall], run: CallRun) -> TimedCalls:
     Order: after the probe, before the arenas take their memory.
     """
     lengths = [run.length(call) for call in calls]
-    key = VERSION, *machine(run.device), str(run.dtype), run.deterministic, tuple(lengths), tuple(map(_told, calls))
+    key = VERSION, *machine(run.device), str(run.dtype), run.deterministic, tuple(lengths), tuple(map(_key_of, calls))
     path = profile_path(f"opaque {calls[0].op.title}", key, "opaque")
     found = read_remembered(path, TimedCalls.from_json)
     if found is None or len(found.calls) != len(calls):
@@ -122,7 +122,7 @@ def timed_opaque_calls(calls: Sequence[OpaqueCall], run: CallRun) -> TimedCalls:
     return found
 
 
-def _told(call: OpaqueCall) -> tuple[object, ...]:
+def _key_of(call: OpaqueCall) -> tuple[object, ...]:
     """All that decides what a call takes, beside the machine and its length."""
     op = call.op
     backward = op.has_input_half, op.has_weight_half, op.params

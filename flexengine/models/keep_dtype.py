@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
@@ -11,9 +10,6 @@ from flexengine.ops.experts.experts import WeightedGLU
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
 from flexengine.ops.rounded_glu import Codes, GLUFromCodes, RoundedGLU, RoundGateUp
-
-KeepDtype = Literal["compute", "fp8"]
-"""Dtype in which large activations are kept for backward: the compute dtype, or FP8."""
 
 
 def check_keep_dtype(model: ModelSpec, keep: str) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from flexengine.checkpoint.expressions import full_matches
 from flexengine.models.freezing import freeze_groups
@@ -114,24 +115,25 @@ def _params(adapters: Adapters, modules: Sequence[_Module], nested: bool) -> lis
 
     nested: both products of experts in one tensor have adapters.
     """
-    width, inputs, rank, of = adapters.adapted_features, adapters.in_features, adapters.rank, adapters.experts
+    width, rank, of = adapters.adapted_features, adapters.rank, adapters.experts
+    stack, together = () if of is None else (of.num_experts,), of is not None and of.one_tensor
+    own = rank * math.prod(stack) if together else rank
+    heights = [module.rows.end - module.rows.start for module in modules]
 
-    def sources(part: str, shape_of: Iterator[tuple[int, ...]]) -> tuple[WeightSource, ...]:
+    def param(
+        name: str, shape: tuple[int, ...], part: str, shapes: Iterable[tuple[int, ...]], **rest: Any
+    ) -> ParamSpec:
         names = (f"{PEFT_PREFIX}{_file_module(module, nested)}.{part}" for module in modules)
-        return tuple(WeightSource(name, shape) for name, shape in zip(names, shape_of, strict=True))
+        return ParamSpec(name, shape, tuple(map(WeightSource, names, shapes)), added=True, **rest)
 
-    own = rank * of.num_experts if of is not None and of.one_tensor else rank
-    down = sources("lora_A.weight", ((own, inputs) for _ in modules))
-    up = sources("lora_B.weight", ((m.rows.end - m.rows.start, own) for m in modules))
-    stack = () if of is None else (of.num_experts,)
-    shape_of_up = (width, own) if of is not None and of.one_tensor else (*stack, width, rank)
+    down, up = (*stack, adapters.width, adapters.in_features), (width, own) if together else (*stack, width, rank)
     found = [
-        ParamSpec(adapters.down, (*stack, adapters.width, inputs), down, init="kaiming", added=True),
-        ParamSpec(adapters.up, shape_of_up, up, init="zeros", added=True),
+        param(adapters.down, down, "lora_A.weight", repeat((own, adapters.in_features)), init="kaiming"),
+        param(adapters.up, up, "lora_B.weight", ((height, own) for height in heights), init="zeros"),
     ]
     if adapters.has_magnitude:
-        vectors = sources("lora_magnitude_vector", ((m.rows.end - m.rows.start,) for m in modules))
-        found.append(ParamSpec(adapters.magnitude, (*stack, width), vectors, kind="vector", init="zeros", added=True))
+        vectors, shape = ((height,) for height in heights), (*stack, width)
+        found.append(param(adapters.magnitude, shape, "lora_magnitude_vector", vectors, kind="vector", init="zeros"))
     return found
 
 
@@ -152,9 +154,7 @@ def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA, meant: _Meant) -> 
         targets = [t for t in lora.targets if not (everything[0].one_tensor and t in linear)]
         modules = tuple(m for m in everything if any(_hits(t, m, meant) for t in targets))
         if modules:
-            if isinstance(op, OpaqueLinear):
-                _check_opaque(modules[0], lora)
-            _check_experts(everything, modules, lora)
+            _check_kind(op, everything, modules, lora)
             found[op] = modules
     return found
 
@@ -165,33 +165,24 @@ def _adaptable(layer: LayerSpec) -> Iterator[_Target]:
         yield from op.linears if isinstance(op, OpaqueBlock) else [op] if isinstance(op, _Target) else []
 
 
-def _check_opaque(module: _Module, lora: LoRA) -> None:
-    """Raise ValueError for adapters that linear layers of opaque blocks cannot have."""
-    asked = {"use_dora=True": lora.use_dora, f"dropout={lora.dropout}": bool(lora.dropout)}
-    wrong = [name for name, given in asked.items() if given]
-    if wrong:
-        raise ValueError(
-            f"lora {wrong[0]}: layers that run as opaque blocks ({module.name}) take adapters without; leave it out"
-        )
-
-
-def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lora: LoRA) -> None:
-    """Raise ValueError for adapters that experts and routers cannot have."""
-    if not (modules[0].expert or modules[0].router):
+def _check_kind(op: _Target, everything: Sequence[_Module], modules: Sequence[_Module], lora: LoRA) -> None:
+    """Raise ValueError for adapters that experts, routers and linear layers of opaque blocks cannot have."""
+    first, opaque = modules[0], isinstance(op, OpaqueLinear)
+    if not (first.expert or first.router or opaque):
         return
     counts = Counter(module.rows for module in everything)
     if any(counts[rows] != count for rows, count in Counter(module.rows for module in modules).items()):
         raise ValueError(
-            f"lora targets name some experts of a layer, such as {modules[0].name}; name all of them, by"
-            f" {modules[0].short} or {ALL_EXPERTS}"
+            f"lora targets name some experts of a layer, such as {first.name}; name all of them, by {first.short} or"
+            f" {ALL_EXPERTS}"
         )
-    no_dora = modules[0].one_tensor or modules[0].router
-    asked = {"use_dora=True": lora.use_dora and no_dora, f"dropout={lora.dropout}": bool(lora.dropout)}
-    asked[f"init={lora.init}"] = lora.init != "default" and (modules[0].one_tensor or modules[0].router)
+    plain = first.one_tensor or first.router
+    asked = {"use_dora=True": lora.use_dora and (plain or opaque), f"dropout={lora.dropout}": lora.dropout > 0}
+    asked[f"init={lora.init}"] = lora.init != "default" and plain
     wrong = [name for name, given in asked.items() if given]
     if wrong:
-        whose = "routers" if modules[0].router else "experts"
-        raise ValueError(f"lora {wrong[0]} with adapters of {whose} ({modules[0].name}) is not built; leave one out")
+        whose = "opaque blocks" if opaque else "routers" if first.router else "experts"
+        raise ValueError(f"lora {wrong[0]} with adapters of {whose} ({first.name}) is not built; leave one out")
 
 
 def _modules(model: ModelSpec, layer: LayerSpec, op: _Target) -> Iterator[_Module]:

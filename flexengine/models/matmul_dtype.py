@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
-
-MatmulDtype = Literal["compute", "fp8"]
-"""Type of the operands in linear layers of blocks: the compute dtype, or FP8."""
 
 
 def check_matmul_dtype(model: ModelSpec, matmul: str) -> None:

@@ -47,7 +47,7 @@ class RopeParameters(NamedTuple):
     longest: int | None = None
 
 
-class _Told(NamedTuple):
+class _Options(NamedTuple):
     """What a config tells of its rotations: their kind, base, the share of a head that is rotated, other options."""
 
     kind: str
@@ -56,7 +56,9 @@ class _Told(NamedTuple):
     options: Fields
 
 
-def _told(config: dict, model: str, theta: float = THETA, share: float = 1.0, theta_field: str = "rope_theta") -> _Told:
+def _options(
+    config: dict, model: str, theta: float = THETA, share: float = 1.0, theta_field: str = "rope_theta"
+) -> _Options:
     """Read the rope options of a config, which are `theta` and `share` where it states none.
 
     theta_field: the field outside of the options that states the base. Raises: ValueError for what is told twice in
@@ -78,7 +80,7 @@ def _told(config: dict, model: str, theta: float = THETA, share: float = 1.0, th
             )
         values[inner] = other if stated is None else stated
     options = Fields(model, values, "the rope options of config.json")
-    return _Told(
+    return _Options(
         _kind_of(values, model),
         options.number("rope_theta", theta, *THETA_RANGE),
         options.number("partial_rotary_factor", share, high=1.0),
@@ -102,10 +104,10 @@ def _one_of(fields: Fields, outside: dict[str, str]) -> dict:
 
     a, b = whole(newer), whole(older)
     if differing := [name for name in {**a, **b} if a.get(name) != b.get(name)]:
-        told = ", ".join(f"{name}={shown(a.get(name))} and {shown(b.get(name))}" for name in differing[:3])
+        other = ", ".join(f"{name}={shown(a.get(name))} and {shown(b.get(name))}" for name in differing[:3])
         raise ValueError(
-            f"{fields.model}: config.json has rope_parameters and rope_scaling, which differ ({told}), and readers take"
-            " different ones. Put all options into rope_parameters, and set rope_scaling to null"
+            f"{fields.model}: config.json has rope_parameters and rope_scaling, which differ ({other}), and readers"
+            " take different ones. Put all options into rope_parameters, and set rope_scaling to null"
         )
     return newer
 
@@ -141,7 +143,7 @@ def rope_parameters(
     outside of the rope options. Raises ValueError for an unknown scaling, for options that are told twice and differ,
     and for one that is absent, of a wrong type or out of range.
     """
-    kind, theta, share, options = _told(config, model, theta, share, theta_field)
+    kind, theta, share, options = _options(config, model, theta, share, theta_field)
     fields = Fields(model, config)
     rotary_dim = int(head_dim * share)
     # float32 like the reference implementation, whose rounding is part of the trained model
@@ -318,7 +320,7 @@ def score_scale(config: dict, model: str) -> float:
 
     Raises ValueError as `rope_parameters`.
     """
-    kind, _, _, options = _told(config, model)
+    kind, _, _, options = _options(config, model)
     all_dim = options.number("mscale_all_dim", 0.0, high=1e6)
     if kind == "default" or not all_dim:
         return 1.0

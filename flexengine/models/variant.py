@@ -27,7 +27,7 @@ Rotated = Callable[[Fields, list[str]], list[bool]]
 Number = Callable[[Fields], float]
 RMS = NormStyle(0.0)
 """The norm of most rows; `Variant.eps` says what it adds."""
-Told = bool | str
+Switch = bool | str
 """A switch, or the field of the config that is one."""
 
 
@@ -281,11 +281,11 @@ class Variant:
     eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
     norms: Callable[[Fields], Norms] = pre
     tied: bool = False
-    qkv_bias: Told = False
-    o_bias: Told = False
-    mlp_bias: Told = False
+    qkv_bias: Switch = False
+    o_bias: Switch = False
+    mlp_bias: Switch = False
     qk_norm: NormSpan | None = None
-    has_qk_norm: Told = True
+    has_qk_norm: Switch = True
     norm_after_rope: bool = False
     interleaved: bool = False
     theta: float = 10000.0
@@ -298,7 +298,7 @@ class Variant:
     activation: str = "silu"
     activation_field: str = "hidden_act"
     plain: bool = False
-    parallel: Told = False
+    parallel: Switch = False
     sinks: bool = False
     capped: bool = False
     embedding_scale: Number = one

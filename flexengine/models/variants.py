@@ -13,7 +13,7 @@ from flexengine.models.moe import check_counts, read_balance
 from flexengine.models.rope import THETA_RANGE, rope_table, score_scale, typed_rope_table
 from flexengine.models.sizes import FULL, LINEAR, MLP, SLIDING, Sizes, read_activation, read_sizes, read_window
 from flexengine.models.spec import ModelSpec, Table
-from flexengine.models.variant import Told, Variant
+from flexengine.models.variant import Switch, Variant
 from flexengine.models.variant_rows import VARIANTS
 from flexengine.ops.attention.style import AttentionStyle
 
@@ -120,7 +120,7 @@ def _tables_by_layer(fields: Fields, count: int, head_dim: int, place: str) -> l
 
 
 def _block(fields: Fields, sizes: Sizes, row: Variant, kind: str) -> BlockShape:
-    def told(value: Told) -> bool:
+    def switched(value: Switch) -> bool:
         return fields.switch(value, False) if isinstance(value, str) else value
 
     activation = read_activation(fields, fields.values["model_type"], row.activation_field, row.activation)
@@ -133,15 +133,15 @@ def _block(fields: Fields, sizes: Sizes, row: Variant, kind: str) -> BlockShape:
     return sizes.block(
         row.norm,
         norms=row.norms(fields),
-        qkv_bias=told(row.qkv_bias),
-        o_bias=told(row.o_bias),
-        mlp_bias=told(row.mlp_bias),
-        qk_norm=row.qk_norm if told(row.has_qk_norm) else None,
+        qkv_bias=switched(row.qkv_bias),
+        o_bias=switched(row.o_bias),
+        mlp_bias=switched(row.mlp_bias),
+        qk_norm=row.qk_norm if switched(row.has_qk_norm) else None,
         norm_after_rope=row.norm_after_rope,
         interleaved=row.interleaved,
         query_scale=row.query_scale(fields),
         attention=style,
-        parallel=told(row.parallel),
+        parallel=switched(row.parallel),
         residual_scale=row.residual_scale(fields),
         **({"plain": activation} if row.plain else {"activation": activation}),
     )

@@ -171,12 +171,16 @@ def _map_natively(native: Callable[..., int], num_bytes: int, page_locked: bool,
     assert unmap is not None, "csrc/host_arena.cpp exports all three"
     assert discard is not None, "csrc/host_arena.cpp exports all three"
     start = address.value or 0
-    # The tensor's storage holds a reference to this array, so the addresses are given back after the last view.
-    array = (ctypes.c_uint8 * num_bytes).from_address(start)
     release = partial(unmap, start, num_bytes)
-    weakref.finalize(array, in_owner(release) if page_locked else release).atexit = False
-    pages = torch.frombuffer(array, dtype=torch.uint8)
+    pages = pages_at(start, num_bytes, in_owner(release) if page_locked else release)
     return _Mapping(pages, partial(discard, start, num_bytes), numa_node if bound.value else None)
+
+
+def pages_at(address: int, num_bytes: int, release: Callable[[], object]) -> Tensor:
+    """The pages [num_bytes] there, as uint8; `release` gives the addresses back after the last view."""
+    array = (ctypes.c_uint8 * num_bytes).from_address(address)  # which the tensor's storage holds a reference to
+    weakref.finalize(array, release).atexit = False
+    return torch.frombuffer(array, dtype=torch.uint8)
 
 
 def _map_by_python(num_bytes: int, page_locked: bool) -> _Mapping:

@@ -5,7 +5,6 @@ csrc/host_arena.cpp maps it; without the library Python's mmap does, in pages an
 
 import ctypes
 import mmap
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexengine.native import library
-from flexengine.native.host_memory import PAGE_BYTES, advise, in_owner, keep_unforked
+from flexengine.native.host_memory import PAGE_BYTES, advise, in_owner, keep_unforked, pages_at
 from flexengine.native.page_lock import size_text
 from flexengine.native.threads import host_threads
 
@@ -24,7 +23,6 @@ class SharedMapping(NamedTuple):
 
     pages: Tensor
     detach: Callable[[], object]
-    numa_bound: bool
 
 
 def map_shared(
@@ -67,11 +65,8 @@ def _map_natively(
     assert unmap is not None, "csrc/host_arena.cpp exports all three"
     assert detach is not None, "csrc/host_arena.cpp exports all three"
     start = address.value or 0
-    # The tensor's storage holds a reference to this array, so the addresses are given back after the last view.
-    array = (ctypes.c_uint8 * num_bytes).from_address(start)
-    weakref.finalize(array, in_owner(partial(unmap, start, num_bytes))).atexit = False
-    pages = torch.frombuffer(array, dtype=torch.uint8)
-    return SharedMapping(pages, in_owner(partial(detach, start, num_bytes)), bool(bound.value))
+    pages = pages_at(start, num_bytes, in_owner(partial(unmap, start, num_bytes)))
+    return SharedMapping(pages, in_owner(partial(detach, start, num_bytes)))
 
 
 def _map_by_python(fd: int, num_bytes: int, share: range) -> SharedMapping:
@@ -82,4 +77,4 @@ def _map_by_python(fd: int, num_bytes: int, share: range) -> SharedMapping:
     # The tensor's storage holds a reference to the mapping, which ends with the last view.
     pages = torch.frombuffer(mapping, dtype=torch.uint8)
     pages[share.start : share.stop : PAGE_BYTES].zero_()
-    return SharedMapping(pages, lambda: None, False)
+    return SharedMapping(pages, lambda: None)

@@ -2,7 +2,7 @@
 
 import torch
 
-_told: int | None = None
+_count: int | None = None
 
 
 def set_host_threads(count: int | None) -> None:
@@ -10,12 +10,12 @@ def set_host_threads(count: int | None) -> None:
 
     What they write does not depend on it. torch's own threads, whose number sets the order of sums, stay as they are.
     """
-    global _told  # noqa: PLW0603, a process has one number, as torch has
+    global _count  # noqa: PLW0603, a process has one number, as torch has
     if count is not None and count < 1:
         raise ValueError(f"{count} threads; expected at least 1")
-    _told = count
+    _count = count
 
 
 def host_threads() -> int:
     """The number of threads that work on host memory."""
-    return torch.get_num_threads() if _told is None else _told
+    return torch.get_num_threads() if _count is None else _count

@@ -82,23 +82,21 @@ def from_flags(options: Iterable[Option], values: Mapping[str, Any]) -> dict[str
 
 def positive_count(text: str) -> int:
     """Read a whole number above 0, for `add_flag`."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
+    return int(_positive(text, int, "whole number"))
 
 
 def positive_number(text: str) -> float:
     """Read a number above 0, for `add_flag`."""
+    return _positive(text, float, "number")
+
+
+def _positive(text: str, kind: type[int] | type[float], what: str) -> float:
     try:
-        value = float(text)
+        value = kind(text)
     except ValueError:
-        value = 0.0
+        value = 0
     if not 0 < value < float("inf"):  # NaN too
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what} above 0")
     return value
 
 

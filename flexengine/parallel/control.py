@@ -101,12 +101,12 @@ class Control:
 
     def agree_on(self, values: Mapping[str, object], what: str) -> None:
         """Raise ValueError on all ranks where a value differs, naming it and both values; `what`: what they all are."""
-        told = self._exchange("agree_on", {name: repr(value) for name, value in values.items()})
-        for rank, others in enumerate(told):
-            for name in (name for name in told[0] if others.get(name) != told[0][name]):
+        given = self._exchange("agree_on", {name: repr(value) for name, value in values.items()})
+        for rank, others in enumerate(given):
+            for name in (name for name in given[0] if others.get(name) != given[0][name]):
                 raise _shared(
                     ValueError(
-                        f"rank {rank} has {name}={others.get(name)}, rank 0 has {told[0][name]}; give every rank the"
+                        f"rank {rank} has {name}={others.get(name)}, rank 0 has {given[0][name]}; give every rank the"
                         f" same {what}"
                     ),
                     teller=0,
@@ -123,12 +123,12 @@ class Control:
             yield
         except Exception as raised:
             error = raised
-        told = self._exchange("all_or_none", None if error is None else _told(error))
-        failed = next((rank for rank, words in enumerate(told) if words is not None), None)
+        gathered = self._exchange("all_or_none", None if error is None else _described(error))
+        failed = next((rank for rank, words in enumerate(gathered) if words is not None), None)
         if failed == self.ranks.rank and error is not None:
             raise error
         if failed is not None:
-            names, words = told[failed]
+            names, words = gathered[failed]
             raise _shared(_kind_named(*names)(f"rank {failed}: {words}"), teller=failed) from error
 
     def _exchange(self, kind: str, value: Any, records: tuple[type, ...] = ()) -> list[Any]:
@@ -312,7 +312,7 @@ def _shared(error: Exception, teller: int) -> Exception:
     return error
 
 
-def _told(error: Exception) -> tuple[tuple[str, str], str]:
+def _described(error: Exception) -> tuple[tuple[str, str], str]:
     """The nearest kind of an error, as `_kind_named` finds it, and its words, which begin with the type of others.
 
     Kinds of this package that are made of words alone are kept, so that all ranks catch what one of them does.

@@ -30,8 +30,8 @@ def take_cores(ranks: Ranks, control: Control, numa_node: int | None = None, nod
     if ranks.size == 1:
         return len(os.sched_getaffinity(0))
     allowed = frozenset(os.sched_getaffinity(0))
-    told = control.gather((allowed, cores_of_node(numa_node, nodes)))
-    own = [told[rank] for rank in ranks.of_node]
+    gathered = control.gather((allowed, cores_of_node(numa_node, nodes)))
+    own = [gathered[rank] for rank in ranks.of_node]
     if len({cores for cores, _ in own}) == 1:  # nobody has bound each of them to its own
         bound = [cores & near or cores for cores, near in own]
         os.sched_setaffinity(0, bound[ranks.local_rank])

@@ -65,14 +65,14 @@ class NodeMemory:
                 if page_locked:
                     check_pin_limit(num_bytes)
                 offer = stack.enter_context(_Offer(num_bytes)) if ranks.local_rank == 0 else None
-            told = control.gather((None if offer is None else offer.name, numa_node))
+            gathered = control.gather((None if offer is None else offer.name, numa_node))
             with control.all_or_none():
                 if offer is not None:
                     fd = offer.give(ranks.local_size - 1)
                 else:
-                    fd = _take(told[ranks.of_node[0]][0])
+                    fd = _take(gathered[ranks.of_node[0]][0])
                     stack.callback(os.close, fd)
-            nodes = sorted({told[rank][1] for rank in ranks.of_node} - {None})
+            nodes = sorted({gathered[rank][1] for rank in ranks.of_node} - {None})
             with control.all_or_none():
                 mapping = map_shared(fd, _pages(num_bytes), _share(ranks, num_bytes), nodes, num_threads)
                 memory = NodeMemory(mapping, num_bytes)

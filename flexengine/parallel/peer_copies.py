@@ -226,9 +226,9 @@ class NodeSharing:
         """Share memory. Raises: on all ranks, OSError where one cannot share it or does not reach another's."""
         with self._control.all_or_none():
             offered = self._driver.offer(own)
-        told = self._control.gather(offered, OfferedMemory)
+        places = self._control.gather(offered, OfferedMemory)
         with self._control.all_or_none():
-            return Region(own, tuple(self._memory_of(rank, own, told[rank]) for rank in self._control.ranks.of_node))
+            return Region(own, tuple(self._memory_of(rank, own, places[rank]) for rank in self._control.ranks.of_node))
 
     def _memory_of(self, rank: int, own: Tensor, offered: OfferedMemory) -> RawMemory:
         if rank == self._control.ranks.rank:

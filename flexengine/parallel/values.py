@@ -89,10 +89,10 @@ def _value(tree: Any, buffers: list[bytes], records: Mapping[str, Any]) -> Any:
         return [_value(item, buffers, records) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    [(kind, told)] = tree.items()
+    [(kind, packed)] = tree.items()
     if kind == "bytes":
-        return buffers[told]
-    contents = _value(told, buffers, records)
+        return buffers[packed]
+    contents = _value(packed, buffers, records)
     return _record(contents, records) if kind == "record" else _MAKERS[kind](contents)
 
 

@@ -78,9 +78,9 @@ class Watch:
         an exception ended it.
         """
         memory = NodeMemory.open(ranks, control, Signals.num_bytes(ranks.local_size, _NUM_CELLS))
-        told = control.gather((os.getpid(), pid_namespace()))
+        gathered = control.gather((os.getpid(), pid_namespace()))
         with control.all_or_none():
-            siblings = _siblings(ranks, told)
+            siblings = _siblings(ranks, gathered)
         watch = Watch(ranks, control, memory, siblings, NodeNews(control) if ranks.nodes > 1 else None)
         control.check_lost = watch.check
         if ranks.size > 1:
@@ -273,13 +273,13 @@ def _handle_interrupts(parent: Parent) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _siblings(ranks: Ranks, told: list[tuple[int, int]]) -> dict[int, Process]:
+def _siblings(ranks: Ranks, gathered: list[tuple[int, int]]) -> dict[int, Process]:
     """The processes of the other ranks of a node, by row."""
-    namespaces = {told[rank][1] for rank in ranks.of_node}
+    namespaces = {gathered[rank][1] for rank in ranks.of_node}
     if len(namespaces) > 1:
         raise ValueError("the ranks of a node cannot see each other's processes; start them in one container")
     others = (row for row in range(ranks.local_size) if row != ranks.local_rank)
-    return {row: Process(told[ranks.of_node[row]][0]) for row in others}
+    return {row: Process(gathered[ranks.of_node[row]][0]) for row in others}
 
 
 def _message(signals: Signals) -> str:

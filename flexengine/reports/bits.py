@@ -22,14 +22,14 @@ def bits_digest(model: ModelSpec, plan: Plan) -> str:
     processors with as many threads), torch and flexengine of the same version.
     """
     request = plan.request
-    told = {
+    facts = {
         "model": {"layers": model.layers, "groups": model.groups, "balancing": model.balancing},
         "tables": [(table.scaling, table.values_for(request.max_seq_len)) for table in model.tables],
         "numerics": asdict(request.numerics),
         "clipping": request.clipping,
         "sizes": (plan.chunk_tokens, plan.chunks_per_round, plan.round_multiple, request.nodes),
     }
-    text = json.dumps(_plain(told, {}), sort_keys=True)
+    text = json.dumps(_plain(facts, {}), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 

@@ -33,7 +33,7 @@ class Answered(NamedTuple):
     num_answer: int
 
 
-Told = Piece | Answered | RequestError
+Message = Piece | Answered | RequestError
 
 
 class Job:
@@ -41,16 +41,16 @@ class Job:
 
     def __init__(self, asked: Asked) -> None:
         self.asked, self.given_up = asked, threading.Event()
-        self._told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
-    def tell(self, what: Told) -> None:
+    def tell(self, what: Message) -> None:
         """Hand on a piece, or what is the last to be told."""
-        self._told.put(what)
+        self._messages.put(what)
 
-    def told(self) -> Iterator[Told]:
+    def messages(self) -> Iterator[Message]:
         """What is told, as it comes, up to the end."""
         while True:
-            what = self._told.get()
+            what = self._messages.get()
             yield what
             if not isinstance(what, Piece):
                 return

@@ -168,24 +168,24 @@ class Handler(BaseHTTPRequestHandler):
             raise RequestError(str(error).partition(";")[0], code="invalid_json") from None
 
     def _send_whole(self, job: Job) -> None:
-        for told in job.told():
-            if isinstance(told, RequestError):
-                raise told
-            if isinstance(told, Answered):
-                used = usage(told.num_prompt, told.num_answer)
-                self._send(200, whole_answer(job.asked, told.answers, used))
+        for message in job.messages():
+            if isinstance(message, RequestError):
+                raise message
+            if isinstance(message, Answered):
+                used = usage(message.num_prompt, message.num_answer)
+                self._send(200, whole_answer(job.asked, message.answers, used))
 
     def _stream(self, job: Job) -> None:
         """Send pieces as events; what goes wrong before the first one has a status of its own."""
         begun = False
-        for told in job.told():
-            if isinstance(told, RequestError) and not begun:
-                raise told
+        for message in job.messages():
+            if isinstance(message, RequestError) and not begun:
+                raise message
             if not begun:
                 self._begin_events()
                 self._send_events(first_pieces(job.asked))
                 begun = True
-            self._send_events(_events(job.asked, told))
+            self._send_events(_events(job.asked, message))
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _begin_events(self) -> None:
@@ -217,11 +217,11 @@ def _no_such_path(path: str) -> RequestError:
     )
 
 
-def _events(asked: Asked, told: Any) -> list[dict[str, Any]]:
+def _events(asked: Asked, message: Any) -> list[dict[str, Any]]:
     """The events that tell what became known."""
-    if isinstance(told, Piece):
-        return [piece(asked, told.index, told.text)]
-    if isinstance(told, RequestError):
-        return [told.body()]
-    ends = [piece(asked, index, "", answer.reason) for index, answer in enumerate(told.answers)]
-    return [*ends, last_piece(asked, usage(told.num_prompt, told.num_answer))] if asked.tells_usage else ends
+    if isinstance(message, Piece):
+        return [piece(asked, message.index, message.text)]
+    if isinstance(message, RequestError):
+        return [message.body()]
+    ends = [piece(asked, index, "", answer.reason) for index, answer in enumerate(message.answers)]
+    return [*ends, last_piece(asked, usage(message.num_prompt, message.num_answer))] if asked.tells_usage else ends

@@ -1,7 +1,6 @@
 """bench/objectives.py on a small model on the CPU, whose figures all come from runs."""
 
 import json
-import shutil
 import sys
 
 import pytest
@@ -9,16 +8,13 @@ import pytest
 from bench import objectives
 from bench.gsm8k_rewards import even, right
 from flexengine.hardware.presets import preset
-from flexengine.models.registry import ASSETS
-from tests.failures.provoke import write_model
+from tests.failures.provoke import write_answering
 
 
 @pytest.mark.parametrize("objective", ["dpo", "grpo"])
 def test_a_run_of_an_objective_and_its_figures(objective, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
-    model, out = write_model(tmp_path / "model", vocab_size=2944), tmp_path / "out.json"
-    for file in (ASSETS / "demo").glob("tokenizer*"):
-        shutil.copy(file, model)
+    model, out = write_answering(tmp_path / "model"), tmp_path / "out.json"
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}) + "\n")
     sizes = {"model": model, "steps": 3, "max-seq-len": 64, "max-global-batch-tokens": 256, "max-gpu-mem-gib": 1}

@@ -3,6 +3,7 @@ import json
 import shutil
 
 import pytest
+from conversations import trained_runs
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -58,28 +59,14 @@ def with_template(template):
     return ChatTokenizer(tokenizer, template, "<|begin_of_text|>", "<|end|>")
 
 
-def targets(chat, record):
-    """The text of each run of consecutive target tokens."""
-    ids, labels = chat.encode_record(record)
-    assert len(ids) == len(labels)
-    assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
-    runs, previous = [], IGNORE
-    for label in labels:
-        if label != IGNORE:
-            runs = [*runs, []] if previous == IGNORE else runs
-            runs[-1].append(label)
-        previous = label
-    return [chat.tokenizer.decode(run, skip_special_tokens=False) for run in runs]
-
-
 @pytest.mark.parametrize("template", [LLAMA_3, CHATML, STRICT, MARKED], ids=["llama3", "chatml", "strict", "marked"])
 def test_loss_on_answers_and_their_end_token(template, caplog):
-    assert targets(with_template(template), Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
+    assert trained_runs(with_template(template), Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
     assert not caplog.records
 
 
 def test_demo_template(demo):
-    assert targets(demo, Record(messages=TURNS)) == ["Paris.<|end|>", "Rome.<|end|>"]
+    assert trained_runs(demo, Record(messages=TURNS)) == ["Paris.<|end|>", "Rome.<|end|>"]
     ids, labels = demo.encode_record(Record(messages=TURNS))
     assert ids[0] == 0
     assert labels[0] == IGNORE
@@ -95,8 +82,8 @@ def test_prompt_is_the_prefix_of_the_training_sequence(demo):
 
 def test_template_that_rewrites_history_says_so_once(caplog):
     chat = with_template(REWRITING)
-    assert targets(chat, Record(messages=TURNS[1:])) == ["(thought) Rome.<|end|>"]
-    targets(chat, Record(messages=TURNS[1:]))
+    assert trained_runs(chat, Record(messages=TURNS[1:])) == ["(thought) Rome.<|end|>"]
+    trained_runs(chat, Record(messages=TURNS[1:]))
     assert [r.message for r in caplog.records] == [
         "the chat template rewrites earlier turns; of such a conversation only the last are trained"
     ]
@@ -105,17 +92,17 @@ def test_template_that_rewrites_history_says_so_once(caplog):
 def test_marks_of_a_turn_are_found_where_only_some_turns_are_trained():
     first = dataclasses.replace(TURNS[2], train=False)
     chat = with_template(MARKED)
-    assert targets(chat, Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
-    assert targets(chat, Record(messages=(TURNS[1], first, *TURNS[3:]))) == ["Rome.<|end|>"]
+    assert trained_runs(chat, Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
+    assert trained_runs(chat, Record(messages=(TURNS[1], first, *TURNS[3:]))) == ["Rome.<|end|>"]
     chat.train_on = "last"
-    assert targets(chat, Record(messages=TURNS[1:])) == ["Rome.<|end|>"]
+    assert trained_runs(chat, Record(messages=TURNS[1:])) == ["Rome.<|end|>"]
 
 
 def test_an_answer_that_lacks_the_opening_it_is_asked_with_begins_after_what_they_share():
     opened = "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
     opened += "{% if add_generation_prompt %}<|user|>assistant\n(thinks:{% endif %}"
     said = Message("assistant", "(thinking is over) Rome.")  # shares "(think" with the opening, which is no boundary
-    assert targets(with_template(opened), Record(messages=(TURNS[1], said))) == ["(thinking is over) Rome.<|end|>"]
+    assert trained_runs(with_template(opened), Record(messages=(TURNS[1], said))) == ["(thinking is over) Rome.<|end|>"]
 
 
 def test_conversations_without_an_end_are_counted():
@@ -132,7 +119,7 @@ LATIN = st.text(st.characters(categories=["L", "N", "P", "Zs"], exclude_characte
 def test_trained_tokens_say_every_answer_once_and_nothing_of_a_user(pairs, template):
     said = [(f"u{question}", answer.strip()) for question, answer in pairs]
     turns = [turn for q, a in said for turn in (Message("user", q), Message("assistant", a))]
-    assert targets(with_template(template), Record(messages=tuple(turns))) == [f"{a}<|end|>" for _, a in said]
+    assert trained_runs(with_template(template), Record(messages=tuple(turns))) == [f"{a}<|end|>" for _, a in said]
 
 
 def test_stored_truncation_and_padding_are_switched_off(tmp_path):
@@ -197,7 +184,7 @@ def test_conversations_with_tools_may_have_a_template_of_their_own(tmp_path, pla
     chat, tool = ChatTokenizer.from_folder(tmp_path), {"type": "function", "function": {"name": "get_weather"}}
     called = chat.encode_record(Record(messages=TURNS[1:], tools=(tool,)))
     assert chat.tokenizer.decode(called.input_ids, skip_special_tokens=False).startswith("get_weather<|user|>")
-    assert targets(chat, Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
+    assert trained_runs(chat, Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
 
 
 def test_invented_template_is_told_and_exported(caplog):
@@ -212,7 +199,7 @@ def test_invented_template_is_told_and_exported(caplog):
 def test_fallback_template_ends_answers_with_eos():
     chat = with_template(None)
     assert not chat.has_own_template
-    found = targets(chat, Record(messages=TURNS))
+    found = trained_runs(chat, Record(messages=TURNS))
     assert found == ["Paris.<|end|>", "Rome.<|end|>"]
 
 

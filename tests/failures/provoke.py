@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,8 @@ import torch
 
 from flexengine import cli, from_pretrained
 from flexengine.checkpoint.writer import TensorSource, write_checkpoint
-from flexengine.models.registry import build_model
+from flexengine.models.registry import ASSETS, build_model
+from flexengine.run import trainer
 
 MAX_LINES = 27
 """Lines of one screen."""
@@ -76,6 +79,29 @@ def write_model(folder: Path, sharded: bool = True, **changes: Any) -> Path:
     shards = {t.name: SHARDS[i >= half] for i, t in enumerate(tensors)} if sharded else None
     write_checkpoint(folder, tensors, shards, beside={"config.json": json.dumps(config)})
     return folder
+
+
+def write_answering(folder: Path, **changes: Any) -> Path:
+    """The same with the tokenizer of the demo, whose words it has."""
+    write_model(folder, vocab_size=2944, **changes)
+    for file in (ASSETS / "demo").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@contextmanager
+def killed_in(step: int) -> Iterator[None]:
+    """Have runs of `train` end before this step as by Ctrl-C."""
+    take_step = trainer.take_step
+
+    def killed(engine: Any, batch: Any, number: int, *more: Any) -> Any:
+        if number == step:
+            raise KeyboardInterrupt
+        return take_step(engine, batch, number, *more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trainer, "take_step", killed)
+        yield
 
 
 def arguments(**changes: Any) -> list[str]:

@@ -77,8 +77,8 @@ def test_a_run_goes_on_from_its_adapter(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "lora", "message"),
     [
-        ("gpt_neox", LoRA(use_dora=True), "use_dora=True: layers that run as opaque blocks .* take adapters without"),
-        ("gpt_neox", LoRA(dropout=0.5), "dropout=0.5: layers that run as opaque blocks"),
+        ("gpt_neox", LoRA(use_dora=True), "use_dora=True with adapters of opaque blocks .* is not built"),
+        ("gpt_neox", LoRA(dropout=0.5), "dropout=0.5 with adapters of opaque blocks"),
         ("cohere2_moe", LoRA(["all-experts"]), "all-experts.*no linear layer.*q_proj"),
         (
             "gpt_neox",

@@ -12,10 +12,9 @@ from flexengine import cli, from_pretrained
 from flexengine.data.batches import PromptBatch
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS
-from flexengine.run import trainer
 from flexengine.run.health import RunHealth
 from flexengine.run.rewards import Rewards
-from tests.failures.provoke import arguments, write_model
+from tests.failures.provoke import arguments, killed_in, write_answering
 
 QUESTIONS = ASSETS / "demo" / "demo_instructions.jsonl"
 REWARDS = """
@@ -44,10 +43,7 @@ def slow(completions):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp("source") / "model", vocab_size=2944)
-    for file in (ASSETS / "demo").glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
+    return write_answering(tmp_path_factory.mktemp("source") / "model")
 
 
 @pytest.fixture
@@ -92,15 +88,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(run, tmp_path, monkeypa
     assert all(1 <= step["completion_tokens"] <= 6 and 0 <= step["reward"] <= 1 for step in steps)
     assert len({step["generation_seed"] for step in steps}) == len(steps)
     assert evaluations[0]["loss"] == -evaluations[0]["reward"]
-    take_step = trainer.take_step
-
-    def killed(engine, batch, number, *more):
-        if number == 4:
-            raise KeyboardInterrupt
-        return take_step(engine, batch, number, *more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer, "take_step", killed)
+    with killed_in(4):
         assert run("stopped", **options) != 0
     assert run("stopped", resume="auto", **options) == 0
     assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")

@@ -1,7 +1,6 @@
 """Runs of `train` that learn the labels of sequences: what they learn, evaluate, resume and refuse."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from flexengine.data.labelled import value_of
 from flexengine.data.sources import LabelNames
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS
-from flexengine.run import trainer
-from tests.failures.provoke import arguments, fingerprint, write_model
+from tests.failures.provoke import arguments, fingerprint, killed_in, write_answering
 from tests.run.test_preference_runs import logged
 
 WORDS = ("red", "green", "blue")
@@ -28,9 +26,7 @@ LABELS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp("source") / "model", vocab_size=2944)
-    for file in (ASSETS / "demo").glob("tokenizer*"):
-        shutil.copy(file, folder)
+    folder = write_answering(tmp_path_factory.mktemp("source") / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     return folder
@@ -90,15 +86,7 @@ def test_a_run_learns_labels_and_transformers_says_the_same(run, tmp_path, probl
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(run, tmp_path, monkeypatch):
     problem, options = "regression", {"save_steps": 2}
     assert run(problem, "whole", **options) == 0
-    take_step = trainer.take_step
-
-    def killed(engine, batch, number, *more):
-        if number == 4:
-            raise KeyboardInterrupt
-        return take_step(engine, batch, number, *more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer, "take_step", killed)
+    with killed_in(4):
         assert run(problem, "stopped", **options) != 0
     assert run(problem, "stopped", resume="auto", **options) == 0
     assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")

@@ -13,8 +13,8 @@ from flexengine import cli
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS
 from flexengine.plan import Plan
-from flexengine.run import reference, trainer
-from tests.failures.provoke import arguments, fingerprint, write_model
+from flexengine.run import reference
+from tests.failures.provoke import arguments, fingerprint, killed_in, write_answering, write_model
 
 STEPS = 6
 QUESTIONS = ASSETS / "demo" / "demo_instructions.jsonl"
@@ -37,10 +37,7 @@ def write_pairs(path, count=12):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp("source") / "model", vocab_size=2944)
-    for file in (ASSETS / "demo").glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
+    return write_answering(tmp_path_factory.mktemp("source") / "model")
 
 
 @pytest.fixture
@@ -89,15 +86,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(run, tmp_path, monkeypa
     """Also without the reference that the first part of the run computed and kept."""
     options = {"objective": "dpo", "save_steps": 2, "max_grad_norm": 1}
     assert run("whole", **options) == 0
-    take_step = trainer.take_step
-
-    def killed(engine, batch, number, *more):
-        if number == 4:
-            raise KeyboardInterrupt
-        return take_step(engine, batch, number, *more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer, "take_step", killed)
+    with killed_in(4):
         assert run("stopped", **options) != 0
     kept = list((tmp_path / "cache").glob(f"*/{reference.FILE}"))
     assert len(kept) == 1
@@ -122,9 +111,7 @@ def test_a_plan_of_preferences_is_that_of_answers(run, tmp_path):
 
 def test_a_teacher_is_asked_once_and_learned_from(run, model, tmp_path, monkeypatch, capsys):
     """Stopped and resumed with the same bits, without asking again."""
-    teacher = write_model(tmp_path / "teacher", vocab_size=2944, num_hidden_layers=1)
-    for file in (ASSETS / "demo").glob("tokenizer*"):
-        shutil.copy(file, teacher)
+    teacher = write_answering(tmp_path / "teacher", num_hidden_layers=1)
     few = tmp_path / "questions.jsonl"
     few.write_text("".join(QUESTIONS.read_text().splitlines(keepends=True)[:300]))
     options = {"objective": "distill", "teacher": teacher, "teacher_top_k": 40, "beta": 0, "dataset": few}
@@ -139,16 +126,8 @@ def test_a_teacher_is_asked_once_and_learned_from(run, model, tmp_path, monkeypa
     assert len(folders) == 2
     rows = sum(int(np.load(folder / "teacher_starts.npy")[-1]) for folder in folders)
     assert sum((folder / "teacher_tokens.bin").stat().st_size for folder in folders) == rows * 40 * 4
-    take_step = trainer.take_step
-
-    def killed(engine, batch, number, *more):
-        if number == 4:
-            raise KeyboardInterrupt
-        return take_step(engine, batch, number, *more)
-
     monkeypatch.setattr("flexengine.run.teacher.prepare_job", None)
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer, "take_step", killed)
+    with killed_in(4):
         assert run("stopped", **options) != 0
     assert run("stopped", resume="auto", **options) == 0
     assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")

@@ -195,7 +195,7 @@ def llama3_factors(theta: float, width: int, scaling: Mapping[str, Any]) -> np.n
 def _scaling(keys: Mapping[str, Any], config: Mapping[str, Any], factors: Any) -> dict[str, Any] | None:
     """Say how frequencies are scaled, as config.json does. Raises: ValueError for a way that is not known."""
     kind = keys.get("rope.scaling.type", "none")
-    told = {key.removeprefix("rope.scaling."): value for key, value in keys.items() if key.startswith("rope.scaling.")}
+    sizes = {key.removeprefix("rope.scaling."): value for key, value in keys.items() if key.startswith("rope.scaling.")}
     if factors is not None:
         scaling = {"rope_type": "llama3", "factor": float(np.max(factors)), **LLAMA3}
         if not np.allclose(factors, llama3_factors(config["rope_theta"], config["head_dim"], scaling), rtol=1e-4):
@@ -203,11 +203,11 @@ def _scaling(keys: Mapping[str, Any], config: Mapping[str, Any], factors: Any) -
         return scaling
     if kind == "none":
         return None
-    longest = told.get("original_context_length")
-    if kind not in SCALINGS or told.keys() - {"type", "factor", "original_context_length", "finetuned"}:
-        raise ValueError(f"it scales frequencies as {told}, and {' or '.join(SCALINGS)} by a factor alone is read")
+    longest = sizes.get("original_context_length")
+    if kind not in SCALINGS or sizes.keys() - {"type", "factor", "original_context_length", "finetuned"}:
+        raise ValueError(f"it scales frequencies as {sizes}, and {' or '.join(SCALINGS)} by a factor alone is read")
     return {
         "rope_type": kind,
-        "factor": told["factor"],
+        "factor": sizes["factor"],
         **({"original_max_position_embeddings": longest} if longest and kind == "yarn" else {}),
     }

@@ -62,8 +62,8 @@ def converted(path: Path, describe: Describe) -> Path:
     folder = _cache() / f"{path.stem}-{_digest(path)[:32]}"
     if not (folder / CONFIG_FILE).is_file():
         with BoundedProcess(str(path), lambda: {"convert": partial(convert, describe)}, MOST_BYTES) as process:
-            told = process.call("convert", str(path), str(folder))
-        logger.warning("model %s: %s, kept in %s", path, told, folder)
+            summary = process.call("convert", str(path), str(folder))
+        logger.warning("model %s: %s, kept in %s", path, summary, folder)
     check_acted_on(folder)
     return folder
 
@@ -134,10 +134,10 @@ def _config(opened: _Opened) -> tuple[dict[str, Any], Architecture]:
     """Make config.json. Raises: ValueError for an architecture or a key that is not known."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
 
-    told = opened.keys["general.architecture"]
-    model_type = next((kind for kind, row in ARCHITECTURES.items() if row.name == told), None)
+    named = opened.keys["general.architecture"]
+    model_type = next((kind for kind, row in ARCHITECTURES.items() if row.name == named), None)
     if model_type is None:
-        raise ValueError(f"it holds a model of {told}, and {', '.join(ARCHITECTURES)} are read")
+        raise ValueError(f"it holds a model of {named}, and {', '.join(ARCHITECTURES)} are read")
     shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in opened.tensors.items()}
     factors = opened.tensors[ROPE_FACTORS].data if ROPE_FACTORS in opened.tensors else None
     config = config_of(model_type, {key: _exact(value) for key, value in opened.own_keys().items()}, shapes, factors)

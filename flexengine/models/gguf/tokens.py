@@ -34,8 +34,8 @@ def add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
             "a GGUF file holds the tokenizer, too, and the model has no tokenizer.json; put the one that it was trained"
             " with into the folder of the model"
         )
-    told = parse_json(path.read_bytes(), path)
-    model, added = told["model"], {token["id"]: token for token in told.get("added_tokens", ())}
+    given = parse_json(path.read_bytes(), path)
+    model, added = given["model"], {token["id"]: token for token in given.get("added_tokens", ())}
     if model.get("type") != "BPE":
         raise ValueError(
             f"{path} is a tokenizer of kind {model.get('type')}, and llama.cpp is given those of BPE alone"
@@ -45,12 +45,12 @@ def add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     kinds = [_kind(number, tokens, added, model) for number in range(vocab_size)]
     from_bytes = not model.get("byte_fallback")
     writer.add_tokenizer_model("gpt2" if from_bytes else "llama")
-    writer.add_tokenizer_pre(_split(told, path) if from_bytes else "default")
+    writer.add_tokenizer_pre(_split(given, path) if from_bytes else "default")
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     if not from_bytes:
         writer.add_token_scores(_scores(model, texts))
-        writer.add_add_space_prefix("Prepend" in json.dumps([told.get("normalizer"), told.get("pre_tokenizer")]))
+        writer.add_add_space_prefix("Prepend" in json.dumps([given.get("normalizer"), given.get("pre_tokenizer")]))
     logging.getLogger("gguf").setLevel(logging.ERROR)  # it warns of what it leaves out of templates of pairs
     gguf.SpecialVocab(folder, load_merges=from_bytes, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
 
@@ -77,9 +77,9 @@ def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
     return [-float(ranks.get(text, len(ranks))) for text in texts]
 
 
-def _split(told: dict[str, Any], path: Path) -> str:
+def _split(given: dict[str, Any], path: Path) -> str:
     """Name how text is split before pairs are merged. Raises: ValueError for a way that llama.cpp is not known by."""
-    before = told.get("pre_tokenizer") or {}
+    before = given.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     kinds = [step.get("type") for step in steps]
     patterns = [step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split"]
@@ -88,4 +88,4 @@ def _split(told: dict[str, Any], path: Path) -> str:
         raise ValueError(f"{path} splits text by {how}, for which llama.cpp has no name here; convert the export with"
                          " its convert_hf_to_gguf.py")  # fmt: skip
     name = SPLITS[how]
-    return "dbrx" if name == "llama-bpe" and not told["model"].get("ignore_merges") else name
+    return "dbrx" if name == "llama-bpe" and not given["model"].get("ignore_merges") else name

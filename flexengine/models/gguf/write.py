@@ -107,9 +107,9 @@ def write_adapter(folder: Path, spec: ModelSpec, name: str, path: Path) -> None:
     """
     from safetensors.torch import load_file  # noqa: PLC0415
 
-    told = parse_json((folder / ADAPTER_CONFIG).read_bytes(), folder / ADAPTER_CONFIG)
+    settings = parse_json((folder / ADAPTER_CONFIG).read_bytes(), folder / ADAPTER_CONFIG)
     config, architecture, _ = _described(None, spec, None)
-    beyond = [key for key in ("use_dora", "modules_to_save", "alpha_pattern", "rank_pattern") if told.get(key)]
+    beyond = [key for key in ("use_dora", "modules_to_save", "alpha_pattern", "rank_pattern") if settings.get(key)]
     place_of = places(architecture, config.num_hidden_layers)
     tensors = []
     for stored, weight in load_file(folder / ADAPTER_WEIGHTS).items():
@@ -126,8 +126,8 @@ def write_adapter(folder: Path, spec: ModelSpec, name: str, path: Path) -> None:
         tensors.append(_Tensor(name_there, rows.shape, "f32", partial(iter, [rows])))
     writer = _writer(architecture, name, "adapter")
     writer.add_string("adapter.type", "lora")
-    rank, alpha = told["r"], float(told["lora_alpha"])
-    writer.add_float32("adapter.lora.alpha", alpha * math.sqrt(rank) if told.get("use_rslora") else alpha)
+    rank, alpha = settings["r"], float(settings["lora_alpha"])
+    writer.add_float32("adapter.lora.alpha", alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha)
     _write(writer, path, tensors)
 
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--trust-remote-code (in Python trust_remote_code=True)"
 NEEDED = ("AutoConfig", "AutoModelForCausalLM")
-_told: set[str] = set()
+_announced: set[str] = set()
 _digests: dict[str, str] = {}
 """Of the code that this process runs, by model_type."""
 
@@ -53,10 +53,10 @@ def trust(name: str, folder: Path, config: dict[str, Any]) -> None:
 
     family, files = config["model_type"], module_files(config)
     digest = _digest(folder)
-    told = f"{', '.join(files)} of {_place(folder, digest)}"
-    if told not in _told:
-        logger.warning("%s: runs code that is not flexengine's: %s", name, told)
-        _told.add(told)
+    brought = f"{', '.join(files)} of {_place(folder, digest)}"
+    if brought not in _announced:
+        logger.warning("%s: runs code that is not flexengine's: %s", name, brought)
+        _announced.add(brought)
     try:
         kind, model = (get_class_from_dynamic_module(config["auto_map"][own], str(folder)) for own in NEEDED)
         AutoConfig.register(family, kind, exist_ok=True)

@@ -85,8 +85,8 @@ class Skeleton:
         """All that decides what the model computes, beside its weights: code and config, as a digest."""
         code = digest_of_code(self.model.config.model_type) or type(self.model).__module__.partition(".")[0]
         version = code, sys.modules["transformers"].__version__
-        told = self.model.config.to_json_string(use_diff=False)
-        return f"{' '.join(version)} {hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
+        text = self.model.config.to_json_string(use_diff=False)
+        return f"{' '.join(version)} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def titled(self, function: _Function) -> _Function:
         """Give a function of this model a name that says what it computes; plans of equal names have equal bits."""

@@ -188,12 +188,6 @@ class Magnitude(Linear):
         moved = Work(memory_bytes=float(passes * tokens * self.out_features * compute_bytes), kernels=passes)
         return self._product(tokens).plus(self.adapters.up_work(tokens, 1, compute_bytes)).plus(moved)
 
-    def _norm_work(self, compute_bytes: int) -> Work:
-        """Reading the adapted rows twice."""
-        elements = self.adapters.adapted_features * self.in_features
-        kernels = 10 * len(self.adapters.rows) + 3
-        return Work(2.0 * elements * self.adapters.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
-
     def _twice(self, tokens: int, passes: int, compute_bytes: int) -> Work:
         """The large product once more, of what dropout leaves; passes: over tensors like x, to drop."""
         if not self.dropout.probability:
@@ -203,10 +197,10 @@ class Magnitude(Linear):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = self._products(tokens, 15 if self.residual is None else 20, compute_bytes)
-        return work.plus(self._norm_work(compute_bytes)).plus(self._twice(tokens, 2, compute_bytes))
+        return work.plus(self.adapters.norm_work(compute_bytes, 10, 3)).plus(self._twice(tokens, 2, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._products(tokens, 4, compute_bytes).plus(self._norm_work(compute_bytes))
+        work = self._products(tokens, 4, compute_bytes).plus(self.adapters.norm_work(compute_bytes, 10, 3))
         work = work.plus(self._twice(tokens, 4, compute_bytes))
         return work.plus(self.adapters.down_work(tokens, 2, compute_bytes)) if self.dropout.probability else work
 

@@ -229,22 +229,20 @@ class GroupedMagnitude(GroupedLoraUp):
         widened = 4 * (elements + tokens * self.per_token * self.out_features) if compute_bytes == 2 else 0
         return super().plain_workspace_bytes(tokens, compute_bytes) + widened
 
-    def _norm_work(self, compute_bytes: int) -> Work:
-        """Reading the adapted rows of all experts twice."""
-        elements = float(self.num_experts * self.adapters.adapted_features * self.in_features)
-        kernels = 12 * len(self.adapters.rows) + 2
-        return Work(2.0 * elements * self.adapters.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
-
     def _passes(self, tokens: int, passes: int, compute_bytes: int) -> Work:
         """Reading or writing the outputs so many times."""
         num_bytes = float(passes * tokens * self.per_token * self.out_features * compute_bytes)
         return Work(memory_bytes=num_bytes, kernels=passes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return super().forward_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
+        return super().forward_work(tokens, seq_len, compute_bytes).plus(self.adapters.norm_work(compute_bytes, 12, 2))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = super().backward_input_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
+        work = (
+            super()
+            .backward_input_work(tokens, seq_len, compute_bytes)
+            .plus(self.adapters.norm_work(compute_bytes, 12, 2))
+        )
         return work.plus(self._passes(tokens, 4, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:

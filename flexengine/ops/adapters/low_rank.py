@@ -131,6 +131,13 @@ class Adapters:
         work = low_work(tokens, self.adapted_features, self.rank, passes, compute_bytes)
         return work._replace(kernels=len(self.rows))
 
+    def norm_work(self, compute_bytes: int, of_a_module: int, others: int) -> Work:
+        """Reading the adapted rows of all experts twice, for norms, by so many kernels."""
+        experts = 1 if self.experts is None else self.experts.num_experts
+        elements = float(experts * self.adapted_features * self.in_features)
+        kernels = of_a_module * len(self.rows) + others
+        return Work(2.0 * elements * self.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
+
 
 def low_work(tokens: int, columns: int, ranks: int, passes: int, compute_bytes: int) -> Work:
     """A product with A or B of so many columns: it takes as long as reading or writing them."""
