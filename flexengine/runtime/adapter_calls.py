@@ -6,33 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flexengine.models.lora import adapters
-from flexengine.models.registry import ModelSource
 from flexengine.models.saved_modules import saved_tensors
-from flexengine.models.spec import ModelSpec
-from flexengine.runtime.execution.executor import Executor
-from flexengine.runtime.layer_runner import LayerRunner
+from flexengine.runtime.engine_parts import EngineParts
 from flexengine.runtime.one_caller import one_caller
-from flexengine.runtime.ranks.context import RankContext
-from flexengine.runtime.ranks.stage_planes import StagePlanes
-from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.adapters import Begin, base_values, changed
-from flexengine.runtime.weights.weight_store import WeightStore
 
 HALF_MERGED = "merging adapters was interrupted, so some weights have them and others not"
 
 
-class AdapterCalls:
+class AdapterCalls(EngineParts):
     """The part of an engine that switches adapters; what is trained stays as it is."""
-
-    state: StepState
-    executor: Executor
-    layers: LayerRunner
-    weights: WeightStore
-    source: ModelSource
-    seed: int
-    model: ModelSpec
-    context: RankContext
-    planes: StagePlanes
 
     @one_caller
     def merge(self) -> None:

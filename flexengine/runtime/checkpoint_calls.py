@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexengine.checkpoint.provenance import made_by
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.state_files import STATE_FILE, STATE_INDEX_FILE, read_description
 from flexengine.checkpoint.state_writer import StateSave
+from flexengine.runtime.engine_parts import EngineParts
 from flexengine.runtime.one_caller import one_caller
-from flexengine.runtime.ranks.context import RankContext
 from flexengine.runtime.ranks.dealt_states import gather_states
-from flexengine.runtime.step_state import StepState, nobody_reads
+from flexengine.runtime.step_state import nobody_reads
 from flexengine.runtime.weights.training_state import (
     check_same_tensors,
     check_same_training,
@@ -25,31 +25,13 @@ from flexengine.runtime.weights.training_state import (
     training_of,
 )
 
-if TYPE_CHECKING:
-    from flexengine.models.registry import ModelSource
-    from flexengine.optim import Optimizer
-    from flexengine.plan import Plan
-    from flexengine.runtime.execution.executor import Executor
-    from flexengine.runtime.ranks.stage_planes import StagePlanes
-    from flexengine.runtime.weights.weight_store import WeightStore
-
 CLOSED = "it was closed"
 HALF_LOADED = "a checkpoint was loaded half-way"
 
 
-class CheckpointCalls:
+class CheckpointCalls(EngineParts):
     """The part of an engine that saves and loads its training state."""
 
-    state: StepState
-    executor: Executor
-    weights: WeightStore
-    source: ModelSource
-    plan: Plan
-    optimizer: Optimizer
-    seed: int
-    context: RankContext
-    planes: StagePlanes
-    made_from: dict[str, Any]
     _save: StateSave | None = None
 
     @one_caller

@@ -23,7 +23,7 @@ from flexengine.plan import Plan, Request
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
 from flexengine.runtime.checkpoint_calls import CLOSED, CheckpointCalls
-from flexengine.runtime.engine_settings import EngineSettings
+from flexengine.runtime.engine_parts import EngineSettings
 from flexengine.runtime.execution.executor import Executor
 from flexengine.runtime.execution.handlers import CommandHandlers
 from flexengine.runtime.execution.measurement import StepMeasurement

@@ -9,24 +9,15 @@ from torch import Tensor
 
 from flexengine.ops.custom_loss import LossFunction
 from flexengine.ops.given_rows import Columns
-from flexengine.plan import Plan
 from flexengine.runtime.adapter_calls import AdapterCalls
 from flexengine.runtime.batch_input import Sequences, read_batch
-from flexengine.runtime.engine_settings import EngineSettings
 from flexengine.runtime.generation import GREEDY, GenerationRequest, Generator, Sampling, Tell
 from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.outputs import EvaluateOutput, evaluate_output
-from flexengine.runtime.rounds import RoundRunner
-from flexengine.runtime.step_runner import StepRunner
 
 
 class ForwardCalls(AdapterCalls):
     """The part of an engine that evaluates and generates, with adapters or without."""
-
-    plan: Plan
-    rounds: RoundRunner
-    steps: StepRunner
-    settings: EngineSettings
 
     def _read(self, batch: object, columns: dict[str, object], loss: LossFunction | None) -> Sequences:
         self.state.require_usable(merged=True)

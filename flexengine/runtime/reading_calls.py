@@ -4,50 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from flexengine.checkpoint.provenance import made_by
-from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
-from flexengine.models.registry import ModelSource
-from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan
-from flexengine.runtime.engine_settings import EngineSettings
-from flexengine.runtime.execution.executor import Executor
-from flexengine.runtime.execution.measurement import StepMeasurement
+from flexengine.hardware.memory_usage import MemoryPeaks, memory_peaks
+from flexengine.runtime.engine_parts import EngineParts
 from flexengine.runtime.one_caller import one_caller
-from flexengine.runtime.ranks.context import RankContext
-from flexengine.runtime.ranks.stage_planes import StagePlanes
-from flexengine.runtime.rounds import RoundRunner
-from flexengine.runtime.step_runner import StepRunner
-from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.adapters import magnitudes
 from flexengine.runtime.weights.export import export_adapter, export_checkpoint
-from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.timeline import PROCESS, Event, TimedRun, run_events
 
 
-class ReadingCalls:
+class ReadingCalls(EngineParts):
     """The part of an engine that reads what it holds; nothing that is trained changes."""
 
-    state: StepState
-    executor: Executor
-    weights: WeightStore
-    source: ModelSource
-    seed: int
-    model: ModelSpec
-    buffers: dict[str, Tensor]
-    measurement: StepMeasurement
-    meter: GpuMemoryMeter
-    context: RankContext
-    planes: StagePlanes
-    plan: Plan
-    rounds: RoundRunner
-    steps: StepRunner
-    settings: EngineSettings
-    made_from: dict[str, Any]
     _description: str
 
     @property

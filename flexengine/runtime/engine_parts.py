@@ -1,14 +1,29 @@
-"""How an engine trains, as a value."""
+"""How an engine trains, as a value, and what it is made of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from flexengine.hardware.memory_usage import GpuMemoryMeter
+from flexengine.models.registry import ModelSource
+from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention.choice import AttentionChoice, KernelName
-from flexengine.runtime.execution.executor import CommandOrder
+from flexengine.optim import Optimizer
+from flexengine.plan import Plan
+from flexengine.runtime.execution.executor import CommandOrder, Executor
+from flexengine.runtime.execution.measurement import StepMeasurement
+from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.ranks.batches import Batches
-from flexengine.runtime.ranks.context import RankGroup
+from flexengine.runtime.ranks.context import RankContext, RankGroup
+from flexengine.runtime.ranks.stage_planes import StagePlanes
+from flexengine.runtime.rounds import RoundRunner
+from flexengine.runtime.step_runner import StepRunner
+from flexengine.runtime.step_state import StepState
+from flexengine.runtime.weights.weight_store import WeightStore
 
 
 @dataclass(frozen=True)
@@ -39,3 +54,26 @@ class EngineSettings:
     decay_factors: tuple[float, ...] = ()
     group: RankGroup | None = None
     batches: Batches = "global"
+
+
+class EngineParts:
+    """What the calls of an engine work on."""
+
+    source: ModelSource
+    model: ModelSpec
+    plan: Plan
+    optimizer: Optimizer
+    settings: EngineSettings
+    seed: int
+    made_from: dict[str, Any]
+    state: StepState
+    context: RankContext
+    executor: Executor
+    measurement: StepMeasurement
+    meter: GpuMemoryMeter
+    buffers: dict[str, Tensor]
+    weights: WeightStore
+    planes: StagePlanes
+    layers: LayerRunner
+    rounds: RoundRunner
+    steps: StepRunner
