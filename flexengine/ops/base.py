@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from operator import add
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from flexengine.ops.attention.choice import AttentionChoice, KernelName
 
@@ -268,9 +268,7 @@ class Op(ABC):
 
     def keeping_beside(self, *specs: TensorSpec) -> Self:
         """The same op, beside whose outputs these tensors of other ops are kept."""
-        op = copy.copy(self)
-        op.beside = (*self.beside, *specs)
-        return op
+        return self.changed(beside=(*self.beside, *specs))
 
     @property
     def has_input_half(self) -> bool:
@@ -284,24 +282,26 @@ class Op(ABC):
 
     def untrained(self) -> Self:
         """The same op with parameters that are not trained: of its backward there is the input half alone."""
+        return self.changed(trained=False, needs_weight=())
+
+    def changed(self, **attributes: Any) -> Self:
+        """The same op with other values of attributes that it has."""
+        assert all(hasattr(self, name) for name in attributes), f"{self.name} has not all of {', '.join(attributes)}"
         op = copy.copy(self)
-        op.trained, op.needs_weight = False, ()
+        vars(op).update(attributes)
         return op
 
     def in_parts(self) -> Self:
         """The same op part by part, where it may be."""
         if self.divisions == 1:
             return self
-        op = copy.copy(self)
-        op.num_parts, op.inputs = self.divisions, (*self.inputs, *self.part_inputs)
-        op.needs_input = (*self.needs_input, *self.part_inputs) if self.grad_inputs else ()
-        return op
+        needed = (*self.needs_input, *self.part_inputs) if self.grad_inputs else ()
+        inputs = (*self.inputs, *self.part_inputs)
+        return self.changed(num_parts=self.divisions, inputs=inputs, needs_input=needed)
 
     def forward_only(self) -> Self:
         """The same op without any backward."""
-        op = self.untrained()
-        op.needs_input = op.grad_inputs = op.grad_alias = op.grad_over = ()
-        return op
+        return self.untrained().changed(needs_input=(), grad_inputs=(), grad_alias=(), grad_over=())
 
     def with_next(self, following: Op) -> Op | None:
         """One op whose forward gives the same outputs as this op's and then the following one's; None if there is none.

@@ -7,7 +7,6 @@ the call have their gradients.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
@@ -129,9 +128,7 @@ class PlaceRows(Op):
 
     def training(self, params: tuple[str, ...]) -> Self:
         """The same op of whose parameters these alone are trained."""
-        op = copy.copy(self) if params else self.untrained()
-        op.params = params
-        return op
+        return (self if params else self.untrained()).changed(params=params)
 
     def forward(self, env: OpEnv) -> None:
         if env.chunk.given is not None:

@@ -6,7 +6,6 @@ weight whose rows are the Hugging Face weights stacked.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Self
 
@@ -146,23 +145,18 @@ class Linear(Op):
 
     def reading_again(self, x_again: str) -> Self:
         """The same layer, whose weight half reads x under another name: rounded or computed again."""
-        op = copy.copy(self)
-        op.x_again, op.needs_weight = x_again, (x_again,)
-        return op
+        return self.changed(x_again=x_again, needs_weight=(x_again,))
 
     def onto(self, start: str) -> Self:
         """The same layer that adds its product, in place, to `start`, where bias and residual are already."""
-        op = copy.copy(self)
-        op.start, op.inputs, op.in_place = start, (self.x, start), (start, self.y)
-        op.grad_inputs, op.grad_alias, op.few_operands = op.inputs, ((start, self.y),), True
-        return op
+        inputs, alias = (self.x, start), ((start, self.y),)
+        op = self.changed(inputs=inputs, grad_inputs=inputs, grad_alias=alias, in_place=alias[0])
+        return op.changed(start=start, few_operands=True)
 
     def writing(self, y: str) -> Self:
         """The same layer that writes y under another name."""
-        op = copy.copy(self)
-        op.y, op.outputs = y, (replace(self.outputs[0], name=y),)
-        op.grad_alias = tuple((name, y) for name, _ in self.grad_alias)
-        return op
+        alias = tuple((name, y) for name, _ in self.grad_alias)
+        return self.changed(y=y, outputs=(replace(self.outputs[0], name=y),), grad_alias=alias)
 
     def _matrix(self, env: OpEnv) -> Tensor:
         """The weight as [F, D]."""

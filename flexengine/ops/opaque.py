@@ -6,7 +6,6 @@ masks and positions are those of one sequence. Nothing is kept but the layer's i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, Self
@@ -94,22 +93,17 @@ class OpaqueBlock(Op):
 
     def adapted(self, adapters: Sequence[Adapters]) -> Self:
         """The same op whose linear layers of these names have adapters, which are parameters beside its own."""
-        op = copy.copy(self)
-        op.adapters = tuple(adapters)
-        op.params = (*self.params, *(name for one in adapters for name in (one.down, one.up)))
-        return op
+        params = (*self.params, *(name for one in adapters for name in (one.down, one.up)))
+        return self.changed(adapters=tuple(adapters), params=params)
 
     def training(self, params: tuple[str, ...]) -> Self:
         """The same op of whose parameters these alone are trained."""
-        op = copy.copy(self) if params else self.untrained()
-        op.params, op.cost = params, op.cost_of(op.adapters, params)
-        return op
+        op = self if params else self.untrained()
+        return op.changed(params=params, cost=self.cost_of(self.adapters, params))
 
     def up_to(self, tokens: int) -> Self:
         """The same op for sequences of at most so many tokens, which bounds what its calls take."""
-        op = copy.copy(self)
-        op.longest = tokens
-        return op
+        return self.changed(longest=tokens)
 
     @property
     def title(self) -> str:
@@ -118,9 +112,7 @@ class OpaqueBlock(Op):
 
     def costing(self, cost: CostCurve | TimedCosts) -> Self:
         """The same op, whose calls cost something else."""
-        op = copy.copy(self)
-        op.cost = cost
-        return op
+        return self.changed(cost=cost)
 
     def forward(self, env: OpEnv) -> None:
         used = self.adapters if env.adapters else ()

@@ -13,7 +13,6 @@ the inputs of SwiGLU so and computes its output again in backward; scales of 1 x
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import NamedTuple, Self
 
@@ -106,9 +105,7 @@ class RoundGateUp(Op):
 
     def adding(self, before: Addend) -> Self:
         """The same op of gate_up plus a product."""
-        op = copy.copy(self)
-        op.before, op.inputs = before, (*self.inputs, before.low)
-        return op
+        return self.changed(before=before, inputs=(*self.inputs, before.low))
 
     def with_next(self, following: Op) -> Op | None:
         if isinstance(following, GLU) and following.gate_up == self.gate_up:

@@ -18,26 +18,18 @@ from flexengine.models.registry import open_model
 from flexengine.schedule.commands import CommandName, Stream
 
 
-def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
+def rows_of(tmp_path, monkeypatch, flags, steps):
+    """The rows of a run of bench/step.py on the demo."""
     monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
     out = tmp_path / "out.json"
-    flags = [
-        "--preset",
-        "demo",
-        "--caps",
-        "0.5",
-        "none",
-        "--also-tokens",
-        "16",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
-    sizes = ["--seq-len", "16", "--tokens-per-step", "32", "--warmup", "0", "--steps", "2", "--host-gib", "6"]
-    monkeypatch.setattr(sys, "argv", ["step", *flags, *sizes, "--json", str(out)])
+    sizes = f"--seq-len 16 --tokens-per-step 32 --warmup 0 --steps {steps} --host-gib 6 --device cpu --dtype float32"
+    monkeypatch.setattr(sys, "argv", ["step", "--preset", "demo", *flags.split(), *sizes.split(), "--json", str(out)])
     step.main()
-    rows = json.loads(out.read_text())["rows"]
+    return json.loads(out.read_text())["rows"]
+
+
+def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
+    rows = rows_of(tmp_path, monkeypatch, "--caps 0.5 none --also-tokens 16", steps=2)
     sizes = [(row["gpu_cap_gib"], row["tokens_per_step"]) for row in rows]
     assert sizes == [(0.5, 32), (0.5, 16), (None, 32), (None, 16)]
     for row in rows:
@@ -52,25 +44,7 @@ def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
 
 def test_frozen_layers_are_told(tmp_path, monkeypatch):
     """Effective FLOPs are those that are left; the row says what was frozen."""
-    monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
-    out = tmp_path / "out.json"
-    flags = [
-        "--preset",
-        "demo",
-        "--caps",
-        "0.5",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--freeze",
-        "embed",
-        "blocks",
-    ]
-    sizes = ["--seq-len", "16", "--tokens-per-step", "32", "--warmup", "0", "--steps", "1", "--host-gib", "6"]
-    monkeypatch.setattr(sys, "argv", ["step", *flags, *sizes, "--json", str(out)])
-    step.main()
-    (row,) = json.loads(out.read_text())["rows"]
+    (row,) = rows_of(tmp_path, monkeypatch, "--caps 0.5 --freeze embed blocks", steps=1)
     spec = with_frozen(open_model("preset:demo").spec, ["embed", "blocks"])
     assert (row["freeze"], row["trained_parameters"]) == (["embed", "blocks"], spec.num_trained_parameters)
     assert row["effective_tflops"] == pytest.approx(spec.model_flops([16, 16]) / row["step_s"] / 1e12)

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from engine_helpers import saved_model, tiny_config
 
-from flexengine import cli, from_pretrained
+from flexengine import Sampling, cli, from_pretrained
 from flexengine.data.batches import PromptBatch
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import ASSETS
@@ -127,9 +127,9 @@ class Server(BaseHTTPRequestHandler):
             self.answer(200, "Success: removed")
         else:
             prompts = [prompt for prompt in body["prompt"] for _ in range(body["n"])]
-            draws = {name: body[name] for name in ("temperature", "top_p", "seed")}
+            sampling = Sampling(body["temperature"], body["top_p"], body["seed"])
             rows = self.loaded[body["model"]].generate(
-                prompts, body["max_tokens"], stop_ids=body["stop_token_ids"], keep_stop=True, **draws
+                prompts, body["max_tokens"], stop_ids=body["stop_token_ids"], keep_stop=True, sampling=sampling
             )
             self.answer(200, {"choices": [{"index": i, "token_ids": row} for i, row in enumerate(rows)][::-1]})
 

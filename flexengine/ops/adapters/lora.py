@@ -1,25 +1,14 @@
 """Low-rank adapters as two ops beside a frozen layer, which are never merged: low = scale * x @ A.T, y += low @ B.T.
 
-Products with A and B take as long as the tensors that they read and write; low is nothing beside these. What adapters
-add to the passes over memory of the frozen layer:
-
-| layer | forward | backward |
-|---|---|---|
-| by itself | x, y twice | x, grad_y, grad_x twice |
-| with a residual | x | as above |
-| before a gated unit that adds low @ B.T | x | as above |
-| behind a gated unit that adds grad_low @ A | x | x, grad_y |
-
-Twice: the adapters' product is written first, and the large product adds to it, so that the sum is rounded once. FP8
-products cannot add to what a tensor holds, and come first. The frozen layer copies a residual to y in any case, which
-the adapters' sum replaces. Where low is not kept beside another output, backward reads x once more; where B's gradient
-takes a pass of its own (ops/adapters/lora_grads.py says when), it reads grad_y once more.
+Products with A and B take as long as the tensors that they read and write (docs/lora.md); low is nothing beside these.
+The adapters' product is written first, and the large product adds to it, so that the sum is rounded once. FP8 products
+cannot add to what a tensor holds, and come first. The frozen layer copies a residual to y in any case, which the
+adapters' sum replaces. Where low is not kept beside another output, backward reads x once more.
 Shapes and source: ops/adapters/low_rank.py.
 """
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Self
 
@@ -55,18 +44,14 @@ class LoraDown(Op):
 
     def leaving_gradient(self) -> Self:
         """The same op, to whose x another op adds the gradient grad_low @ A."""
-        op = copy.copy(self)
-        op.grad_inputs = ()
-        return op
+        return self.changed(grad_inputs=())
 
     def reading_again(self, x_again: str) -> tuple[Self, Self]:
         """The same op whose weight half reads x under another name, and what makes low of that for backward."""
-        op, again = copy.copy(self), self.untrained()
-        op.x_again, op.needs_weight = x_again, (x_again,)
-        again.name, again.x, again.inputs, again.grad_inputs = f"{self.name}_again", x_again, (x_again,), ()
-        again.low, again.for_backward = replace(self.low, name=f"{self.low.name}_again"), True
-        again.outputs = (again.low,)
-        return op, again
+        low = replace(self.low, name=f"{self.low.name}_again")
+        again = self.untrained().changed(name=f"{self.name}_again", x=x_again, inputs=(x_again,), grad_inputs=())
+        again = again.changed(low=low, outputs=(low,), for_backward=True)
+        return self.changed(x_again=x_again, needs_weight=(x_again,)), again
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return self.dropout.buffers

@@ -14,7 +14,6 @@ part, each on the rows of its experts.
 
 from __future__ import annotations
 
-import copy
 from typing import Self
 
 from torch import Tensor
@@ -86,9 +85,7 @@ class GroupedLinear(Op):
                 f"{self.name} has {self.in_features} input and {self.out_features} output features of each expert; FP8"
                 f" products need multiples of {MULTIPLE}; leave --matmul-dtype out"
             )
-        op = copy.copy(self)
-        op.fp8 = True
-        return op
+        return self.changed(fp8=True)
 
     def _fp8(self, half: str) -> Fp8Product:
         """The FP8 product of a half, forward or input."""
