@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from flexengine.ops.custom_loss import CustomLoss
     from flexengine.ops.experts.balance import ExpertBalance
-    from flexengine.ops.placed_rows import PlacedRows
+    from flexengine.ops.placed_rows import PlacedRows, SeenBlocks
 
 DType = Literal["compute", "float32", "int32", "uint8"]
 FLOAT64_BYTES = 8
@@ -158,8 +158,8 @@ class ChunkContext:
     [num_seqs+1] int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T]
     float32 is written by the head. attention_choices: kernels that are preferred on CUDA for shapes that were measured;
     attention: for other shapes. balance: what routers report to, where experts are balanced. weights [T], in the dtype
-    of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy. dropout: what dropout
-    draws; None where nothing is trained. given: rows that a tower made. axes [axes, T]: positions in several axes.
+    of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy. dropout: what it
+    draws. given: rows that a tower made. axes [axes, T]: positions in several axes. blocks: which tokens see later ones.
     """
 
     tokens: int
@@ -179,6 +179,7 @@ class ChunkContext:
     custom_loss: CustomLoss | None = None
     given: PlacedRows | None = None
     axes: Tensor | None = None
+    blocks: SeenBlocks | None = None
 
 
 @dataclass
@@ -256,8 +257,7 @@ class Op(ABC):
     whole_sequences: bool = False
     """Whether a chunk that it is called on must hold its sequences whole."""
     few_operands: bool = False
-    """Whether the host issues a call in the time of its launches, which have few operands each; else more operands take
-    it longer."""
+    """Whether the host issues a call in the time of its launches, as these have few operands each."""
     part_inputs: tuple[str, ...] = ()
     """What such a call reads beside inputs and, in backward_input, needs_input."""
 

@@ -81,7 +81,8 @@ class GivenRows:
     token_id: the token that stands for a row. name: what people call its things, for messages. max_tokens: most such
     tokens of a batch; share: the share of a full batch's tokens that these are. cost_of: what rows cost where these
     parameters are trained. row_bytes: of columns on the host for a row. depth: rows for a token: that of the
-    embedding, and what is added behind each of the first blocks. num_axes: axes that positions have.
+    embedding, and what is added behind each of the first blocks. num_axes: axes that positions have. block_rows: of a
+    typical thing whose tokens see each other; 0: they see no later ones.
     """
 
     name: str
@@ -93,6 +94,7 @@ class GivenRows:
     row_bytes: int
     depth: int = 1
     num_axes: int = 1
+    block_rows: int = 0
 
     @property
     def column_bytes(self) -> int:

@@ -1,12 +1,16 @@
-"""Rows of the hidden state that a tower gives, as a chunk finds them."""
+"""Rows of the hidden state that a tower gives, as a chunk finds them, and which of their tokens see each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from flexengine.ops.attention.kernels import Lengths
 
 
 class RowStore(Protocol):
@@ -47,3 +51,42 @@ class PlacedRows(NamedTuple):
     def take(self, depth: int, grad: Tensor) -> None:
         """Keep the gradients of the rows, of that of the chunk [T, D]."""
         self.store.take(depth, self.pieces, grad.index_select(0, self.at))
+
+
+@dataclass
+class SeenBlocks:
+    """Which tokens of a chunk see each other: spans (start, end) of two tokens or more."""
+
+    spans: tuple[tuple[int, int], ...]
+    device: torch.device
+
+    def within(self, rows: slice) -> SeenBlocks | None:
+        """Those within these rows, counted from the first of them; None if there are none."""
+        own = ((a, b) for a, b in self.spans if rows.start <= a and b <= rows.stop)
+        spans = tuple((a - rows.start, b - rows.start) for a, b in own)
+        return SeenBlocks(spans, self.device) if spans else None
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """Rows [n] of tokens that see later ones, each block from its end."""
+        return torch.tensor([row for a, b in self.spans for row in range(b - 2, a - 1, -1)]).to(self.device)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Rows [n] of tokens that are seen by earlier ones."""
+        return self.queries + 1
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Each block's share of these rows."""
+        lengths = [b - a - 1 for a, b in self.spans]
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
+        return Lengths(tuple(lengths), ends)
+
+
+def spans_of(at: Tensor, start: int) -> Iterator[tuple[int, int]]:
+    """Runs of two or more among ascending positions [n], moved by `start`."""
+    if len(at):
+        for run in at.tensor_split((at.diff() != 1).nonzero().flatten() + 1):
+            if len(run) > 1:
+                yield int(run[0]) + start, int(run[-1]) + 1 + start

@@ -12,7 +12,7 @@ from flexengine.ops.base import ChunkContext, Window
 from flexengine.ops.custom_loss import CustomLoss, LossFunction
 from flexengine.runtime.arena import Arenas, wide_dtype
 from flexengine.runtime.batch_input import Sequences
-from flexengine.runtime.given_rows import RowMaker, axes_of
+from flexengine.runtime.given_rows import RowMaker, axes_of, blocks_of
 from flexengine.schedule.fixed_slots import batch_offsets
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import PackedChunk
@@ -94,6 +94,7 @@ class BatchWriter:
             weights=None if batch.weights is None else self._weights(batch.weights, chunk),
             custom_loss=None if batch.loss is None else self._custom_loss(batch.loss, batch.shift, chunk),
             given=None if batch.rows is None or self._given is None else self._given.of_chunk(batch.rows, chunk),
+            blocks=blocks_of(self.layout.model, batch.rows, chunk, self.arenas.device),
         )
 
     def _weights(self, weights: list[Tensor], chunk: PackedChunk) -> Tensor:

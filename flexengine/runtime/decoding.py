@@ -157,6 +157,7 @@ def _part(chunk: ChunkContext, first: int, lengths: Sequence[int]) -> tuple[slic
         cu_seqlens=torch.tensor(bounds, dtype=chunk.cu_seqlens.dtype, device=chunk.cu_seqlens.device),
         seq_lens=tuple(lengths),
         losses=chunk.losses[rows],
+        blocks=None if chunk.blocks is None else chunk.blocks.within(rows),
     )
     return rows, own
 

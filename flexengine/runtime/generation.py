@@ -155,7 +155,9 @@ class Generator:
     def __init__(self, rounds: RoundRunner, layers: LayerRunner) -> None:
         self._rounds, self._layers, self._layout = rounds, layers, layers.layout
         self._chunk_tokens = layers.layout.plan.chunk_tokens
-        self._whole_sequences = layers.layout.model.whole_sequences
+        model = layers.layout.model
+        self._whole_prompts = model.whole_sequences
+        self._cached = any(op.carried for layer in model.layers for op in layer.ops)
 
     def generate(self, request: GenerationRequest) -> list[list[int]]:
         """Return the new tokens after each prompt. Raises ValueError where no cache of one sequence fits."""
@@ -252,13 +254,14 @@ class Generator:
     def _chunks(self, active: list[_Sequence]) -> list[list[SequenceRange]]:
         """Fill chunks with the tokens that are not cached, sequence after sequence; long prompts are cut.
 
-        Layers that take sequences whole cache nothing: all tokens of a sequence pass again for every new one.
+        Layers that take sequences whole get prompts whole. Where they cache nothing, all tokens of a sequence pass
+        again for every new one.
         """
         chunks: list[list[SequenceRange]] = [[]]
         room = self._chunk_tokens
         for sequence in active:
-            start = 0 if self._whole_sequences else sequence.done
-            if self._whole_sequences and len(sequence.ids) > room:
+            start = sequence.done if self._cached else 0
+            if self._whole_prompts and len(sequence.ids) - start > room:
                 chunks.append([])
                 room = self._chunk_tokens
             while start < len(sequence.ids):

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.custom_loss import IGNORE_INDEX
 from flexengine.ops.given_rows import AddGrad, Columns, GivenRows, TowerCall
-from flexengine.ops.placed_rows import PlacedRows
+from flexengine.ops.placed_rows import PlacedRows, SeenBlocks, spans_of
 from flexengine.runtime.arena import Arenas
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import PackedChunk
@@ -191,6 +191,21 @@ def axes_of(batch: GivenInput | None, chunk: PackedChunk, num_axes: int) -> Tens
         counted = torch.cat([torch.arange(p.start, p.start + p.length) for p in chunk.ranges])
         return counted.expand(num_axes, -1)
     return torch.cat([batch.axes[p.sequence][:, p.start : p.start + p.length] for p in chunk.ranges], 1)
+
+
+def blocks_of(
+    model: ModelSpec, batch: GivenInput | None, chunk: PackedChunk, device: torch.device
+) -> SeenBlocks | None:
+    """Which tokens of a chunk see each other, as tokens of one thing; None where none do."""
+    if batch is None or model.given is None or not model.given.block_rows:
+        return None
+    spans, first = list[tuple[int, int]](), 0
+    for piece in chunk.ranges:
+        at = batch.at[piece.sequence]
+        own = at[(at >= piece.start) & (at < piece.start + piece.length)]
+        spans += spans_of(own, first - piece.start)
+        first += piece.length
+    return SeenBlocks(tuple(spans), device) if spans else None
 
 
 def without_targets(model: ModelSpec, ids: list[Tensor]) -> list[Tensor]:

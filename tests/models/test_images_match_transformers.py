@@ -19,11 +19,11 @@ from engine_helpers import (
     tiny_config,
     worst_error,
 )
-from family_configs import CASES
+from family_configs import CASES, gemma3
 from thorough import cases
 
 from flexengine.models.registry import open_model
-from flexengine.models.towers.description import with_images
+from flexengine.models.towers.description import SEE_EACH_OTHER, with_images
 from flexengine.models.towers.layouts import Sizes
 from flexengine.options.job import Job
 from flexengine.request import described
@@ -99,6 +99,8 @@ FAMILIES = {
     "qwen2_5_vl": ({"text_config": text("qwen2_5_vl_text", **MROPE), "vision_config": QWEN2_5}, grids, None),
     "qwen3_vl": ({"text_config": text("qwen3_vl_text", **MROPE), "vision_config": QWEN3}, grids, None),
     "qwen3_5": ({"text_config": {**CASES["qwen3_5_text"], **PARTLY}, "vision_config": QWEN3_5}, grids, None),
+    "gemma3": ({"text_config": gemma3(), "vision_config": {**SIGLIP, "vision_use_head": False},
+                "mm_tokens_per_image": 4}, tiles, lambda _: 4),
     "cohere2_vision": ({"text_config": text("cohere2", pad_token_id=65), "vision_config": SIGLIP,
                         "downsample_factor": 2}, tiles, lambda _: 4),
 }  # fmt: skip
@@ -125,6 +127,14 @@ def drawn(images, rows):
     return ids, [[-100 if token == IMAGE or i % 4 == 0 else token for i, token in enumerate(row)] for row in ids]
 
 
+def kinds_of(model, row, columns):
+    """Columns that say which tokens of a row stand for images, where a model reads one."""
+    kinds = (torch.tensor([row]) == IMAGE).int()
+    if model.config.model_type in SEE_EACH_OTHER:
+        return {"token_type_ids": kinds}
+    return {"mm_token_type_ids": kinds} if "image_grid_thw" in columns else {}
+
+
 def reference(model, ids, labels, images):
     """Mean loss over all targets, each sequence alone; logits of the first one."""
     total, count, logits = 0.0, 0, []
@@ -132,8 +142,7 @@ def reference(model, ids, labels, images):
         given = joined(own) if own else {}
         if "pixel_attention_mask" in given or given.get("pixel_values", torch.zeros(1)).dim() == 5:
             given["pixel_values"] = given["pixel_values"].flatten(0, 1)[None]
-        if "image_grid_thw" in given:
-            given["mm_token_type_ids"] = (torch.tensor([row]) == IMAGE).int()
+        given |= kinds_of(model, row, given)
         logits.append(model(input_ids=torch.tensor([row]), use_cache=False, **given).logits[0])
         target = torch.tensor(unshifted[1:])
         total = total + torch.nn.functional.cross_entropy(logits[-1][:-1], target, reduction="sum")
@@ -145,6 +154,12 @@ def saved(case, folder):
     config = FAMILIES[case][0]
     config = {"model_type": case.partition("-")[0], "image_token_id": IMAGE, "image_token_index": IMAGE, **config}
     return saved_model(folder, config, kind_of_model=transformers.AutoModelForImageTextToText).eval()
+
+
+def stored(name, names):
+    """What a checkpoint, whose names these are, calls a parameter of transformers."""
+    old = name.replace("model.language_model.", "language_model.model.")
+    return next(own for own in (name, old, name.removeprefix("model.")) if own in names)
 
 
 def opened(folder, most=64, **options):
@@ -164,12 +179,13 @@ def test_images(case, tmp_path):
     loss, logits = reference(model, ids, labels, images)
     loss.backward()
     source = opened(tmp_path, train_tower=True)
-    with build_engine(source, streamed_plan(source.spec, chunk_tokens=16, chunks_per_round=3)) as engine:
+    chunk = 48 if source.spec.whole_sequences else 16
+    with build_engine(source, streamed_plan(source.spec, chunk_tokens=chunk, chunks_per_round=3)) as engine:
         result = engine.fwd_bwd(input_ids=ids, labels=labels, **joined(images))
         assert result.loss == pytest.approx(loss.item(), abs=1e-5)
         found = engine.gradients()
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-        wanted = {n if n in found else n.removeprefix("model."): grad for n, grad in grads.items()}
+        wanted = {stored(n, found): grad for n, grad in grads.items()}
         assert found.keys() == wanted.keys()
         for name in [name for name in wanted if name.endswith("k_proj.bias")]:  # the softmax has none of it
             if wanted[name].norm() < 1e-6:
@@ -185,7 +201,7 @@ def test_images(case, tmp_path):
             assert relative_error(log_probs[1:], wanted) <= 1e-4
 
 
-@pytest.mark.parametrize("case", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("case", ["llava", "qwen2_vl", "gemma3"])
 def test_answers_about_images(case, tmp_path):
     """Several images in a prompt, none, and one; positions in three axes go on behind the largest."""
     model, (_, draw, rows) = saved(case, tmp_path), FAMILIES[case]
@@ -196,8 +212,7 @@ def test_answers_about_images(case, tmp_path):
     for prompt, own in zip(prompts, (images[:2], [], images[2:]), strict=True):
         row, given = list(prompt), joined(own) if own else {}
         for _ in range(4):
-            if "image_grid_thw" in given:
-                given["mm_token_type_ids"] = (torch.tensor([row]) == IMAGE).int()
+            given |= kinds_of(model, row, given)
             with torch.no_grad():
                 row.append(int(model(input_ids=torch.tensor([row]), use_cache=False, **given).logits[0, -1].argmax()))
         wanted.append(row[len(prompt) :])
@@ -209,17 +224,18 @@ def test_answers_about_images(case, tmp_path):
             engine.generate(prompts[:1], 1, images=joined(images))
 
 
-def test_plans_change_no_bits_and_text_alone_needs_no_images(tmp_path):
+@pytest.mark.parametrize("case", ["mistral3", "gemma3"])
+def test_plans_change_no_bits_and_text_alone_needs_no_images(case, tmp_path):
     """Bits are equal where weights stay and where they stream, whether the tower is trained or not; a batch of text is
     as in an engine without a tower. transformers reads what was trained."""
-    saved("mistral3", tmp_path / "model")
-    images, plain = sizes(3), random_batch(1, [20, 7], 60)
-    ids, labels = drawn(images, FAMILIES["mistral3"][2])
+    saved(case, tmp_path / "model")
+    images, plain = FAMILIES[case][1](3), random_batch(1, [20, 7], 60)
+    ids, labels = drawn(images, FAMILIES[case][2])
     batch = {"input_ids": ids, "labels": labels, **joined(images)}
     source, text_alone, found, told = opened(tmp_path / "model"), open_model(tmp_path / "model"), [], []
     trained = opened(tmp_path / "model", train_tower=True)
     for own, make in ((source, streamed_plan), (source, make_plan), (trained, make_plan), (trained, streamed_plan)):
-        with build_engine(own, make(own.spec, chunk_tokens=32)) as engine:
+        with build_engine(own, make(own.spec, chunk_tokens=48)) as engine:
             told.append(engine.evaluate(plain).loss)
             loss = engine.fwd_bwd(batch).loss
             found.append({**engine.gradients(), "loss": torch.tensor(loss)})
@@ -233,7 +249,7 @@ def test_plans_change_no_bits_and_text_alone_needs_no_images(tmp_path):
     assert {name.split(".")[0] for name in found[2].keys() - found[0].keys()} == {"vision_tower"}
     exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "trained").eval()
     assert reference(exported, ids, labels, images)[0].item() == pytest.approx(after, abs=1e-5)
-    with build_engine(text_alone, make_plan(text_alone.spec, chunk_tokens=32)) as engine:
+    with build_engine(text_alone, make_plan(text_alone.spec, chunk_tokens=48)) as engine:
         assert [engine.evaluate(plain).loss] * 4 == told
 
 

@@ -18,6 +18,8 @@ from flexengine.models.towers.axes import NUM_AXES, with_axes
 from flexengine.models.towers.layouts import CALL_ROWS, Grids, Layout, Sizes, Tiles
 from flexengine.models.towers.tower import TransformersTower
 from flexengine.models.with_images import NOTICE
+from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.seen_blocks import BlockAttention
 from flexengine.ops.base import Op, Work
 from flexengine.ops.embedding import Embedding
 from flexengine.ops.given_rows import AddRows, Columns, GivenRows, PlaceRows, TowerCost
@@ -70,8 +72,11 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "qwen2_5_vl": _grids,
     "qwen3_vl": _grids,
     "qwen3_5": _grids,
+    "gemma3": _tiles,
 }
 """Model type -> how its processor lays out images."""
+SEE_EACH_OTHER = ("gemma3",)
+"""Types whose text lets the tokens of an image see each other, the later ones too."""
 
 
 def with_images(model: ModelSpec, job: Job) -> ModelSpec:
@@ -94,7 +99,12 @@ def with_images(model: ModelSpec, job: Job) -> ModelSpec:
         tower = TransformersTower(shell, layout, *made)
     params = [_param(shell, name, shape) for name, shape in tower.shapes.items()]
     given = _given(tower, layout, shell.config.image_token_id, job)
-    return _with_rows(model if given.num_axes == 1 else with_axes(model), given, params)
+    if given.num_axes > 1:
+        model = with_axes(model)
+    if model.family in SEE_EACH_OTHER:
+        given = replace(given, block_rows=min(tower.calls(layout.probe(1))[0].rows, TYPICAL_ROWS))
+        model = model.with_ops(lambda op: BlockAttention(op, given) if isinstance(op, CausalAttention) else op)
+    return _with_rows(model, given, params)
 
 
 def _given(tower: TransformersTower, layout: Layout, token_id: int, job: Job) -> GivenRows:

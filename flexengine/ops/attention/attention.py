@@ -49,6 +49,7 @@ from flexengine.ops.base import (
     Op,
     OpEnv,
     TensorSpec,
+    Window,
     Work,
     in_plain_width,
 )
@@ -179,11 +180,17 @@ class CausalAttention(Op):
     def _kernels(self, env: OpEnv, q: Tensor) -> tuple[Kernels | None, AttentionStyle]:
         """What serves, and the style without a window that hides no key of this chunk's queries."""
         window, seq_lens = env.chunk.window, env.chunk.seq_lens
+        style = self.style.within(max(seq_lens) + (0 if window is None else window.start))
+        return self.serving(env, q, seq_lens, style, window), style
+
+    def serving(
+        self, env: OpEnv, q: Tensor, seq_lens: tuple[int, ...], style: AttentionStyle, window: Window | None = None
+    ) -> Kernels | None:
+        """What serves queries of sequences of these lengths, the first of which may continue one in a window."""
         other = () if window is None else (window.start, window.chunk_tokens)
         longest = max(seq_lens) + (0 if window is None else window.start)
-        style = self.style.within(longest)
         preferred = (*order_of(env.chunk.attention_choices, self.shape, longest), env.chunk.attention)
-        return choose_kernels(preferred, q, seq_lens, other, style, self.value_dim), style
+        return choose_kernels(preferred, q, seq_lens, other, style, self.value_dim)
 
     def forward(self, env: OpEnv) -> None:
         out, lse = self._views(env)
