@@ -10,6 +10,7 @@ from pathlib import Path
 
 import flexengine
 from flexengine.models.registry import FAMILIES
+from flexengine.models.towers.description import LAYOUTS
 from flexengine.models.unknown import MISSING_IN_TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +33,7 @@ def rows(table: str) -> Iterator[tuple[str, ...]]:
         lines = len(path.read_text(encoding="utf-8").splitlines())
         yield (
             f"`{name}`",
-            family.checkpoints,
+            family.checkpoints + (" and images" if name in LAYOUTS else ""),
             family.options,
             str(family.configs_compared),
             f"`{module}.py`",

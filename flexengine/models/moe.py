@@ -1,6 +1,6 @@
-"""Mixtral (type `mixtral`), OLMoE (`olmoe`), Qwen2-MoE (`qwen2_moe`) and Qwen3-MoE (`qwen3_moe`): the attention of
-their dense relatives and an FFN of many experts, of which a token sees a few; in Qwen2-MoE one more for all tokens.
-Both Qwen types may have layers with a plain FFN among them.
+"""Mixtral (type `mixtral`), OLMoE (`olmoe`), Qwen2-MoE (`qwen2_moe`) and Qwen3-MoE (`qwen3_moe`; with images
+`qwen3_vl_moe_text`): the attention of their dense relatives and an FFN of many experts, of which a token sees a few; in
+Qwen2-MoE one more for all tokens. The Qwen types may have layers with a plain FFN among them.
 
 Source: Jiang et al. 2024, "Mixtral of Experts"; Muennighoff et al. 2024, "OLMoE"; Qwen Team 2025, "Qwen3 Technical
 Report"; config fields as in Hugging Face.
@@ -32,12 +32,15 @@ from flexengine.wording import shown
 MIXTRAL_THETA = 1e6
 BALANCE, OLMOE_BALANCE = 0.001, 0.01
 """Coefficients of the loss that balances experts, for configs that leave them out."""
-MIXTRAL_NAMES = BlockNames(
-    router="block_sparse_moe.gate",
-    experts="block_sparse_moe.experts",
-    expert_gate_up=("w1", "w3"),
-    expert_down="w2",
-)
+WITH_IMAGES = "qwen3_vl_moe_text"
+OUTPUT_BY_INPUT = "experts_output_by_input"
+"""Says of a text with images how a checkpoint holds its experts (`with_images.as_stored`)."""
+NAMES = {
+    "mixtral": BlockNames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts",
+                          expert_gate_up=("w1", "w3"), expert_down="w2"),
+    WITH_IMAGES: BlockNames(expert_gate_up=(), expert_down=""),
+}  # fmt: skip
+"""Names of tensors, where they are others than Llama's."""
 
 
 def build(name: str, config: dict) -> ModelSpec:
@@ -49,7 +52,8 @@ def build(name: str, config: dict) -> ModelSpec:
     norm = NormStyle(read_rms_norm_eps(fields, 1e-6 if family.startswith("qwen") else 1e-5))
     theta = MIXTRAL_THETA if family == "mixtral" else THETA
     table = rope_table(config, sizes.head_dim, name, family=family, theta=theta)
-    options = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3}[family](fields, sizes)
+    kinds = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3, WITH_IMAGES: _with_images}
+    options = kinds[family](fields, sizes)
     check_counts(name, options["experts"])
     # A layer without experts differs in its FFN alone, which has the config's intermediate_size.
     sparse = sizes.block(norm, rope_scaling=table.scaling, **options)
@@ -61,7 +65,7 @@ def build(name: str, config: dict) -> ModelSpec:
         blocks=tuple(dense if i in without else sparse for i in range(sizes.num_hidden_layers)),
         tables=(table,),
         final_norm=norm,
-        names=MIXTRAL_NAMES if family == "mixtral" else BlockNames(),
+        names=NAMES.get(family, BlockNames()),
         balance_coefficient=read_balance(fields, OLMOE_BALANCE if family == "olmoe" else BALANCE),
     )
     return decoder_model(name, family, config, shape)
@@ -133,9 +137,14 @@ def _qwen2(fields: Fields, sizes: Sizes) -> dict[str, Any]:
     return {"experts": experts, "qkv_bias": fields.switch("qkv_bias", True)}
 
 
-def _qwen3(fields: Fields, sizes: Sizes) -> dict[str, Any]:
-    count = fields.whole("num_experts", 128, other="num_local_experts")
+def _qwen3(fields: Fields, sizes: Sizes, count: int = 128) -> dict[str, Any]:
+    count = fields.whole("num_experts", count, other="num_local_experts")
     per_token, bias = fields.whole("num_experts_per_tok", 8), fields.switch("attention_bias", False)
     width, normalised = fields.whole("moe_intermediate_size", 768), fields.switch("norm_topk_prob", False)
     experts = ExpertShape(count, per_token, width, normalised)
     return {"experts": experts, "qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
+
+
+def _with_images(fields: Fields, sizes: Sizes) -> dict[str, Any]:
+    options, transposed = _qwen3(fields, sizes, count=60), not fields.switch(OUTPUT_BY_INPUT, False)
+    return {**options, "experts": options["experts"]._replace(normalised=True, transposed=transposed)}

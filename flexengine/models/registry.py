@@ -297,11 +297,11 @@ def _with_code(folder: Path, text: str) -> Path:
 
 def _as_stored(folder: Path, config: Any) -> Any:
     """State what a config leaves open and the names of the checkpoint's tensors tell. Reads headers only."""
-    if not with_images.leaves_tie_open(config) or not any(folder.glob("*.safetensors")):
+    if not with_images.leaves_open(config) or not any(folder.glob("*.safetensors")):
         return config
     try:
         with CheckpointReader.open(folder) as reader:
-            return with_images.tied_as_stored(config, reader.tensors)
+            return with_images.as_stored(config, {name: entry.shape for name, entry in reader.tensors.items()})
     except CheckpointError:  # told where the weights are read
         return config
 

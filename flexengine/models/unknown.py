@@ -77,7 +77,7 @@ MISSING_IN_TYPES: dict[str, str] = {
     "image tokens that the model predicts": "emu3 chameleon janus",
     "experts beside norms after the branches": "flex_olmo beam kolibri1 afmoe cohere2_moe",
     "gates of heads of another kind": "dory flint laguna muse_glimmer muse_spark step3p7",
-    "experts whose weights one tensor holds in another order": "phi4_multimodal qwen3_vl_moe",
+    "experts whose weights one tensor holds in another order": "phi4_multimodal",
 }
 """Feature -> types of transformers that are not supported for want of it."""
 

@@ -6,7 +6,7 @@ export has them as they came. Positions in three axes (Qwen2-VL and later) are e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +23,12 @@ BESIDE = "the tensors beside it are exported unchanged"
 NOTICE = f"the text part is trained; {BESIDE} (vision tower, projector)"
 AXES = {"mrope": "default", "xdrope": "dynamic"}
 """Rotations by positions in several axes -> what they are where these are equal."""
+LAID_EITHER_WAY = (moe.WITH_IMAGES,)
+"""Types of texts whose experts lie input by output, or the other way."""
 BUILDERS: dict[str, Callable[[str, dict], ModelSpec]] = {
     "llama": llama.build, "mistral": mistral.build, "ministral": mistral.build, "qwen2": qwen.build,
-    "qwen3": qwen.build, "qwen3_moe": moe.build, "gemma2": gemma.build, "gemma3_text": gemma.build,
+    "qwen3": qwen.build, "qwen3_moe": moe.build, moe.WITH_IMAGES: moe.build,
+    "gemma2": gemma.build, "gemma3_text": gemma.build,
     "gemma4_text": gemma4.build, "gemma4_unified_text": gemma4.build,
     "qwen3_5_text": qwen_next.build, "qwen3_5_moe_text": qwen_next.build, "deepseek_v3": deepseek.build,
     "gpt_oss": gpt_oss.build, **dict.fromkeys(VARIANTS, variants.build),
@@ -45,16 +48,29 @@ def build(name: str, config: dict) -> ModelSpec:
     )
 
 
-def leaves_tie_open(config: Any) -> bool:
-    """Tell whether a config is of a model with images and does not say whether the head is tied."""
+def leaves_open(config: Any) -> bool:
+    """Tell whether a config is of a model with images and does not say whether the head is tied, or how experts lie."""
     # transformers gives such configs a default that published checkpoints do not follow
     kind = config.get("model_type") if isinstance(config, dict) else None
-    return isinstance(kind, str) and kind in WRAPPERS and "tie_word_embeddings" not in config
+    if not isinstance(kind, str) or kind not in WRAPPERS:
+        return False
+    return "tie_word_embeddings" not in config or WRAPPERS[kind].text in LAID_EITHER_WAY
 
 
-def tied_as_stored(config: dict, names: Iterable[str]) -> dict:
-    """State whether the head is tied: where a checkpoint of these names has none."""
-    return {**config, "tie_word_embeddings": not any(name.startswith(HEADS) for name in names)}
+def as_stored(config: dict, shapes: Mapping[str, tuple[int, ...]]) -> dict:
+    """State what a checkpoint of tensors of these shapes tells.
+
+    That is whether the head is tied: where there is none; and whether experts lie output by input, as transformers
+    writes those of types that were published input by output.
+    """
+    if "tie_word_embeddings" not in config:
+        config = {**config, "tie_word_embeddings": not any(name.startswith(HEADS) for name in shapes)}
+    text = config.get("text_config")
+    if WRAPPERS[config["model_type"]].text not in LAID_EITHER_WAY or not isinstance(text, dict):
+        return config
+    downs = (shape for name, shape in shapes.items() if name.endswith("mlp.experts.down_proj"))
+    sizes = text.get("hidden_size"), text.get("moe_intermediate_size")
+    return {**config, "text_config": {**text, moe.OUTPUT_BY_INPUT: next(downs, ())[1:] == sizes}}
 
 
 def _text(name: str, config: dict, row: Wrapper) -> dict:

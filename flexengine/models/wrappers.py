@@ -39,6 +39,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen2_vl": Wrapper("Qwen2-VL", "qwen2_vl_text"),
     "qwen2_5_vl": Wrapper("Qwen2.5-VL", "qwen2_5_vl_text"),
     "qwen3_vl": Wrapper("Qwen3-VL (dense)", "qwen3_vl_text"),
+    "qwen3_vl_moe": Wrapper("Qwen3-VL-30B-A3B, 235B-A22B", "qwen3_vl_moe_text"),
     "qwen3_omni_moe_thinker": Wrapper("the thinker of Qwen3-Omni", "qwen3_omni_moe_text", **AS_IT_IS),
     "glm4v": Wrapper("GLM-4.1V", "glm4v_text"),
     "glm46v": Wrapper("GLM-4.6V-Flash", "glm4v_text"),
@@ -129,6 +130,13 @@ TEXTS: dict[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "qwen3_vl_text": ("qwen3", {"max_position_embeddings": 128000, "rope_theta": 500000.0}),
+    "qwen3_vl_moe_text": (
+        "qwen3_vl_moe_text", {
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000,
+            "rope_theta": 500000.0, "moe_intermediate_size": 1408, "num_experts_per_tok": 4,
+        },
+    ),
     "qwen2_5_omni_text": (
         "qwen2", {
             "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,

@@ -159,7 +159,7 @@ class ChunkContext:
     float32 is written by the head. attention_choices: kernels that are preferred on CUDA for shapes that were measured;
     attention: for other shapes. balance: what routers report to, where experts are balanced. weights [T], in the dtype
     of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy. dropout: what it
-    draws. given: rows that a tower made. axes [axes, T]: positions in several axes. blocks: which tokens see later ones.
+    draws. given: rows of a tower. axes [axes, T]: positions in several axes. blocks: which tokens see later ones.
     """
 
     tokens: int

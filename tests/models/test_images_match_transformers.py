@@ -19,7 +19,9 @@ from engine_helpers import (
     tiny_config,
     worst_error,
 )
-from family_configs import CASES, gemma3
+from family_checks import as_stored
+from family_configs import CASES, experts, gemma3
+from safetensors.torch import load_file, save_file
 from thorough import cases
 
 from flexengine.models.registry import open_model
@@ -80,6 +82,7 @@ QWEN3 = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24,
 QWEN3_5 = {name: value for name, value in QWEN3.items() if name != "deepstack_visual_indexes"}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}}
 PARTLY = {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 0.6}}
+EXPERTS = {**experts("qwen3_moe"), "model_type": "qwen3_vl_moe_text"}
 DECAYS = ("A_log", "dt_bias", "in_proj_a.weight")
 """Ends of names of weights of decays, for whose gradients float32 is narrow; transformers has it in float64, too."""
 FAMILIES = {
@@ -99,6 +102,8 @@ FAMILIES = {
     "qwen2_5_vl": ({"text_config": text("qwen2_5_vl_text", **MROPE), "vision_config": QWEN2_5}, grids, None),
     "qwen3_vl": ({"text_config": text("qwen3_vl_text", **MROPE), "vision_config": QWEN3}, grids, None),
     "qwen3_5": ({"text_config": {**CASES["qwen3_5_text"], **PARTLY}, "vision_config": QWEN3_5}, grids, None),
+    "qwen3_vl_moe": ({"text_config": {**EXPERTS, **MROPE}, "vision_config": QWEN3}, grids, None),
+    "qwen3_5_moe": ({"text_config": {**CASES["qwen3_5_moe_text"], **PARTLY}, "vision_config": QWEN3_5}, grids, None),
     "gemma3": ({"text_config": gemma3(), "vision_config": {**SIGLIP, "vision_use_head": False},
                 "mm_tokens_per_image": 4}, tiles, lambda _: 4),
     "cohere2_vision": ({"text_config": text("cohere2", pad_token_id=65), "vision_config": SIGLIP,
@@ -156,12 +161,6 @@ def saved(case, folder):
     return saved_model(folder, config, kind_of_model=transformers.AutoModelForImageTextToText).eval()
 
 
-def stored(name, names):
-    """What a checkpoint, whose names these are, calls a parameter of transformers."""
-    old = name.replace("model.language_model.", "language_model.model.")
-    return next(own for own in (name, old, name.removeprefix("model.")) if own in names)
-
-
 def opened(folder, most=64, **options):
     """The model of a folder; options: those of a job."""
     source = open_model(folder)
@@ -185,7 +184,8 @@ def test_images(case, tmp_path):
         assert result.loss == pytest.approx(loss.item(), abs=1e-5)
         found = engine.gradients()
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-        wanted = {stored(n, found): grad for n, grad in grads.items()}
+        wanted = {n if n in found else n.removeprefix("model."): grad for n, grad in grads.items()}
+        wanted = wanted if wanted.keys() == found.keys() else as_stored(model, grads)
         assert found.keys() == wanted.keys()
         for name in [name for name in wanted if name.endswith("k_proj.bias")]:  # the softmax has none of it
             if wanted[name].norm() < 1e-6:
@@ -251,6 +251,19 @@ def test_plans_change_no_bits_and_text_alone_needs_no_images(case, tmp_path):
     assert reference(exported, ids, labels, images)[0].item() == pytest.approx(after, abs=1e-5)
     with build_engine(text_alone, make_plan(text_alone.spec, chunk_tokens=48)) as engine:
         assert [engine.evaluate(plain).loss] * 4 == told
+
+
+def test_experts_that_lie_input_by_output(tmp_path):
+    """As Qwen3-VL's were published; transformers writes them the other way, and reads both."""
+    saved("qwen3_vl_moe", tmp_path)
+    file, ids, losses = tmp_path / "model.safetensors", random_batch(1, [20, 7], 60), []
+    for _ in range(2):
+        source = open_model(tmp_path)
+        with build_engine(source, make_plan(source.spec, chunk_tokens=32)) as engine:
+            losses.append(engine.evaluate(ids).loss)
+        tensors = {n: t.mT.contiguous() if ".experts." in n else t for n, t in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
 GOOD = [IMAGE] * 8 + [1, 2]

@@ -10,7 +10,12 @@ from flexengine.ops.base import Op
 from flexengine.ops.rope import RoPE, RoPEInAxes, table_of_axis
 
 NUM_AXES = 3
-INTERLEAVED = {"qwen3_vl": [24, 20, 20], "qwen3_5": [11, 11, 10]}
+INTERLEAVED = {
+    "qwen3_vl": [24, 20, 20],
+    "qwen3_vl_moe": [24, 20, 20],
+    "qwen3_5": [11, 11, 10],
+    "qwen3_5_moe": [11, 11, 10],
+}
 """Types that share out frequencies in turns -> the sections of a config that states none."""
 
 

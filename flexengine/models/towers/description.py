@@ -71,7 +71,9 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "qwen2_vl": _grids,
     "qwen2_5_vl": _grids,
     "qwen3_vl": _grids,
+    "qwen3_vl_moe": _grids,
     "qwen3_5": _grids,
+    "qwen3_5_moe": _grids,
     "gemma3": _tiles,
 }
 """Model type -> how its processor lays out images."""
