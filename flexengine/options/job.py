@@ -194,12 +194,13 @@ class Job(AdapterOptions, TaskOptions, ImageOptions):
         ),
     ] = None
     transport: Annotated[
-        Literal["auto", "relay", "split", "stages"],
+        Literal["auto", "relay", "split", "stages", "context"],
         Option(
             "how several GPUs share weights and gradients: relay = each reads all weights over its own link and takes"
             " gradients over through the host, split = each moves a share over its link and the rest between GPUs,"
-            " stages = each has some of the blocks and hands hidden states over through the host; auto = what the"
-            " planner finds fastest, without split where the rate between GPUs is not known"
+            " stages = each has some of the blocks and hands hidden states over through the host, context = each has"
+            " some of the tokens of every sequence that is longer than a chunk, and hands keys and values over through"
+            " the host; auto = what the planner finds fastest, without split where the rate between GPUs is not known"
         ),
     ] = "auto"
     recompute: Annotated[

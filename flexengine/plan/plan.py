@@ -154,7 +154,8 @@ class Plan:
     host. split: they walk the layers together, each moving a share of weights and gradients over its link, and the rest
     between GPUs. stages: they walk the layers together, as many rounds at a time as there are ranks, and block b
     belongs to rank b % ranks: it runs the block for all of these rounds, and alone may keep its weights, gradients and
-    states on its GPU.
+    states on its GPU. context: every rank runs some chunks of each round, one after the other, and hands what a layer
+    carries along a sequence, its gradients and the accumulators to its neighbour.
     """
 
     model: str
@@ -206,13 +207,14 @@ class Plan:
         rules = TRANSPORTS[self.transport]
         if rules.together and (self.request.ranks == 1 or self.touched_only):
             raise ValueError(f"transport={self.transport} is of several ranks of a node, which fetch all experts")
-        if not self.owns_blocks:
+        if not (self.owns_blocks or self.cuts_rounds):
             return
         if self.request.nodes > 1:
             raise ValueError(f"transport={self.transport} is of several ranks of one node")
         if self.in_parts or self.deals_states:
             raise ValueError(f"with transport={self.transport} experts are streamed whole, and no states are divided")
-        if any("gpu" in (home.weights, home.grads, home.states) for home in (self.groups[0], self.groups[-1])):
+        edges = (self.groups[0], self.groups[-1]) if self.owns_blocks else ()
+        if any("gpu" in (home.weights, home.grads, home.states) for home in edges):
             raise ValueError(
                 f"with transport={self.transport} all ranks update the embedding and the head, which lie on the host"
             )
@@ -231,6 +233,11 @@ class Plan:
     def owns_blocks(self) -> bool:
         """True when each of several ranks runs blocks of its own."""
         return TRANSPORTS[self.transport].owns_blocks
+
+    @property
+    def cuts_rounds(self) -> bool:
+        """True when each of several ranks runs some chunks of every round."""
+        return TRANSPORTS[self.transport].cuts_rounds and self.request.ranks > 1
 
     @property
     def num_chunks(self) -> int:
@@ -281,7 +288,8 @@ class Plan:
     @property
     def may_speculate(self) -> bool:
         """Whether the CPU may update before it knows that nothing is clipped: each rank finds all of some gradients."""
-        finds_all = not self.shares_node or (TRANSPORTS[self.transport].together and self.request.nodes == 1)
+        rules = TRANSPORTS[self.transport]
+        finds_all = not self.shares_node or (rules.together and not rules.cuts_rounds and self.request.nodes == 1)
         return self.request.waits_for_norm and finds_all
 
     @property

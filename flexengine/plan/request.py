@@ -52,21 +52,24 @@ class Numerics:
         return f"{self.state} stochastic" if self.master == "stochastic" else self.state
 
 
-TransportName = Literal["relay", "split", "stages"]
+TransportName = Literal["relay", "split", "stages", "context"]
 
 
 class TransportRules(NamedTuple):
     """What plans of a transport may do. together: ranks walk the layers together, so that each finds all of some
-    gradients in a round. owns_blocks: each runs blocks of its own, for as many rounds as there are ranks."""
+    gradients in a round. owns_blocks: each runs blocks of its own, for as many rounds as there are ranks. cuts_rounds:
+    each runs some chunks of every round, and gradients of blocks end on the first."""
 
     together: bool
     owns_blocks: bool
+    cuts_rounds: bool = False
 
 
 TRANSPORTS: dict[TransportName, TransportRules] = {
     "relay": TransportRules(together=False, owns_blocks=False),
     "split": TransportRules(together=True, owns_blocks=False),
     "stages": TransportRules(together=True, owns_blocks=True),
+    "context": TransportRules(together=True, owns_blocks=False, cuts_rounds=True),
 }
 
 
@@ -105,7 +108,7 @@ class Request:
     ranks: int = 1
     round_multiple: int | None = None
     nodes: int = 1
-    transport: Literal["auto", "relay", "split", "stages"] = "auto"
+    transport: Literal["auto", "relay", "split", "stages", "context"] = "auto"
     graphs: Literal["auto", "never", "always"] = "auto"
     reproducible: bool = False
     whole_sequences: bool = False

@@ -22,7 +22,7 @@ from flexengine.schedule.commands import LayerCall, Program
 from flexengine.schedule.lowering import ChunkShape, RoundShape
 from flexengine.schedule.lowering.kinds import EVALUATION, RoundKind, RoundUpdates
 from flexengine.schedule.packing import PackedChunk, joined, pack, packed_shape
-from flexengine.schedule.ranks.transports import Turn
+from flexengine.schedule.ranks.transports import Turn, transport_of
 
 
 class RoundRunner:
@@ -68,12 +68,20 @@ class RoundRunner:
             if turn.rounds:
                 self._take_turn(batch, rounds, turn, first, balance, settings, updates if turn.ends_batch else "none")
                 if turn.own is not None:
-                    losses.append(self._losses(_chunks_of(rounds, turn)))
+                    losses.append(self._losses(self._told_of(rounds, turn)))
         self._state.num_rounds, self._state.has_gradients = first + len(rounds), True
         if self._may_warn and self._state.num_rounds > MOST_ROUNDED:
             self._may_warn = False
             warn_of_rounding(self._state.num_rounds, self._plan.request.numerics.grad)
-        return self._context.sum_losses(losses, first, len(rounds), self._device)
+        return self._context.sum_losses(losses, first, len(rounds), self._device, trained=True)
+
+    def _told_of(self, rounds: list[list[PackedChunk]], turn: Turn) -> slice:
+        """Which chunks of a turn are those whose losses this rank tells."""
+        assert turn.own is not None, "another rank tells them"
+        start = sum(len(rounds[number]) for number in turn.rounds[: turn.own])
+        shape = packed_shape(rounds[turn.rounds[turn.own]], self._plan.chunk_tokens)
+        told = transport_of(self._plan).told(self._layers.layout, shape, turn.wave)
+        return slice(start + told.start, start + told.stop)
 
     def _take_turn(
         self, batch: Sequences, rounds: list[list[PackedChunk]], turn: Turn, first: int,
@@ -176,11 +184,5 @@ class RoundRunner:
 
     def _losses(self, chunks: slice = slice(None)) -> Tensor:
         """The loss of every chunk, or of some, of what was issued last, float64 [chunks] on the device."""
-        return torch.stack([chunk.losses.double().sum() for chunk in self._layers.chunks[chunks]])
-
-
-def _chunks_of(rounds: list[list[PackedChunk]], turn: Turn) -> slice:
-    """Which chunks of a turn are those of the round whose loss this rank tells."""
-    assert turn.own is not None, "another rank tells it"
-    start = sum(len(rounds[number]) for number in turn.rounds[: turn.own])
-    return slice(start, start + len(rounds[turn.rounds[turn.own]]))
+        sums = [chunk.losses.double().sum() for chunk in self._layers.chunks[chunks]]
+        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=self._device)

@@ -123,7 +123,7 @@ class _HostSlots:
         for layer, (kept, program) in enumerate(zip(sizes.plan.layers, sizes.programs, strict=True)):
             if not (sizes.model.layers[layer].keeps and sizes.trains(layer)):
                 continue
-            for c in range(sizes.plan.num_chunks):
+            for c in range(sizes.kept_chunks):
                 if kept.input_home == "host" and not sizes.is_handed(layer):
                     key = SlotKey("input", sizes.segments.owner_of_input(layer), c, "host")
                     region.add_once(key, sizes.hidden_bytes, "offloaded activations", sizes.hidden_bytes)
@@ -299,7 +299,7 @@ class _GpuSlots:
         for layer, (kept, program) in enumerate(zip(self._plan.layers, self._sizes.programs, strict=True)):
             if not (self._model.layers[layer].keeps and self._sizes.trains(layer)):
                 continue
-            for c in range(self._plan.num_chunks):
+            for c in range(self._sizes.kept_chunks):
                 if kept.input_home == "gpu":
                     key = SlotKey("input", self._sizes.segments.owner_of_input(layer), c)
                     region.add_once(key, self._sizes.hidden_bytes, "kept activations", self._sizes.hidden_bytes)

@@ -14,6 +14,7 @@ from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.parts import Part
 from flexengine.schedule.pieces import Piece, pieces_of
+from flexengine.schedule.ranks.chunk_shares import most_kept
 from flexengine.schedule.ranks.places import places_of
 from flexengine.schedule.ranks.waves import Section, sections_of
 from flexengine.schedule.second_planes import may_speculate
@@ -150,12 +151,22 @@ class PlannedSizes:
         sliced = self.plan.slices_sequences
         return max(p.plain_workspace_bytes + sliced * p.plain_window_workspace_bytes for p in self.programs)
 
+    @cached_property
+    def kept_chunks(self) -> int:
+        """The most chunks whose activations a rank keeps from forward to backward."""
+        return most_kept(self) if self.plan.cuts_rounds else self.plan.num_chunks
+
+    @property
+    def window_slices(self) -> int:
+        """The most chunks of one sequence."""
+        return -(-self.plan.request.max_seq_len // self.plan.chunk_tokens)
+
     @property
     def window_rows(self) -> int:
         """Rows of the key/value window: the longest sequence in whole chunks; 0 when no sequence is sliced."""
         if not self.plan.slices_sequences:
             return 0
-        return -(-self.plan.request.max_seq_len // self.plan.chunk_tokens) * self.plan.chunk_tokens
+        return self.window_slices * self.plan.chunk_tokens
 
     def window_of(self, layer: int) -> WindowPlaces:
         """Places of what a layer carries along a sliced sequence."""

@@ -30,6 +30,33 @@ class WindowPlaces(NamedTuple):
         return self.num_bytes + self.grad_bytes
 
 
+class SlicePiece(NamedTuple):
+    """What one slice has of a carried tensor: bytes, from `first` on in the window, from `packed` on among all that the
+    slice has."""
+
+    first: int
+    packed: int
+    num_bytes: int
+
+
+@lru_cache(maxsize=1 << 14)
+def slice_pieces(window: WindowPlaces, slices: int, number: int, compute_bytes: int, grads: bool) -> tuple[SlicePiece, ...]:
+    """The pieces of slice `number` of so many, in the window or in that of gradients."""
+    found, packed = list[SlicePiece](), 0
+    for spec, offset, grad_offset in window.places:
+        width = FLOAT64_BYTES if compute_bytes == FLOAT64_BYTES else 4
+        whole = spec.elements(0) * width if grads else spec.num_bytes(0, compute_bytes)
+        num_bytes = whole // slices
+        found.append(SlicePiece((grad_offset if grads else offset) + number * num_bytes, packed, num_bytes))
+        packed += align(num_bytes)
+    return tuple(found)
+
+
+def slice_bytes(window: WindowPlaces, slices: int, compute_bytes: int, grads: bool) -> int:
+    """Bytes of all that a slice has in the window, or in that of gradients."""
+    return sum(align(piece.num_bytes) for piece in slice_pieces(window, slices, 0, compute_bytes, grads))
+
+
 @lru_cache(maxsize=4096)
 def window_places(ops: tuple[Op, ...], sequence_tokens: int, chunk_tokens: int, compute_bytes: int) -> WindowPlaces:
     """Places for sequences of at most `sequence_tokens` tokens. Gradients take 8 bytes in float64 runs, else 4."""

@@ -113,11 +113,13 @@ class RankContext:
         with self.while_nobody_writes():
             return weights.read_gradients(scale)
 
-    def sum_losses(self, own: list[Tensor], first: int, num_rounds: int, device: torch.device) -> Tensor:
+    def sum_losses(
+        self, own: list[Tensor], first: int, num_rounds: int, device: torch.device, trained: bool = False
+    ) -> Tensor:
         """Add the losses [chunks] of all rounds of a batch, in their order, to one float64 [] on the device.
 
         own: those of this rank's rounds. first: the number of the first round within its step. The order decides the
-        bits of the sum.
+        bits of the sum. trained: they are of a pass with backward, where several ranks may tell of a round.
         """
         return added(own, device)
 
@@ -261,12 +263,16 @@ class SeveralRanks(RankContext):
         sums = gradients_of_nodes(weights, self.ranks, self.control, num_rounds)
         return {name: total * scale for name, total in sums.items()}
 
-    def sum_losses(self, own: list[Tensor], first: int, num_rounds: int, device: torch.device) -> Tensor:
+    def sum_losses(
+        self, own: list[Tensor], first: int, num_rounds: int, device: torch.device, trained: bool = False
+    ) -> Tensor:
         told = [iter(rounds) for rounds in self.control.gather([row.tolist() for row in own])]
-        total = 0.0
+        total, seat, transport = 0.0, self.seat, self._transport
         for number in range(num_rounds):
-            for term in next(told[self._transport.rank_of(self.seat, number, first)]):
-                total += term
+            alone = (transport.rank_of(seat, number, first),)
+            for rank in transport.tellers(seat, number, first) if trained else alone:
+                for term in next(told[rank]):
+                    total += term
         return torch.tensor(total, dtype=torch.float64, device=device)
 
     def join_rows(self, rows: list[Tensor]) -> None:

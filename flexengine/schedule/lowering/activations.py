@@ -158,15 +158,18 @@ class ActivationLowering:
     # -- sizes and places --------------------------------------------------------------------------------------------
 
     def _place_of_input(self, index: int, c: int, memory: Memory = "gpu") -> int:
-        return self._layout.slot("input", self._layout.segments.owner_of_input(index), c, memory)
+        number = self._context.number_kept(c)
+        return self._layout.slot("input", self._layout.segments.owner_of_input(index), number, memory)
 
     def _place_on_gpu(self, index: int, c: int) -> int:
         num_bytes = self._layout.programs[index].save_gpu_bytes
-        return self._layout.slot_of(self._layout.segments.key_of_saved("save_gpu", index, c, "gpu", num_bytes))
+        number = self._context.number_kept(c)
+        return self._layout.slot_of(self._layout.segments.key_of_saved("save_gpu", index, number, "gpu", num_bytes))
 
     def _place_on_host(self, index: int, c: int) -> int:
         num_bytes = self._layout.programs[index].save_host_bytes
-        return self._layout.slot_of(self._layout.segments.key_of_saved("save", index, c, "host", num_bytes))
+        number = self._context.number_kept(c)
+        return self._layout.slot_of(self._layout.segments.key_of_saved("save", index, number, "host", num_bytes))
 
     def _hidden_bytes(self, c: int) -> int:
         return self._context.shape.chunks[c].tokens * self._context.model.hidden_size * self._layout.compute_bytes

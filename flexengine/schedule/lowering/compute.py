@@ -88,7 +88,7 @@ class ComputeLowering:
         sequence = f"window {call.layer} {chunk.first_slice}"
         if call.kind == "backward":
             grad_window = self._layout.slot("grad_window")
-            call.reads.append(Access(window, f"{sequence} to {chunk.last_slice}"))
+            call.reads.append(Access(window, f"{sequence} to {self._context.slices_here(chunk)[-1]}"))
             if c != chunk.last_slice:
                 call.reads.append(Access(grad_window, f"grad {sequence} from {c + 1}"))
             call.writes_area("grad_window", Access(grad_window, f"grad {sequence} from {c}"))

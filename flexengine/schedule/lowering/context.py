@@ -8,7 +8,7 @@ from typing import NamedTuple
 from flexengine.schedule.commands import Signal
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering.shape import RoundShape
+from flexengine.schedule.lowering.shape import ChunkShape, RoundShape
 from flexengine.schedule.program_builder import ProgramBuilder
 
 
@@ -20,6 +20,14 @@ class RoundContext:
         self.plan, self.model = layout.plan, layout.model
         self.chunks = range(len(shape.chunks))
         self.routed: dict[int, str] = {}
+
+    def slices_here(self, chunk: ChunkShape) -> range:
+        """The slices of a sequence that this rank runs, of which `chunk` is one."""
+        return range(chunk.first_slice, chunk.last_slice + 1)
+
+    def number_kept(self, c: int) -> int:
+        """The number of a chunk among those whose activations this rank keeps."""
+        return c
 
     def updated_before(self, group: int) -> tuple[Signal, ...]:
         """What a fetch of a group's weights awaits of other ranks."""

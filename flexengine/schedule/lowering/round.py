@@ -208,8 +208,9 @@ class RoundLowering(LayerWalk):
         for number, c in enumerate(order):
             self.gradients.update_waiting(turns=len(order) - number)
             chunk = self.context.shape.chunks[c]
-            if layer.kind == "block" and not at.in_parts and chunk.is_slice and c == chunk.last_slice:
-                self._refill_window(index, range(chunk.first_slice, c + 1), weights)
+            here = self.context.slices_here(chunk)
+            if layer.kind == "block" and not at.in_parts and chunk.is_slice and c == here[-1]:
+                self._refill_window(index, here, weights)
             self._backward_chunk(index, c, at, weights, accumulators, c == order[0], begun)
 
     def _stages_of(self, index: int) -> list[StagePart]:

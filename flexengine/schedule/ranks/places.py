@@ -20,6 +20,7 @@ from flexengine.schedule.pieces import Piece, pieces_of, whole_piece
 from flexengine.schedule.ranks.waves import Section, owned_pieces
 from flexengine.schedule.region import Region
 from flexengine.schedule.slots import PlaneKind
+from flexengine.schedule.window import WindowPlaces, slice_bytes
 
 
 class Sizes(Protocol):
@@ -32,8 +33,15 @@ class Sizes(Protocol):
     acc_bytes: int
     pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
 
+    compute_bytes: int
+
     @property
     def hidden_bytes(self) -> int: ...
+    @property
+    def window_rows(self) -> int: ...
+    @property
+    def window_slices(self) -> int: ...
+    def window_of(self, layer: int) -> WindowPlaces: ...
     def piece_bytes(self, group: int) -> int: ...
     def spilled_piece_bytes(self, group: int) -> int: ...
     def received_bytes(self, group: int) -> int: ...
@@ -158,6 +166,43 @@ class SplitPlaces(RelayPlaces):
         return max(sizes.received_bytes(i) for i in groups) if tied else 0
 
 
+class ContextPlaces(RelayPlaces):
+    """Of ranks that cut rounds: rows of each layer's window, of each slice, are left for later ranks; their gradients
+    and accumulators for the rank before."""
+
+    accumulators = 2  # one arrives or leaves while a layer adds to the other
+
+    def add_on_host(self, sizes: Sizes, own: Region, node: Region) -> None:
+        _add_squares(sizes, node)
+        ranks, slices = sizes.plan.request.ranks, sizes.window_slices
+        blocks = [i for i, layer in enumerate(sizes.model.layers) if layer.kind == "block"]
+        windows = {layer: sizes.window_of(layer) for layer in blocks if sizes.window_rows}
+        for layer, window in windows.items():
+            num_bytes = slice_bytes(window, slices, sizes.compute_bytes, grads=False)
+            for c in range(sizes.plan.num_chunks if num_bytes else 0):
+                node.add("handed", num_bytes, "handed over", f"window {layer}", c)
+        grads = {slice_bytes(window, slices, sizes.compute_bytes, grads=True) for window in windows.values()} - {0}
+        for giver in range(ranks):
+            for c in range(slices if giver and grads else 0):
+                node.add("handed", max(grads), "handed over", f"grads {giver}", c)
+                node.add_pieces(((num_bytes, 0, num_bytes) for num_bytes in sorted(grads)), "bytes")
+            for name, lengths in self._accumulated(sizes).items():
+                node.add("handed", max(lengths), "handed over", f"sums {giver} {name}")
+                node.add_pieces(((num_bytes, 0, num_bytes) for num_bytes in sorted(lengths)), "bytes")
+
+    def spilled_slot_bytes(self, sizes: Sizes, groups: Sequence[int]) -> int:
+        """Head and embedding of a tied group store their gradients one after the other."""
+        return 0
+
+    def _accumulated(self, sizes: Sizes) -> dict[str, set[int]]:
+        """By slot class, the lengths of accumulators that there are."""
+        found: dict[str, set[int]] = {}
+        for spec, stored in zip(sizes.model.groups, sizes.groups, strict=True):
+            if not spec.frozen:
+                found.setdefault(spec.slot_class, set()).add(stored.part_numel * sizes.acc_bytes)
+        return found
+
+
 class StagePlaces(RelayPlaces):
     """Of ranks that run blocks of their own: all planes have a place in the node's memory, and chunks are left there
     for the rank of the next layer."""
@@ -169,10 +214,7 @@ class StagePlaces(RelayPlaces):
         return True
 
     def add_on_host(self, sizes: Sizes, own: Region, node: Region) -> None:
-        node.add("norm_squares", norm_square_bytes(sizes.groups), "scalars")
-        lengths = [norm_square_bytes([stored]) for stored in sizes.groups]
-        starts = accumulate(lengths[:-1], initial=0)
-        node.add_pieces(zip(range(len(lengths)), starts, lengths, strict=True), "group")
+        _add_squares(sizes, node)
         for layer in range(2, len(sizes.model.layers)):  # block 0 is with the embedding
             for c in range(sizes.plan.num_chunks):
                 node.add("handed", sizes.hidden_bytes, "handed over", layer, c)
@@ -185,7 +227,17 @@ class StagePlaces(RelayPlaces):
         return plan.chunks_per_round
 
 
-PLACES: dict[str, type[Alone]] = {"relay": RelayPlaces, "split": SplitPlaces, "stages": StagePlaces}
+def _add_squares(sizes: Sizes, node: Region) -> None:
+    """Append a slot for the sums of squares of all gradients, and within it one for each group's."""
+    node.add("norm_squares", norm_square_bytes(sizes.groups), "scalars")
+    lengths = [norm_square_bytes([stored]) for stored in sizes.groups]
+    starts = accumulate(lengths[:-1], initial=0)
+    node.add_pieces(zip(range(len(lengths)), starts, lengths, strict=True), "group")
+
+
+PLACES: dict[str, type[Alone]] = {
+    "relay": RelayPlaces, "split": SplitPlaces, "stages": StagePlaces, "context": ContextPlaces,
+}  # fmt: skip
 
 
 def places_of(plan: Plan) -> Alone:

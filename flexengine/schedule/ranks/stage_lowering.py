@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from flexengine.models.spec import LayerSpec
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Signal, Stream
 from flexengine.schedule.fixed_slots import norm_square_bytes
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.activations import ActivationLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart
 from flexengine.schedule.lowering.gradients import GradientLowering, InRound, nothing_in_round
@@ -168,7 +172,7 @@ class StageGradients(GradientLowering):
 
     def _have_squares(self) -> None:
         last = self._stages.stage.rank == len(self._context.shape.counts) - 1  # it ran the wave's last round
-        exchange_squares(self._builder, self._stages, last)
+        _exchange_squares(self._builder, self._stages, last)
 
     def _fetch_relayed(self, stored: StoredPiece, staging: int) -> None:
         for home, _ in stored.homes:
@@ -258,7 +262,7 @@ class StageUpdate(RanksUpdate):
         """Exchange them through the node's memory, unless the last round did."""
         if self.kind.norm_known:
             return super().sums_of_squares()
-        exchange_squares(self.builder, self.layout, self.kind.last)
+        _exchange_squares(self.builder, self.layout, self.kind.last)
         return Access(self.layout.slot("norm_squares"), "norm squares")
 
     def signal_updates(self) -> None:
@@ -268,30 +272,47 @@ class StageUpdate(RanksUpdate):
             self.builder.between_ranks(end, signals=(self.layout.semaphores.updated(group > 0),))
 
 
-def exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) -> None:
+def _exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) -> None:
+    """As `exchange_squares`. last: this rank ran the step's last round, so that it has the sum of the head's
+    gradient."""
+    groups = range(len(layout.groups))
+    own = [g for g in groups if (last if g == layout.head_group else layout.stage.owns(g))]
+    exchange_squares(builder, layout, own, layout.semaphores, layout.semaphores.updated_before(head=True))
+
+
+class NormSemaphores(Protocol):
+    """By which ranks tell that they have stored sums of squares."""
+
+    def norm(self) -> Signal: ...
+    def all_norms(self) -> tuple[Signal, ...]: ...
+
+
+def exchange_squares(
+    builder: ProgramBuilder, layout: Layout, own: Sequence[int], semaphores: NormSemaphores, *before: Signal
+) -> None:
     """Leave the sums of squares of this rank's gradients in the node's memory, and fetch those of all ranks.
 
-    last: it ran the step's last round, so that it has the sum of the head's gradient. What the others have fetched in
-    the step before, they have told by ending their updates.
+    own: groups whose gradients end on this rank. before: by which the others have told that they have fetched those of
+    the step before.
     """
     here, whole, content = layout.slot("norm_squares"), layout.place("norm_squares", memory="node"), "norm squares"
     found: dict[int, CopyRegion] = {}
     start = 0
     for group, stored in enumerate(layout.groups):
         num_bytes = norm_square_bytes([stored])
-        place = layout.slot_of(whole.key._replace(within=("group", group)))
-        found[group] = CopyRegion(here, start, place, 0, num_bytes)
-        builder.holds(place, content)
+        if not layout.model.groups[group].frozen:
+            place = layout.slot_of(whole.key._replace(within=("group", group)))
+            found[group] = CopyRegion(here, start, place, 0, num_bytes)
+            builder.holds(place, content)
         start += num_bytes
-    own = [g for g in found if (last if g == layout.head_group else layout.stage.owns(g))]
     if builder.last_writer(here) < 0:
         builder.holds(here, content)
-    reads, writes = [Access(here, content)], [Access(found[group].target, content) for group in own]
     regions = tuple(found[group] for group in own)
-    builder.add_copy(CommandName("offload", "norm"), Stream.D2H, reads, writes, regions)
-    awaits = layout.semaphores.updated_before(head=True)
-    builder.between_ranks(-1, awaits=(awaits,), signals=(layout.semaphores.norm(),))
+    if regions:
+        reads, writes = [Access(here, content)], [Access(region.target, content) for region in regions]
+        builder.add_copy(CommandName("offload", "norm"), Stream.D2H, reads, writes, regions)
+        builder.between_ranks(-1, awaits=before, signals=(semaphores.norm(),))
     back = tuple(region.reversed for region in found.values())
     places = [Access(region.source, content) for region in back]
     builder.add_copy(CommandName("fetch", "norm"), Stream.H2D, places, [Access(here, content)], back)
-    builder.between_ranks(-1, awaits=(layout.semaphores.all_norms(),))
+    builder.between_ranks(-1, awaits=semaphores.all_norms())

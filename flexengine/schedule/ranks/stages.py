@@ -103,9 +103,9 @@ class StageSemaphores:
         """This rank has stored the sums of squares of the gradients that it has."""
         return Signal(self._norm, "own", "update")
 
-    def all_norms(self) -> Signal:
+    def all_norms(self) -> tuple[Signal, ...]:
         """All ranks have."""
-        return self.norm()._replace(of="all")
+        return (self.norm()._replace(of="all"),)
 
 
 def why_no_stages(model: ModelSpec, ranks: int) -> str:

@@ -30,21 +30,23 @@ def check_stages(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
     for (step, number), together in waves.items():
         if len(together) != len(runs) or len({run.rounds for run in together}) > 1:
             raise ProgramError(f"not all ranks run wave {number} of step {step} with the same rounds")
-        _check_layers(layout, together, f"wave {number} of step {step}")
+        check_layers(layout, together, f"wave {number} of step {step}")
         _check_rounds(layout, together, f"wave {number} of step {step}")
         for run in together:
             for command in (c for c in run.program.commands if isinstance(c.args, HandedOver)):
                 _check_place(run, command)
 
 
-def _check_layers(layout: Layout, together: Sequence[RankRun], wave: str) -> None:
+def check_layers(layout: Layout, together: Sequence[RankRun], wave: str) -> None:
+    """Check that each layer runs once for every chunk, on one of the ranks."""
     counts, chunks = Counter[tuple[str, int, int]](), set[int]()
     for command in (c for run in together for c in run.program.commands if c.kind in ("forward", "backward")):
         call: LayerCall = command.args
         counts[command.kind, call.layer, call.chunk] += 1
         chunks.add(call.chunk)
     for layer, spec in enumerate(layout.model.layers):
-        for kind in ("backward",) if spec.kind == "head" else ("forward", "backward"):
+        kinds = [*(["forward"] if spec.kind != "head" else []), *(["backward"] if spec.has_backward else [])]
+        for kind in kinds:
             for chunk in chunks:
                 if counts[kind, layer, chunk] != 1:
                     times = counts[kind, layer, chunk]

@@ -18,6 +18,10 @@ from flexengine.schedule.lowering.kinds import RoundKind, UpdateKind, Wave
 from flexengine.schedule.lowering.round import EvaluationLowering, RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.update import UpdateLowering
+from flexengine.schedule.ranks.chunk_shares import shares_of, why_no_context
+from flexengine.schedule.ranks.context_checker import check_context, held_in_context, is_stored_by_head
+from flexengine.schedule.ranks.context_lowering import ContextRound, ContextUpdate
+from flexengine.schedule.ranks.context_semaphores import ContextSemaphores
 from flexengine.schedule.ranks.order import Event
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.relay_lowering import RelayRound, RelayUpdate, SharedEvaluation
@@ -103,6 +107,14 @@ class Alone:
         """
         turn, node = divmod(first + number, seat.nodes)
         return node * seat.size + turn % seat.size
+
+    def tellers(self, seat: Seat, number: int, first: int = 0) -> Sequence[int]:
+        """The ranks, of all nodes, that tell the losses of a round of training, in the order of its chunks."""
+        return (self.rank_of(seat, number, first),)
+
+    def told(self, layout: Layout, shape: RoundShape, wave: Wave | None) -> range:
+        """The chunks of a round of training whose losses its rank tells, or of several, each of them."""
+        return range(len(shape.chunks))
 
     def turns(self, seat: Seat, first: int, num_rounds: int, last_before: int = 0) -> Iterator[Turn]:
         """The turns of a rank's node in a batch. last_before: the rank that ran the node's last round so far."""
@@ -207,7 +219,45 @@ class Stages(_Together):
         return held_in_stages(layout, event, role, owner, writes)
 
 
-ALONE, TRANSPORTS = Alone(), {"relay": Relay(), "split": Split(), "stages": Stages()}
+class Context(Alone):
+    """Ranks cut every round, each runs some of its chunks, and layers pass from the first rank to the last and back."""
+
+    round, update, evaluation = ContextRound, ContextUpdate, SharedEvaluation
+
+    def layout(self, model: ModelSpec, plan: Plan, rank: int = 0) -> Layout:
+        """Raises: ValueError where ranks cannot cut rounds of the model."""
+        reason = why_no_context(model, plan)
+        if reason:
+            raise ValueError(f"{model.name} cannot be trained with transport=context: {reason}")
+        return Layout(model, plan)
+
+    def semaphores(self, layout: Layout) -> ContextSemaphores:
+        return ContextSemaphores(layout)
+
+    def tellers(self, seat: Seat, number: int, first: int = 0) -> Sequence[int]:
+        return range(seat.size)
+
+    def told(self, layout: Layout, shape: RoundShape, wave: Wave | None) -> range:
+        assert wave is not None, "all ranks have the turn"
+        return shares_of(layout, shape.chunks)[wave.rank]
+
+    def turns(self, seat: Seat, first: int, num_rounds: int, last_before: int = 0) -> Iterator[Turn]:
+        """All ranks have all turns; the first rank ends each."""
+        wave = Wave(seat.rank, seat.size, 1)
+        for number in range(num_rounds):
+            yield Turn((number,), (number,), 0, wave, 0, number + 1 == num_rounds)
+
+    def check(self, layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
+        check_context(layout, runs)
+
+    def held(self, layout: Layout, event: Event, role: str, owner: str, writes: bool) -> tuple[int, ...]:
+        if role == "handed" or is_stored_by_head(layout, event, owner, writes):
+            return held_in_context(event)
+        return super().held(layout, event, role, owner, writes)
+
+
+ALONE = Alone()
+TRANSPORTS = {"relay": Relay(), "split": Split(), "stages": Stages(), "context": Context()}
 
 
 def transport_of(plan: Plan) -> Alone:

@@ -1,0 +1,336 @@
+"""A round on one of several ranks that cut it, each with some of its chunks, and their update: see `chunk_shares`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexengine.models.spec import LayerSpec
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Signal, Stream
+from flexengine.schedule.group_uses import group_uses
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering.context import SlotRing, StagePart
+from flexengine.schedule.lowering.gradients import GradientLowering, nothing_in_round
+from flexengine.schedule.lowering.kinds import RoundKind, Wave
+from flexengine.schedule.lowering.round import RoundLowering
+from flexengine.schedule.lowering.shape import ChunkShape, RoundShape
+from flexengine.schedule.lowering.stored_gradient import StoredPiece
+from flexengine.schedule.program_builder import ProgramBuilder
+from flexengine.schedule.ranks.chunk_shares import shares_of
+from flexengine.schedule.ranks.context_semaphores import ContextSemaphores, HandedOn
+from flexengine.schedule.ranks.relay_lowering import SharedContext, SharedUpdate
+from flexengine.schedule.ranks.stage_lowering import exchange_squares
+from flexengine.schedule.slots import SlotKey
+from flexengine.schedule.window import slice_bytes, slice_pieces
+
+
+class ChunksContext(SharedContext):
+    """A round of which a rank runs some chunks. shares: those of each rank; part: of the last rank with some."""
+
+    semaphores: ContextSemaphores
+
+    def __init__(self, layout: Layout, shape: RoundShape, builder: ProgramBuilder, wave: Wave) -> None:
+        super().__init__(layout, shape, builder)
+        self.semaphores, self.rank, self.size = ContextSemaphores(layout), wave.rank, wave.size
+        self.shares = shares_of(layout, shape.chunks)
+        self.chunks = self.shares[self.rank]
+        self._begins = True  # nothing has been left in this round
+        self._places: dict[int, Signal] = {}  # by where a place begins, who has taken what was left there last
+
+    def slices_here(self, chunk: ChunkShape) -> range:
+        return range(max(chunk.first_slice, self.chunks.start), min(chunk.last_slice + 1, self.chunks.stop))
+
+    def number_kept(self, c: int) -> int:
+        return c - self.chunks.start
+
+    def order_of(self, layer: LayerSpec) -> list[int]:
+        """The ranks that add to a layer's gradient, in turn; the last one stores it.
+
+        The head's chunks go forward. The last rank stores its gradient also where it has no chunks, so that the same
+        rank does in every round.
+        """
+        running = [rank for rank in range(self.size) if self.shares[rank]]
+        if layer.kind != "head":
+            return running[::-1]
+        return running if running[-1] == self.size - 1 else [*running, self.size - 1]
+
+    # -- between neighbours --------------------------------------------------------------------------------------------
+
+    def leave(
+        self, name: CommandName, source: Access, content: str, regions: list[CopyRegion], what: HandedOn, number: int,
+        ends: bool, taken: Signal | None = None,
+    ) -> None:  # fmt: skip
+        """Copy to places in the node's memory. ends: all that is left of the layer is. taken: raised by who takes it.
+
+        The places are free: the first thing that is left in a round awaits that no rank is still in the one before.
+        """
+        awaits = [self.semaphores.all_have_begun()] if self._begins else []
+        self._begins = False
+        places = list(dict.fromkeys(region.target for region in regions))
+        offsets = [self.layout.slots[place].offset for place in places]
+        awaits += dict.fromkeys(self._places[offset] for offset in offsets if offset in self._places)
+        if taken is not None:
+            self._places |= dict.fromkeys(offsets, taken)
+        writes = [Access(place, content) for place in places]
+        self.builder.add("copy", name, Stream.RELAY_OUT, [source], writes, copies=tuple(regions), args=what)
+        signals = (self.semaphores.handed(what, number),) if ends else ()
+        self.builder.between_ranks(-1, awaits=tuple(awaits), signals=signals)
+
+    def take(
+        self, name: CommandName, target: Access, content: str, regions: list[CopyRegion], what: HandedOn, number: int = 0
+    ) -> None:
+        """Copy from places in the node's memory when another rank has left all of it there, and say so.
+
+        Told as a write of the places, too: another rank has changed what they hold.
+        """
+        places = dict.fromkeys(region.source for region in regions)
+        writes = [target, *(Access(place, content) for place in places)]
+        self.builder.add("copy", name, Stream.RELAY_IN, [], writes, copies=tuple(regions), args=what)
+        awaits = self.semaphores.handed(what._replace(taken=False), number)._replace(of=what.giver)
+        signals = () if what.what == "window" else (self.semaphores.handed(what, number),)
+        self.builder.between_ranks(-1, awaits=(awaits,), signals=signals)
+
+
+class WindowsHandedOn:
+    """Hands on what layers carry along sequences that ranks cut, and the gradients of that."""
+
+    def __init__(self, context: ChunksContext) -> None:
+        self._context, self._layout = context, context.layout
+
+    def carries(self, layer: int) -> bool:
+        """Whether a layer hands anything on from slice to slice."""
+        return bool(self._layout.programs[layer].window_stages)
+
+    def comes_from_before(self, c: int) -> bool:
+        """Whether slices of a chunk's sequence are with ranks before this one."""
+        chunk = self._context.shape.chunks[c]
+        return chunk.is_slice and chunk.first_slice < self._context.chunks.start
+
+    def goes_on(self, c: int) -> bool:
+        """Whether slices of a chunk's sequence are with ranks after this one."""
+        chunk = self._context.shape.chunks[c]
+        return chunk.is_slice and chunk.last_slice >= self._context.chunks.stop
+
+    def take_rows(self, layer: int) -> None:
+        """Fetch the rows of the slices that ranks before this one run."""
+        own = self._context.chunks
+        first = self._context.shape.chunks[own.start].first_slice
+        for giver, share in enumerate(self._context.shares[: self._context.rank]):
+            slices = range(max(first, share.start), share.stop)
+            if slices:
+                regions = [r.reversed for c in slices for r in self._regions(layer, c, c - first)]
+                target = Access(self._layout.slot("window"), f"window {layer} {first} to {slices[-1]}")
+                what = HandedOn("window", layer, giver, taken=True)
+                name = CommandName("fetch", "window", self._owner(layer), giver)
+                self._context.take(name, target, f"rows {layer} {giver}", regions, what)
+
+    def leave_rows(self, layer: int, c: int) -> None:
+        """Leave the rows of a slice for later ranks."""
+        first, own = self._context.shape.chunks[c].first_slice, self._context.chunks
+        source = Access(self._layout.slot("window"), f"window {layer} {first} to {c}")
+        what = HandedOn("window", layer, self._context.rank, taken=False)
+        name, regions = CommandName("offload", "window", self._owner(layer), c), self._regions(layer, c, c - first)
+        self._context.leave(name, source, f"rows {layer} {c}", regions, what, 0, ends=c + 1 == own.stop)
+
+    def take_grads(self, layer: int) -> None:
+        """Fetch the gradients of rows of this rank and those before it, from the next."""
+        own, giver = self._context.chunks, self._context.rank + 1
+        first = self._context.shape.chunks[own[-1]].first_slice
+        regions = [r.reversed for c in range(first, own.stop) for r in self._grad_regions(layer, c - first, giver)]
+        target = Access(self._layout.slot("grad_window"), f"grad window {layer} {first} from {own.stop}")
+        what, name = HandedOn("grads", layer, giver, taken=True), CommandName("fetch", "window", self._owner(layer))
+        self._context.take(name, target, f"grads {layer} {giver}", regions, what)
+
+    def leave_grads(self, layer: int) -> None:
+        """Leave the gradients of rows of ranks before this one."""
+        own, rank = self._context.chunks, self._context.rank
+        first = self._context.shape.chunks[own.start].first_slice
+        source = Access(self._layout.slot("grad_window"), f"grad window {layer} {first} from {own.start}")
+        regions = [r for c in range(first, own.start) for r in self._grad_regions(layer, c - first, rank)]
+        what, name = HandedOn("grads", layer, rank, taken=False), CommandName("offload", "window", self._owner(layer))
+        taken = self._context.semaphores.handed(what._replace(taken=True))._replace(of=rank - 1)
+        self._context.leave(name, source, f"grads {layer} {rank}", regions, what, 0, ends=True, taken=taken)
+
+    def _owner(self, layer: int) -> str:
+        return self._context.model.layers[layer].name
+
+    def _regions(self, layer: int, c: int, number: int) -> list[CopyRegion]:
+        """From the window to the place of chunk c, the `number`-th slice of its sequence."""
+        layout, place = self._layout, self._layout.slot("handed", f"window {layer}", c, "node")
+        pieces = slice_pieces(layout.window_of(layer), layout.window_slices, number, layout.compute_bytes, grads=False)
+        window = layout.slot("window")
+        return [CopyRegion(window, piece.first, place, piece.packed, piece.num_bytes) for piece in pieces]
+
+    def _grad_regions(self, layer: int, number: int, giver: int) -> list[CopyRegion]:
+        layout = self._layout
+        of_layer = layout.window_of(layer), layout.window_slices
+        num_bytes = slice_bytes(*of_layer, layout.compute_bytes, grads=True)
+        whole = SlotKey("handed", f"grads {giver}", number, "node")
+        place, window = layout.slot_of(whole._replace(within=("bytes", num_bytes))), layout.slot("grad_window")
+        pieces = slice_pieces(*of_layer, number, layout.compute_bytes, grads=True)
+        return [CopyRegion(window, piece.first, place, piece.packed, piece.num_bytes) for piece in pieces]
+
+
+class ChunksGradients(GradientLowering):
+    """Goes on from the accumulators of the rank before in the order of chunks, and hands them on; the last one stores.
+
+    Head and embedding of a tied group are stored by the last and the first rank, one after the other.
+    """
+
+    def __init__(self, context: ChunksContext, kind: RoundKind) -> None:
+        super().__init__(context, kind, nothing_in_round(context.layout))
+        self._chunks, self._uses = context, group_uses(context.model)
+        self._at_work: LayerSpec | None = None
+        self._accumulators: dict[str, SlotRing] = {}
+        self._slots: dict[int, int] = {}  # by group, its accumulator
+
+    def accumulators(self, layer: LayerSpec, begun: bool) -> dict[int, int]:
+        """As on one rank; the next of the ring, as others may still leave, with what the rank before has added up."""
+        if begun:
+            return {group: self._slots[group] for group in self._trained(layer)}
+        self._at_work, found = layer, self._slots
+        for group in self._trained(layer):
+            name = self._class(group)
+            if name not in self._accumulators:
+                self._accumulators[name] = SlotRing(self._layout.ring("accumulator", name))
+            found[group] = self._accumulators[name].take()
+        order = self._chunks.order_of(layer)
+        place = order.index(self._chunks.rank)
+        for group in self._trained(layer) if place else ():
+            slot = found[group]
+            target = Access(slot, self._accumulated(group, 0))
+            what = HandedOn("sums", self._number(layer), order[place - 1], taken=True)
+            regions = [self._region(group, slot, what.giver).reversed]
+            name = CommandName("fetch", "sums", self._context.model.groups[group].name)
+            content = f"sums {what.layer} {group} {what.giver}"
+            self._chunks.take(name, target, content, regions, what, layer.groups.index(group))
+        return {group: found[group] for group in self._trained(layer)}
+
+    def finish(self, group: int, part: int, accumulator: int) -> None:
+        """Hand an accumulator on, or store the gradient where all chunks have been added."""
+        layer, rank = self._at_work, self._chunks.rank
+        assert layer is not None, "accumulators come first"
+        order = self._chunks.order_of(layer)
+        following = order[order.index(rank) + 1 :][:1]
+        if not following:
+            if self._is_tied(group) and layer.kind != "head":
+                self._stored.add((group, part))  # by the last rank
+            super().finish(group, part, accumulator)
+            return
+        what, number = HandedOn("sums", self._number(layer), rank, taken=False), layer.groups.index(group)
+        taken = self._chunks.semaphores.handed(what._replace(taken=True), number)._replace(of=following[0])
+        source = Access(accumulator, self._accumulated(group, part))
+        name, regions = (
+            CommandName("offload", "sums", self._context.model.groups[group].name),
+            [self._region(group, accumulator, rank)],
+        )
+        content = f"sums {what.layer} {group} {rank}"
+        self._chunks.leave(name, source, content, regions, what, number, ends=True, taken=taken)
+
+    def _fetch_home(self, stored: StoredPiece, back: list[CopyRegion]) -> None:
+        super()._fetch_home(stored, back)
+        if self._is_tied(stored.group):
+            head = self._at_work is not None and self._at_work.kind == "head"
+            signal = self._chunks.semaphores.relayed(stored.group, stored.part, stored.number)
+            awaits = signal._replace(of=0, lag=1) if head else signal._replace(of=self._chunks.size - 1)
+            self._builder.between_ranks(-1, awaits=(awaits,))
+
+    def _send_home(self, stored: StoredPiece, staging: int) -> None:
+        super()._send_home(stored, staging)
+        if self._is_tied(stored.group):
+            signal = self._chunks.semaphores.relayed(stored.group, stored.part, stored.number)
+            self._builder.between_ranks(-1, signals=(signal,))
+
+    def _is_tied(self, group: int) -> bool:
+        return self._uses[group].gradients > 1
+
+    def _class(self, group: int) -> str:
+        return self._context.model.groups[group].slot_class
+
+    def _number(self, layer: LayerSpec) -> int:
+        return self._context.model.layers.index(layer)
+
+    def _region(self, group: int, slot: int, giver: int) -> CopyRegion:
+        num_bytes = self._layout.groups[group].part_numel * self._layout.acc_bytes
+        whole = SlotKey("handed", f"sums {giver} {self._class(group)}", memory="node")
+        return CopyRegion(slot, 0, self._layout.slot_of(whole._replace(within=("bytes", num_bytes))), 0, num_bytes)
+
+
+class ContextRound(RoundLowering):
+    """A round of which this rank runs some chunks."""
+
+    context: ChunksContext
+    gradients: ChunksGradients
+
+    def __init__(self, layout: Layout, shape: RoundShape, kind: RoundKind) -> None:
+        ranks = layout.plan.request.ranks
+        self._wave = kind.wave or Wave(0, ranks, 1)
+        super().__init__(layout, shape, kind)
+        self._windows = WindowsHandedOn(self.context)
+
+    def make_context(self) -> ChunksContext:
+        return ChunksContext(self.layout, self.shape, self.builder, self._wave)
+
+    def make_gradients(self, updated: object) -> ChunksGradients:
+        return ChunksGradients(self.context, self.kind)
+
+    def _fetch_batch(self) -> None:
+        super()._fetch_batch()
+        self.builder.between_ranks(-1, signals=(self.context.semaphores.begun(),))
+
+    def _forward_layer(self, index: int, layer: LayerSpec) -> None:
+        if self.context.chunks:
+            super()._forward_layer(index, layer)
+
+    def _forward_chunk(self, index: int, c: int, at: StagePart, weights: dict[int, int]) -> None:
+        carries = self.model.layers[index].kind == "block" and self._windows.carries(index)
+        if carries and c == self.context.chunks.start and self._windows.comes_from_before(c):
+            self._windows.take_rows(index)
+        super()._forward_chunk(index, c, at, weights)
+        if carries and self._windows.goes_on(c):
+            self._windows.leave_rows(index, c)
+
+    def _backward_layer(self, index: int, layer: LayerSpec) -> None:
+        if self.context.rank in self.context.order_of(layer):
+            super()._backward_layer(index, layer)
+
+    def _refill_window(self, index: int, slices: range, weights: dict[int, int]) -> None:
+        """As on one rank, from what ranks before this one have left in forward, and with gradients of the next."""
+        carries = self._windows.carries(index)
+        if carries and self._windows.comes_from_before(slices.start):
+            self._windows.take_rows(index)
+        super()._refill_window(index, slices, weights)
+        if carries and self._windows.goes_on(slices[-1]):
+            self._windows.take_grads(index)
+
+    def _backward_chunk(
+        self, index: int, c: int, at: StagePart, weights: dict[int, int], accumulators: dict[int, int], first: bool,
+        begun: bool,
+    ) -> None:  # fmt: skip
+        layer = self.model.layers[index]
+        first = first and self.context.order_of(layer)[0] == self.context.rank
+        super()._backward_chunk(index, c, at, weights, accumulators, first, begun)
+        carries = layer.kind == "block" and self._windows.carries(index)
+        if carries and c == self.context.chunks.start and self._windows.comes_from_before(c):
+            self._windows.leave_grads(index)
+
+
+class ContextUpdate(SharedUpdate):
+    """An update before which the first rank and the last exchange sums of squares with all."""
+
+    def sums_of_squares(self) -> Access:
+        layout, semaphores, rank = self.layout, ContextSemaphores(self.layout), self.kind.share.rank
+        own = [g for g, end in enumerate(ends_of_groups(layout)) if end == rank]
+        trained = [g for g, spec in enumerate(layout.model.groups) if not spec.frozen]
+        before = (signal for group in trained[:1] for signal in semaphores.updated_before(group))
+        exchange_squares(self.builder, layout, own, semaphores, *before)
+        return Access(layout.slot("norm_squares"), "norm squares")
+
+
+def ends_of_groups(layout: Layout) -> Sequence[int]:
+    """By group, the rank on which its gradient ends; -1 where it has none."""
+    found = [-1] * len(layout.groups)
+    for layer in layout.model.layers[::-1]:  # blocks and the embedding come after the head
+        for group in layer.groups:
+            if not layout.model.groups[group].frozen:
+                found[group] = layout.plan.request.ranks - 1 if layer.kind == "head" else 0
+    return found
