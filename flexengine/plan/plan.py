@@ -316,7 +316,7 @@ class Plan:
     @property
     def round_multiple(self) -> int:
         """Batches are packed into a multiple of so many rounds."""
-        return self.request.round_multiple or self.request.ranks * self.request.nodes
+        return self.request.round_multiple or (1 if self.cuts_rounds else self.request.ranks * self.request.nodes)
 
     @property
     def uses_tiles(self) -> bool:

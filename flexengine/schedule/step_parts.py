@@ -40,11 +40,11 @@ class StepPart(NamedTuple):
 def full_step(plan: Plan) -> list[tuple[RoundShape, int]]:
     """The rounds of a full step in order, as shapes and how many there are of each; the first stands alone.
 
-    A plan of one of several ranks has those of that rank.
+    A plan of one of several ranks has those of that rank, and where ranks cut rounds all.
     """
     sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
     if plan.round_multiple > 1:
-        ranks = plan.request.ranks * plan.request.nodes
+        ranks = 1 if plan.cuts_rounds else plan.request.ranks * plan.request.nodes
         (opening, count), *later = even_rounds(*sizes, max(1, plan.round_multiple // ranks))
         return [(opening, 1), *([(opening, count - 1)] if count > 1 else []), *later]
     return [(full_round(*sizes), 1), *later_rounds(*sizes)]

@@ -27,6 +27,7 @@ from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, 
 from flexengine.planner.feasibility.shortage import Feasibility, Needs, ShortageError, shortage, shortage_message
 from flexengine.planner.planner import find_plan, make_plan
 from flexengine.planner.problem import Problem
+from flexengine.planner.ranks.context import may_cut, nothing_fits, plans_in_context, why_not
 from flexengine.planner.ranks.price import bytes_planned, predicted_together, times
 from flexengine.planner.ranks.split import as_split, may_split
 from flexengine.planner.ranks.stages import fastest_in_stages, may_stage, plan_in_stages
@@ -128,7 +129,17 @@ def _fastest(node: NodeProblem) -> Plan:
     with collector_paused():
         if node.request.transport == "stages":
             return plan_in_stages(node.model, node.request, node.profile)
-        plan = fastest((SPLIT, RELAY, STAGES), node)
+        if node.request.transport == "context":
+            plan = fastest((CONTEXT,), node)
+            if plan is None:
+                raise nothing_fits(node.model, node.request)
+            return plan
+        try:
+            plan = fastest((SPLIT, RELAY, STAGES, CONTEXT), node)
+        except ShortageError:  # of whole rounds on every rank
+            plan = fastest((CONTEXT,), node) if may_cut(node.model, node.request, None) else None
+            if plan is None:
+                raise
     assert plan is not None, "that of ranks which relay fits, or an error was raised"
     return plan
 
@@ -241,6 +252,14 @@ def _may_relay(node: NodeProblem, split: Plan | None) -> bool:
     return not clear and node.request.transport != "split"
 
 
+def _in_context(node: NodeProblem) -> Plan | None:
+    """The fastest plan of ranks that cut rounds; None where none fits."""
+    if why_not(node.model, node.request):
+        return None
+    plans = [node.priced(plan) for plan in plans_in_context(node.of_rank, node.request)]
+    return min(plans, key=lambda plan: plan.predicted.step_s, default=None)
+
+
 BY_CPU = Variant[NodeProblem, Plan](lambda _, best: not _busy(best, BUSY_SHARE), _all_by_cpu, BY_CPU_GAIN)
 SPECULATION = Variant[NodeProblem, Plan](
     lambda _, best: best is not None and best.may_speculate and not _busy(best, TOO_BUSY), _with_speculation, -inf
@@ -252,6 +271,9 @@ SPLIT = Variant[NodeProblem, Plan](
     lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION), node),
 )
 RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU), node))
+CONTEXT = Variant[NodeProblem, Plan](
+    lambda node, best: may_cut(node.model, node.request, best), lambda node, _: _in_context(node)
+)
 STAGES = Variant[NodeProblem, Plan](
     lambda node, best: may_stage(node.model, node.request, node.profile, best),
     lambda node, _: fastest_in_stages(node.model, node.request, node.profile),

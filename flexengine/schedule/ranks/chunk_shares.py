@@ -97,11 +97,11 @@ def _filled(works: tuple[float, ...], limit: float, most: int) -> list[range]:
     return [*found, range(start, len(works))]
 
 
-def why_no_context(model: ModelSpec, plan: Plan) -> str:
+def why_no_context(model: ModelSpec, in_parts: bool) -> str:
     """Why ranks cannot cut rounds of a model, in words; empty where they can."""
     reasons = {
         "it has a tower, whose rows come with the embedding": model.given is not None,
         "a loss balances its experts": model.balancing is not None,
-        "its experts stream in parts": plan.in_parts or any(g.num_parts > 1 for g in model.groups),
+        "its experts stream in parts": in_parts,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -89,7 +89,7 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
         shapes += [*([(shape, count - 1)] if count > 1 else []), (shape, 1)]
         left = _left_of_speculation(layout, shape, len(shapes) == 1, few, rates)
     runs = _runs(layout, [shape for shape, _ in shapes], few, left)
-    ranks = simulate_runs(runs, size * len(shapes), rates)
+    ranks = simulate_runs(runs, (1 if layout.plan.cuts_rounds else size) * len(shapes), rates)
     parts = [(None, 1), *((transport.full_wave(shape, size), count) for shape, count in shapes)]  # the update is first
     ranks = [
         [replace(timed, repeats=count, shape=shape) for timed, (shape, count) in zip(rank, parts, strict=True)]
@@ -105,7 +105,7 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
 def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
     """The rounds that every rank runs in a step as they are simulated: shapes, and how many on end are alike."""
     plan = layout.plan
-    (opening, _), *later = full_step(replace(plan, request=plan.request.of_rank))
+    (opening, _), *later = full_step(plan if plan.cuts_rounds else replace(plan, request=plan.request.of_rank))
     found = [(opening, 1)]
     for shape, count in later:
         drawn = min(count, MOST_DRAWN if shape == opening else 1)
@@ -139,7 +139,7 @@ def _runs(
     left: by rank, of what the CPU updates speculatively in the last round; None = it does not.
     """
     size, lowered, found = layout.plan.request.ranks, Lowered(), list[list[RankRun]]()
-    all_rounds = [shape for shape in shapes for _ in range(size)]
+    all_rounds = [shape for shape in shapes for _ in range(1 if layout.plan.cuts_rounds else size)]
     for rank, one in enumerate(transport_of(layout.plan).layouts(layout, simulated)):
         way: UpdateWay = "after_norm" if left is None else "committed"
         runs = step_of_rank(one, rank, all_rounds, way, None if left is None else left[rank], lowered)

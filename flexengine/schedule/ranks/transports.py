@@ -226,7 +226,7 @@ class Context(Alone):
 
     def layout(self, model: ModelSpec, plan: Plan, rank: int = 0) -> Layout:
         """Raises: ValueError where ranks cannot cut rounds of the model."""
-        reason = why_no_context(model, plan)
+        reason = why_no_context(model, plan.in_parts)
         if reason:
             raise ValueError(f"{model.name} cannot be trained with transport=context: {reason}")
         return Layout(model, plan)
