@@ -15,7 +15,8 @@ from flexengine.runtime.execution.programs import Programs
 from flexengine.runtime.execution.replay import Replay
 from flexengine.runtime.gradients import warn_of_rounding
 from flexengine.runtime.layer_runner import LayerRunner
-from flexengine.runtime.ranks.context import RankContext, added
+from flexengine.runtime.ranks.context import RankContext
+from flexengine.runtime.ranks.losses import added
 from flexengine.runtime.step_state import HALF_UPDATED, StepState
 from flexengine.runtime.update import UpdateSettings
 from flexengine.schedule.commands import LayerCall, Program

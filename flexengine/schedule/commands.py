@@ -43,8 +43,20 @@ DIRECTIONS = {Stream.H2D: Stream.H2D, Stream.RELAY_IN: Stream.H2D, Stream.D2H: S
 
 
 Subject = Literal[
-    "", "weights", "grad", "input", "save", "tile", "batch", "scale", "scalars", "spilled", "norm", "squares",
-    "window", "sums",
+    "",
+    "weights",
+    "grad",
+    "input",
+    "save",
+    "tile",
+    "batch",
+    "scale",
+    "scalars",
+    "spilled",
+    "norm",
+    "squares",
+    "window",
+    "sums",
 ]
 """What a command moves or finishes; empty where its kind says all."""
 

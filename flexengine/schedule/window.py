@@ -40,7 +40,9 @@ class SlicePiece(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def slice_pieces(window: WindowPlaces, slices: int, number: int, compute_bytes: int, grads: bool) -> tuple[SlicePiece, ...]:
+def slice_pieces(
+    window: WindowPlaces, slices: int, number: int, compute_bytes: int, grads: bool
+) -> tuple[SlicePiece, ...]:
     """The pieces of slice `number` of so many, in the window or in that of gradients."""
     found, packed = list[SlicePiece](), 0
     for spec, offset, grad_offset in window.places:

@@ -35,7 +35,7 @@ class Case(NamedTuple):
     """A model under a plan, and for each step the batches of its calls.
 
     dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
-    stages: so, and each has blocks of its own. bold: the CPU updates before the norm is known what it updates.
+    stages: so, and each has blocks of its own. context: each runs some chunks of every round. bold: the CPU updates before the norm is known what it updates.
     """
 
     source: ModelSource
@@ -46,6 +46,7 @@ class Case(NamedTuple):
     dealt: bool = False
     split: bool = False
     stages: bool = False
+    context: bool = False
     bold: bool = False
 
 
@@ -109,6 +110,13 @@ def sliced() -> Case:
     source = random_weights(tiny_config())
     plan = streamed(source, chunk_tokens=16, chunks_per_round=3, max_seq_len=48)
     return Case(source, plan, steps_of(67, [48, 12, 33, 7, 16, 41, 9, 20]))
+
+
+def states_of_slices() -> Case:
+    """Layers that hand states of a delta rule and the tails of a convolution from slice to slice, and one with keys."""
+    source = random_weights(FAMILIES["qwen3_next"])
+    plan = streamed(source, chunk_tokens=16, chunks_per_round=4, max_seq_len=60)
+    return Case(source, plan, steps_of(source.spec.vocab_size, [60, 7, 12, 33]))
 
 
 def unclipped() -> Case:
@@ -270,7 +278,7 @@ def tower() -> Case:
 
 CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
-    frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
+    frozen: (3,), sliced: (), states_of_slices: (), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
     experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), adapters_in_one_slot: (3,),
     adapters_of_experts_in_parts: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
     states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,), opaque_blocks: (2,),
@@ -299,6 +307,12 @@ STAGES_CASES: dict[Callable[[], Case], int] = {
 """The same of ranks that have blocks of their own. The last wave of most steps has fewer rounds than ranks."""
 
 
+CONTEXT_CASES: dict[Callable[[], Case], int] = {
+    tied: 2, frozen: 2, sliced: 3, states_of_slices: 2, adapters_in_one_slot: 3,
+}  # fmt: skip
+"""The same of ranks that run some chunks of every round; some rounds have fewer chunks than there are ranks."""
+
+
 def planned(case: Case, ranks: Ranks) -> Plan:
     """The plan of a case for so many ranks."""
     changes = {"ranks": ranks.local_size, "nodes": ranks.nodes, "round_multiple": ROUND_MULTIPLE}
@@ -306,6 +320,9 @@ def planned(case: Case, ranks: Ranks) -> Plan:
     plan = replace(case.plan, request=replace(case.plan.request, **changes), **splits)
     if case.stages and ranks.size > 1:
         plan = in_stages(plan)
+    if case.context and ranks.size > 1:
+        homes = (home if home.update == "none" else GroupPlan(update=home.update) for home in plan.groups)
+        plan = replace(plan, transport="context", groups=tuple(homes))
     if case.bold and ranks.size > 1:
         homes = [replace(home, speculative=home.update == "cpu") for home in plan.groups]
         if case.stages:  # the second block of two would be on a GPU

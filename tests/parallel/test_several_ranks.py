@@ -28,6 +28,7 @@ from engine_helpers import (
 from rank_cases import (
     BF16,
     CASES,
+    CONTEXT_CASES,
     LENGTHS,
     ON_CPU,
     SPLIT_CASES,
@@ -437,6 +438,8 @@ def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
         transports.append((SPLIT_CASES[make], case._replace(split=True)))
     if make in STAGES_CASES:
         transports.append((STAGES_CASES[make], case._replace(stages=True)))
+    if make in CONTEXT_CASES:
+        transports.append((CONTEXT_CASES[make], case._replace(context=True)))
     for size, of_ranks in transports:
         for shown in values_of(run_ranks(train, size, size, of_ranks)):
             check_same(shown, expected)

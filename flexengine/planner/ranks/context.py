@@ -45,7 +45,7 @@ def may_cut(model: ModelSpec, request: Request, best: Plan | None) -> bool:
 
 
 def plans_in_context(of_rank: Problem, request: Request) -> Iterator[Plan]:
-    """Plans that fit, with the bytes of one rank, for several sizes of chunks. of_rank: what one rank of relays does."""
+    """Plans that fit, with the bytes of one rank, for several sizes of chunks. of_rank: one rank that relays."""
     for chunk_tokens in _sizes(request):
         asked = replace(of_rank, request=replace(of_rank.request, chunk_tokens=chunk_tokens))
         plan = _fitted(asked, request)

@@ -27,6 +27,7 @@ from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch_input import Sequences, read_call
 from flexengine.runtime.execution.executor import CommandHooks, Executor
 from flexengine.runtime.ranks.batches import Batches, read_on_ranks
+from flexengine.runtime.ranks.losses import added, added_of_ranks
 from flexengine.runtime.ranks.node_gradients import NodeGradients, gradients_of_nodes
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.weight_store import WeightStore
@@ -266,14 +267,9 @@ class SeveralRanks(RankContext):
     def sum_losses(
         self, own: list[Tensor], first: int, num_rounds: int, device: torch.device, trained: bool = False
     ) -> Tensor:
-        told = [iter(rounds) for rounds in self.control.gather([row.tolist() for row in own])]
-        total, seat, transport = 0.0, self.seat, self._transport
-        for number in range(num_rounds):
-            alone = (transport.rank_of(seat, number, first),)
-            for rank in transport.tellers(seat, number, first) if trained else alone:
-                for term in next(told[rank]):
-                    total += term
-        return torch.tensor(total, dtype=torch.float64, device=device)
+        told = self.control.gather([row.tolist() for row in own])
+        tellers = self._transport.tellers(self.seat, first, num_rounds, trained)
+        return torch.tensor(added_of_ranks(told, tellers), dtype=torch.float64, device=device)
 
     def join_rows(self, rows: list[Tensor]) -> None:
         whole = torch.from_numpy(np.sum(self.control.gather(torch.cat(rows).numpy()), axis=0))
@@ -384,15 +380,6 @@ class SeveralRanks(RankContext):
         if self._watch is not None:
             self._watch.unfollow(self._signals)
         self._memory.close()
-
-
-def added(losses: list[Tensor], device: torch.device) -> Tensor:
-    """The sum of the losses of rounds [chunks], chunk by chunk, float64 [] on the device."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for row in losses:
-        for loss in row:
-            total += loss
-    return total
 
 
 def open_context(group: RankGroup | None, layout: Layout, device: torch.device) -> RankContext:

@@ -18,7 +18,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.schedule.layer_program import LayerProgram
 
-ATTENTION_TIME = 1.3
+ATTENTION_TIME = 1.15
 """Seconds of a FLOP of attention over those of a product's: where this is off, ranks wait for the slowest."""
 
 

@@ -76,18 +76,21 @@ class ChunksContext(SharedContext):
         self.builder.between_ranks(-1, awaits=tuple(awaits), signals=signals)
 
     def take(
-        self, name: CommandName, target: Access, content: str, regions: list[CopyRegion], what: HandedOn, number: int = 0
-    ) -> None:
+        self, name: CommandName, target: Access, content: str, regions: list[CopyRegion], what: HandedOn,
+        number: int = 0, again: bool = False,
+    ) -> None:  # fmt: skip
         """Copy from places in the node's memory when another rank has left all of it there, and say so.
 
-        Told as a write of the places, too: another rank has changed what they hold.
+        Told as a write of the places, too: another rank has changed what they hold. again: it has come before in this
+        round, so that nothing is awaited; the stream of relays may be waiting for what is yet to be left.
         """
-        places = dict.fromkeys(region.source for region in regions)
+        places, stream = dict.fromkeys(region.source for region in regions), Stream.H2D if again else Stream.RELAY_IN
         writes = [target, *(Access(place, content) for place in places)]
-        self.builder.add("copy", name, Stream.RELAY_IN, [], writes, copies=tuple(regions), args=what)
-        awaits = self.semaphores.handed(what._replace(taken=False), number)._replace(of=what.giver)
-        signals = () if what.what == "window" else (self.semaphores.handed(what, number),)
-        self.builder.between_ranks(-1, awaits=(awaits,), signals=signals)
+        self.builder.add("copy", name, stream, [], writes, copies=tuple(regions), args=what)
+        if not again:
+            awaits = self.semaphores.handed(what._replace(taken=False), number)._replace(of=what.giver)
+            signals = () if what.what == "window" else (self.semaphores.handed(what, number),)
+            self.builder.between_ranks(-1, awaits=(awaits,), signals=signals)
 
 
 class WindowsHandedOn:
@@ -110,7 +113,7 @@ class WindowsHandedOn:
         chunk = self._context.shape.chunks[c]
         return chunk.is_slice and chunk.last_slice >= self._context.chunks.stop
 
-    def take_rows(self, layer: int) -> None:
+    def take_rows(self, layer: int, again: bool = False) -> None:
         """Fetch the rows of the slices that ranks before this one run."""
         own = self._context.chunks
         first = self._context.shape.chunks[own.start].first_slice
@@ -121,7 +124,7 @@ class WindowsHandedOn:
                 target = Access(self._layout.slot("window"), f"window {layer} {first} to {slices[-1]}")
                 what = HandedOn("window", layer, giver, taken=True)
                 name = CommandName("fetch", "window", self._owner(layer), giver)
-                self._context.take(name, target, f"rows {layer} {giver}", regions, what)
+                self._context.take(name, target, f"rows {layer} {giver}", regions, what, again=again)
 
     def leave_rows(self, layer: int, c: int) -> None:
         """Leave the rows of a slice for later ranks."""
@@ -297,7 +300,7 @@ class ContextRound(RoundLowering):
         """As on one rank, from what ranks before this one have left in forward, and with gradients of the next."""
         carries = self._windows.carries(index)
         if carries and self._windows.comes_from_before(slices.start):
-            self._windows.take_rows(index)
+            self._windows.take_rows(index, again=True)
         super()._refill_window(index, slices, weights)
         if carries and self._windows.goes_on(slices[-1]):
             self._windows.take_grads(index)

@@ -108,9 +108,12 @@ class Alone:
         turn, node = divmod(first + number, seat.nodes)
         return node * seat.size + turn % seat.size
 
-    def tellers(self, seat: Seat, number: int, first: int = 0) -> Sequence[int]:
-        """The ranks, of all nodes, that tell the losses of a round of training, in the order of its chunks."""
-        return (self.rank_of(seat, number, first),)
+    def tellers(self, seat: Seat, first: int, num_rounds: int, trained: bool) -> Iterator[int]:
+        """The ranks, of all nodes, that tell the losses of a batch, in the order of its rounds and of their chunks.
+
+        trained: with backward, or forward alone.
+        """
+        return (self.rank_of(seat, number, first) for number in range(num_rounds))
 
     def told(self, layout: Layout, shape: RoundShape, wave: Wave | None) -> range:
         """The chunks of a round of training whose losses its rank tells, or of several, each of them."""
@@ -234,8 +237,10 @@ class Context(Alone):
     def semaphores(self, layout: Layout) -> ContextSemaphores:
         return ContextSemaphores(layout)
 
-    def tellers(self, seat: Seat, number: int, first: int = 0) -> Sequence[int]:
-        return range(seat.size)
+    def tellers(self, seat: Seat, first: int, num_rounds: int, trained: bool) -> Iterator[int]:
+        if not trained:
+            return super().tellers(seat, first, num_rounds, trained)
+        return (rank for _ in range(num_rounds) for rank in range(seat.size))
 
     def told(self, layout: Layout, shape: RoundShape, wave: Wave | None) -> range:
         assert wave is not None, "all ranks have the turn"
