@@ -247,6 +247,7 @@ def measured_row(
     import torch  # noqa: PLC0415
 
     from flexengine.api import build  # noqa: PLC0415
+    from flexengine.run.card_health import StepCard  # noqa: PLC0415
     from flexengine.run.step_prediction import StepPredictor  # noqa: PLC0415
 
     engine, job = build(prepared, optimizer), prepared.job
@@ -255,14 +256,18 @@ def measured_row(
     batch = [torch.randint(0, engine.model.vocab_size, (n,), generator=generator) for n in lengths]
     least, most = (LEAST_STEPS, MOST_STEPS) if timed_steps is None else (WARMUP_STEPS + timed_steps,) * 2
     seconds: list[float] = []
+    card = StepCard(engine.device, prepared.profile.matmul.sm_clock_mhz)
     while len(seconds) < least or (sum(seconds[WARMUP_STEPS:]) < LEAST_TIMED_S and len(seconds) < most):
         start_s = time.perf_counter()
         out, _ = engine.train_step(batch)
         seconds.append(time.perf_counter() - start_s)
-    peaks, plan = engine.memory_peaks(), engine.plan
+    peaks, plan, health = engine.memory_peaks(), engine.plan, card.health()
+    card.close()
     engine.close()
     step_s = steady_step_s(seconds)
     return {
+        **(health.record() if health is not None else {}),
+        **({"slow_card": health.describe()} if health is not None and health.is_slow else {}),
         "rounds": plan.num_rounds,
         "chunks_per_round": plan.chunks_per_round,
         "chunk_tokens": plan.chunk_tokens,
@@ -397,7 +402,10 @@ def markdown(rows: list[dict]) -> str:
             f"{row[f'{m}_bytes'] / GIB:.2f} / {row[f'predicted_{m}_bytes'] / GIB:.2f}" for m in ("gpu", "host")
         )
         error = 100 * (row["predicted_step_s"] / row["step_s"] - 1)
-        lines.append(f"| {case} | {memory} | {row['step_s']:.3f} | {row['predicted_step_s']:.3f} | {error:+.1f}% |")
+        slow = f"; {row['slow_card']}" if "slow_card" in row else ""
+        lines.append(
+            f"| {case} | {memory} | {row['step_s']:.3f} | {row['predicted_step_s']:.3f} | {error:+.1f}%{slow} |"
+        )
     return "\n".join(lines)
 
 

@@ -12,11 +12,11 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from flexengine.wording import explain_os_error
 
@@ -32,7 +32,9 @@ TIMED_STEP = 2
 RECENT_STEPS = 20
 """Steps by which the time that is left is estimated."""
 FAR_OFF = 0.1
-"""A step is told to be off its prediction from this share of it on."""
+"""A step is told to be off its prediction from this share of it on, and a GPU's clock to be off the probe's."""
+LARGEST = 1e30
+"""Largest number in a log; a loss above it has diverged, and is drawn as one that is not finite."""
 
 
 def format_bytes(num_bytes: float | None) -> str:
@@ -79,6 +81,74 @@ def _three_digits(value: float) -> str:
     return f"{value:.{min(max(digits, 0), 6)}f}"
 
 
+class CardHealth(NamedTuple):
+    """How a GPU ran in a step, as its driver told once a second: the clock of its multiprocessors in MHz.
+
+    usual_clock_mhz: what the probe saw under load, 0 = not known. slowed_by: all that held the clock down. Power and
+    temperature are None where the card does not tell them.
+    """
+
+    clock_mhz: float
+    usual_clock_mhz: float = 0.0
+    power_w: float | None = None
+    temperature_c: float | None = None
+    slowed_by: tuple[str, ...] = ()
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the clock is far below what the probe saw, on which predictions rest."""
+        return self.clock_mhz < (1 - FAR_OFF) * self.usual_clock_mhz
+
+    def describe(self) -> str:
+        """Say in words at which clock the card ran, and why it was no faster."""
+        probe = f", where the probe saw {self.usual_clock_mhz:,.0f}" if self.usual_clock_mhz else ""
+        held = f"; held by {' and '.join(self.slowed_by)}" if self.slowed_by else ""
+        figures = ((self.temperature_c, "C"), (self.power_w, "W"))
+        told = ", ".join(f"{value:.0f} {unit}" for value, unit in figures if value is not None)
+        return f"SM clock {self.clock_mhz:,.0f} MHz{probe}{held}{f' ({told})' if told else ''}"
+
+    def record(self) -> dict[str, Any]:
+        """Figures by their keys in train_log.jsonl; `from_record` is the inverse."""
+        return {f"gpu_{name}": value for name, value in self._asdict().items()}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "CardHealth | None":
+        """Read what a line of train_log.jsonl says of the card; None where it says nothing that makes sense."""
+        found = {name: record.get(f"gpu_{name}") for name in cls._fields}
+        reasons = found.pop("slowed_by") or []
+        numbers = {name: float(value) for name, value in found.items() if is_finite_number(value) and value >= 0}
+        if "clock_mhz" not in numbers or not isinstance(reasons, list):
+            return None
+        return cls(**numbers, slowed_by=tuple(str(reason) for reason in reasons))
+
+
+class StepOfCard(Protocol):
+    """A step of a log or of a run, and how the GPU ran in it."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def card(self) -> CardHealth | None: ...
+
+
+def describe_slow_card(steps: Sequence[StepOfCard]) -> str:
+    """Say in how many steps the GPU ran slower than when it was probed, and how slow at worst; empty where it did not.
+
+    The slowest clock is told with its step.
+    """
+    slow = [(step.card, step.step) for step in steps if step.card is not None and step.card.is_slow]
+    if not slow:
+        return ""
+    card, number = min(slow, key=lambda pair: pair[0].clock_mhz)
+    return f"The GPU ran slowly in {len(slow)} of {len(steps)} steps; in step {number}: {card.describe()}"
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Tell whether a value of a JSON file is a number that can be drawn; JSON's true is a whole number to Python."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """One line of train_log.jsonl; the fields are its keys, in this order.
@@ -87,7 +157,8 @@ class StepMetrics:
     tokens of the step, targets or not. effective_tflops counts forward and backward once, hardware_tflops also the
     recomputation, both in 10**12 FLOP/s. sol_pct: the least time that any schedule could take, as a percentage of
     step_s; NaN where no bound is known. Peaks: most bytes of the process so far; None if nothing measures them (the GPU
-    of a CPU run). details: what the objective tells beside its loss, which are keys as the fields are.
+    of a CPU run). details: what the objective tells beside its loss, which are keys as the fields are. card: how the
+    GPU ran, None where it does not tell or the step was too short to ask; its figures are keys, too.
     """
 
     step: int
@@ -104,6 +175,7 @@ class StepMetrics:
     gpu_peak_bytes: int | None
     host_peak_bytes: int
     details: dict[str, float | None] = field(default_factory=dict)
+    card: CardHealth | None = None
 
     @property
     def off_prediction(self) -> float:
@@ -153,6 +225,7 @@ class MeasuredStep:
     gpu_peak_bytes: int | None
     host_peak_bytes: int
     details: dict[str, float | None] = field(default_factory=dict)
+    card: CardHealth | None = None
 
     def metrics(self) -> StepMetrics:
         """Compute the rates."""
@@ -172,6 +245,7 @@ class MeasuredStep:
             gpu_peak_bytes=self.gpu_peak_bytes,
             host_peak_bytes=self.host_peak_bytes,
             details=self.details,
+            card=self.card,
         )
 
 
@@ -200,10 +274,11 @@ def describe_details(details: Mapping[str, float | None]) -> str:
 
 
 def as_record(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
-    """Figures by name: the fields, and the details as if they were fields."""
+    """Figures by name: the fields, and the details and the card's as if they were fields."""
     record = asdict(metrics)
-    details = record.pop("details")
-    return record | details
+    details, card = record.pop("details"), getattr(metrics, "card", None)
+    record.pop("card", None)
+    return record | details | (card.record() if card is not None else {})
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flexengine.metrics import TIMED_STEP
+from flexengine.metrics import TIMED_STEP, CardHealth, is_finite_number
 from flexengine.options.train_config import (
     EVAL_LOG_FILE,
     LOG_FILE,
@@ -24,9 +23,6 @@ from flexengine.schedule.trace_reader import Trace, read_trace
 from flexengine.wording import parse_json, shown
 
 Line = TypeVar("Line")
-
-LARGEST = 1e30
-"""Largest number in a log; a loss above it has diverged, and is drawn as one that is not finite."""
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -134,6 +130,7 @@ def _step(value: Any, where: str, disturbed: Callable[[int], bool]) -> LoggedSte
         disturbed=disturbed(step),
         grad_norm=_finite_or_none(value.get("grad_norm")),
         lr=_finite_or_none(value.get("lr")),
+        card=CardHealth.from_record(value),
     )
 
 
@@ -148,7 +145,7 @@ def _check_is_step(value: Any, where: str) -> None:
 
 
 def _finite(value: object, name: str, where: object) -> float:
-    """Read a number from 0 to LARGEST. Raises ValueError for anything else."""
+    """Read a number that is at least 0. Raises ValueError for anything else."""
     number = _finite_or_none(value)
     if number is None or number < 0:
         raise ValueError(f"{where}: {name} is {shown(value)}, expected a number of at least 0; do the run again")
@@ -161,12 +158,4 @@ def _bytes(value: object) -> int | None:
 
 
 def _finite_or_none(value: object) -> float | None:
-    # JSON's true is a whole number to Python, and JSON written by others may hold NaN.
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or abs(value) > LARGEST
-    ):
-        return None
-    return float(value)
+    return float(value) if is_finite_number(value) else None  # JSON written by others may hold NaN

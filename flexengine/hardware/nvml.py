@@ -5,6 +5,7 @@ knows less.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from types import ModuleType
@@ -26,11 +27,14 @@ SLOWED_BY = {
 
 
 class Clocks(NamedTuple):
-    """The clock of a GPU's multiprocessors now and at most, in MHz, and what holds it down at this moment."""
+    """The clock of a GPU's multiprocessors now and at most, in MHz, and what holds it down at this moment; power and
+    temperature where the card tells them."""
 
     sm_mhz: int
     most_mhz: int
     slowed_by: tuple[str, ...]
+    power_w: float | None = None
+    temperature_c: float | None = None
 
     def describe(self) -> str:
         """The clocks in words."""
@@ -49,7 +53,18 @@ def gpu_clocks(index: int) -> Clocks | None:
         bits = _clock_reasons(nvml, handle)
     except nvml.NVMLError:
         return None
-    return Clocks(now, most, tuple(words for bit, words in SLOWED_BY.items() if bits & bit))
+    reasons = tuple(words for bit, words in SLOWED_BY.items() if bits & bit)
+    power_mw = _told(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+    celsius = _told(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+    return Clocks(now, most, reasons, None if power_mw is None else power_mw / 1e3, celsius)
+
+
+def _told(nvml: ModuleType, read: Callable[[], float]) -> float | None:
+    """Read a figure that not every card tells."""
+    try:
+        return float(read())
+    except nvml.NVMLError:
+        return None
 
 
 def _clock_reasons(nvml: ModuleType, handle: Any) -> int:

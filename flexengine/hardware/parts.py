@@ -98,6 +98,8 @@ class MatmulProfile(Part):
     head_shares: Points = ()
     """(tokens, rate of the LM head's products over that of linear layers), where what its declared memory traffic takes
     by itself is left out: much of it hides under the products, so that a share may be above 1. Empty in presets."""
+    sm_clock_mhz: float = 0.0
+    """Clock of the GPU's multiprocessors while the cube was multiplied; 0 where the driver does not tell it."""
 
     def rate(self, tokens: int) -> float:
         """Give the attained FLOP/s of a linear layer over `tokens` tokens.
@@ -384,7 +386,7 @@ def _check_curve(name: str, value: Any) -> None:
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(POINT_FIELDS, _check_curve),
     **dict.fromkeys(SHARE_FIELDS, _check_shares),
-    **dict.fromkeys(("issue_s", "peer_bytes_per_s", *ONLY_FIELDS), _check_not_negative),
+    **dict.fromkeys(("issue_s", "peer_bytes_per_s", "sm_clock_mhz", *ONLY_FIELDS), _check_not_negative),
     "cpu_adamw_parameters_per_s": _check_named_rates,
     "attention_head_dim": check_count,
     "attention_kernels": lambda name, value: check_choice(name, value, KERNEL_NAMES),

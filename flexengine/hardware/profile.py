@@ -34,7 +34,15 @@ from flexengine.wording import parse_json, shown
 DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
 
-_LATER_FIELDS = {"peer_bytes_per_s", "peer_way", "measured_ranks", "grouped_shares", "head_shares", *ONE_RANK_FIELDS}
+_LATER_FIELDS = {
+    "peer_bytes_per_s",
+    "peer_way",
+    "measured_ranks",
+    "grouped_shares",
+    "head_shares",
+    "sm_clock_mhz",
+    *ONE_RANK_FIELDS,
+}
 """Keys that a file may lack, as those of earlier versions do."""
 FORMAT = 6
 """Version of the JSON form; raised when fields appear or change their meaning."""

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from html import escape
 
-from flexengine.metrics import format_bytes, format_seconds, format_tokens_per_s
+from flexengine.metrics import describe_slow_card, format_bytes, format_seconds, format_tokens_per_s
 from flexengine.reports.charts.curves import Reference, curve_chart
 from flexengine.reports.charts.page import figure, page, tiles
 from flexengine.reports.charts.streams import (
@@ -60,9 +60,10 @@ def _answer(run: RunRecord) -> str:
         )
     counted = f"median of {len(run.steady_steps)} of {len(run.steps)} steps"
     text = f"A step took {seconds_text(run.step_s)} ({counted})"
-    if run.predicted_s is None:
-        return f"{text}."
-    return f"{text}, {seconds_text(run.predicted_s)} were predicted ({deviation(run.predicted_s, run.step_s)})."
+    if run.predicted_s is not None:
+        text += f", {seconds_text(run.predicted_s)} were predicted ({deviation(run.predicted_s, run.step_s)})"
+    slow = describe_slow_card(run.steady_steps)
+    return f"{text}. {slow}." if slow else f"{text}."
 
 
 def _tiles(run: RunRecord) -> str:
@@ -186,3 +187,21 @@ def _curves(run: RunRecord) -> Iterator[str]:
         promised = run.plan.request.max_global_batch_tokens / run.plan.predicted.step_s
         reference = Reference(promised, f"predicted {format_tokens_per_s(promised)}")
     yield figure("Tokens per second", curve_chart(speeds, "tokens per second by step", KINDS["activations"], reference))
+    yield from _card_curves(run)
+
+
+def _card_curves(run: RunRecord) -> Iterator[str]:
+    """Draw how the GPU ran, where its driver told it."""
+    told = [(step.step, step.card) for step in run.steps if step.card is not None]
+    if not told:
+        return
+    usual_mhz = told[-1][1].usual_clock_mhz
+    reference = Reference(usual_mhz, f"the probe saw {usual_mhz:,.0f} MHz") if usual_mhz else None
+    clocks = [(step, card.clock_mhz) for step, card in told]
+    yield figure("Clock of the GPU in MHz", curve_chart(clocks, "SM clock by step", KINDS["other"], reference))
+    for name, values in (
+        ("Power of the GPU in W", [(step, card.power_w) for step, card in told]),
+        ("Temperature of the GPU in C", [(step, card.temperature_c) for step, card in told]),
+    ):
+        if any(value is not None for _, value in values):
+            yield figure(name, curve_chart(values, f"{name} by step", KINDS["other"]))

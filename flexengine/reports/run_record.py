@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flexengine.metrics import CardHealth
 from flexengine.plan import Plan
 from flexengine.schedule.trace_reader import Trace
 
@@ -25,6 +26,7 @@ class LoggedStep(NamedTuple):
     disturbed: bool
     grad_norm: float | None = None
     lr: float | None = None
+    card: CardHealth | None = None
 
     @property
     def tokens_per_s(self) -> float:

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from tqdm import tqdm
 
 from flexengine.data import TokenizerProcess
-from flexengine.metrics import StepMetrics, format_bytes, format_seconds, format_tflops, format_tokens_per_s
+from flexengine.metrics import (
+    StepMetrics,
+    describe_slow_card,
+    format_bytes,
+    format_seconds,
+    format_tflops,
+    format_tokens_per_s,
+)
 from flexengine.runtime.engine import Engine
 
 FEW_STEPS = 10
@@ -15,7 +22,7 @@ FEW_STEPS = 10
 
 
 def summary(engine: Engine, steps: Sequence[StepMetrics], undisturbed: Sequence[StepMetrics]) -> str:
-    """Describe the run in three lines: loss, speed, memory.
+    """Describe the run in three lines: loss, speed, memory; in a fourth one a GPU that ran slowly.
 
     Rates leave out the first step, which warms up, and those that are not among the `undisturbed` ones, as they were
     timed or profiled, as far as there are others.
@@ -35,6 +42,7 @@ def summary(engine: Engine, steps: Sequence[StepMetrics], undisturbed: Sequence[
             f" {format_seconds(seconds / len(warm))} a step, effective {format_tflops(flops_per_s)}"
             f" ({share:.0f}% of this machine's matmul rate){few}",
             f"peak memory: GPU {format_bytes(last.gpu_peak_bytes)}, host {format_bytes(last.host_peak_bytes)}",
+            *([slow] if (slow := describe_slow_card(warm)) else []),
         )
     )
 

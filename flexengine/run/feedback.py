@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from flexengine.api import PlannedRun
 from flexengine.data.batches import Batch
-from flexengine.hardware.nvml import IDLE, gpu_clocks
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import FAR_OFF, TIMED_STEP, StepMetrics, format_seconds
 from flexengine.objectives import OBJECTIVES
@@ -174,27 +173,28 @@ class Reviewer:
             self._review(metrics)
         if metrics.step == self.replan_step:
             self._replan(self._reviewed_again())
-        self._tell_of_clocks(metrics)
+        self._tell_of_card(metrics)
 
-    def _tell_of_clocks(self, metrics: StepMetrics) -> None:
-        """Say once what holds the GPU's clocks down, where that makes a step take more than predicted."""
-        device = self.engine.device
+    def _tell_of_card(self, metrics: StepMetrics) -> None:
+        """Say once what slows the GPU down, where that makes a step take more than predicted."""
+        card = metrics.card
         slow = metrics.off_prediction > FAR_OFF and metrics.step > self.timed_step
-        if device.type != "cuda" or not slow or self.recorder.disturbed(metrics.step):
+        if card is None or not slow or self.recorder.disturbed(metrics.step):
             return
-        clocks = gpu_clocks(device.index or 0)
-        new = set() if clocks is None else set(clocks.slowed_by) - {IDLE} - self._told_of
-        if clocks is not None and new:
-            self._told_of |= new
+        found = {*card.slowed_by, *(["its clock"] if card.is_slow else [])}
+        if found - self._told_of:
+            self._told_of |= found
             tqdm.write(
-                f"step {metrics.step}: took {metrics.off_prediction:.0%} more than predicted, while the GPU's clock is"
-                f" {clocks.describe()}; `flexengine doctor` says what to do"
+                f"step {metrics.step}: took {1 + metrics.off_prediction:.1f} times what was predicted, at"
+                f" {card.describe()}; `flexengine doctor` says what to do"
             )
 
     def _review(self, metrics: StepMetrics) -> None:
         found = self._found(self.timed_step, metrics.step_s, metrics.predicted_step_s)
         reason = self.recorder.slowed_by(metrics.step)
         slowed = f" (slowed by {reason})" if reason else ""
+        if metrics.card is not None and metrics.card.is_slow:
+            slowed += f" ({metrics.card.describe()})"
         tqdm.write(f"step {metrics.step}{slowed}: {found.describe()}")
         self._correct(found)
         self._mend(metrics, found)

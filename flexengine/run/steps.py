@@ -15,6 +15,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.objectives import OBJECTIVES, AnswerRows, Distillation, Objective, TeacherRows
 from flexengine.options.task import TaskHead
 from flexengine.options.train_config import TrainConfig
+from flexengine.run.card_health import StepCard
 from flexengine.run.feedback import ExpectedStep
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
@@ -190,12 +191,13 @@ def _check_head(config: TrainConfig, spec: ModelSpec, head: TaskHead) -> None:
 
 
 def take_step(
-    engine: Engine, batch: Batch, step: int, lr: float, expected: ExpectedStep, steps: Steps
+    engine: Engine, batch: Batch, step: int, lr: float, expected: ExpectedStep, steps: Steps, card: StepCard
 ) -> tuple[StepMetrics, StepOutput]:
-    """Run forward, backward and update of one global batch; step_s is their wall time."""
+    """Run forward, backward and update of one global batch; step_s is their wall time. card: watches the GPU."""
+    card.take()  # leaves out what it saw between steps
     start_s = time.perf_counter()
     taken = steps.train(engine, batch, lr)
-    step_s = time.perf_counter() - start_s
+    step_s, health = time.perf_counter() - start_s, card.health()
     peaks = engine.memory_peaks()
     measured = MeasuredStep(
         step=step,
@@ -211,5 +213,6 @@ def take_step(
         gpu_peak_bytes=peaks.gpu_bytes,
         host_peak_bytes=peaks.host_bytes,
         details=dict(taken.details),
+        card=health,
     )
     return measured.metrics(), taken.update

@@ -17,18 +17,9 @@ from tqdm import tqdm
 
 from flexengine.api import PlannedRun, build, open_source, prepare_job
 from flexengine.checkpoint.atomic import write_text
-from flexengine.data import (
-    GlobalBatches,
-    SyntheticBatches,
-    TokenizerProcess,
-)
+from flexengine.data import GlobalBatches, SyntheticBatches, TokenizerProcess
 from flexengine.data.templates import today
-from flexengine.metrics import (
-    EvalMetrics,
-    JsonlWriter,
-    Pace,
-    StepMetrics,
-)
+from flexengine.metrics import EvalMetrics, JsonlWriter, Pace, StepMetrics
 from flexengine.models.registry import ModelSource
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
@@ -36,6 +27,7 @@ from flexengine.options.train_config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FO
 from flexengine.output import INTERRUPTED, run_output
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.run.callbacks import Callback, Callbacks
+from flexengine.run.card_health import StepCard
 from flexengine.run.closing import show_samples, summary
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import Reviewer
@@ -313,7 +305,8 @@ def watchers_of(
     saver = RunSaver(config, engine, data.batches, num_steps, planned.team)
     steps = steps_of(config, planned, engine, data, logs)
     health = RunHealth(engine, steps, config.max_skipped_steps)
-    watchers = Watchers(recorder, reviewer, health, callbacks, saver, steps, team=planned.team)
+    card = StepCard(engine.device, planned.profile.matmul.sm_clock_mhz)
+    watchers = Watchers(recorder, reviewer, health, callbacks, saver, steps, card, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:
         cut_logs(config.run_folder, point)
@@ -376,7 +369,8 @@ def run_steps(
         for index, batch in enumerate(batches.batches(num_steps, start), start=start):
             watchers.before_step(index + 1)
             expected = watchers.reviewer.predict(batch)
-            metrics, update = take_step(engine, batch, index + 1, schedule.at(index), expected, watchers.steps)
+            around = (expected, watchers.steps, watchers.card)
+            metrics, update = take_step(engine, batch, index + 1, schedule.at(index), *around)
             log.write(metrics)
             done.append(metrics)
             if show and bar.disable:

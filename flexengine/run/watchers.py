@@ -9,6 +9,7 @@ from flexengine.data.batches import Batch
 from flexengine.metrics import EvalMetrics, StepMetrics
 from flexengine.parallel.team import Team
 from flexengine.run.callbacks import Callbacks
+from flexengine.run.card_health import StepCard
 from flexengine.run.evaluation import Evaluator
 from flexengine.run.feedback import Reviewer
 from flexengine.run.health import RunHealth
@@ -23,7 +24,7 @@ class Watchers:
     """Those who stand around every step, called in a fixed order. evaluator: None without validation data.
 
     The saver comes last, so that a checkpoint knows all that the others found. team: several ranks, which agree after
-    every step on whether the run goes on. steps: how the run's objective takes them.
+    every step on whether the run goes on. steps: how the run's objective takes them. card: how the GPU runs.
     """
 
     recorder: Recorder
@@ -32,6 +33,7 @@ class Watchers:
     callbacks: Callbacks
     saver: RunSaver
     steps: Steps
+    card: StepCard
     evaluator: Evaluator | None = None
     team: Team | None = None
 
@@ -77,4 +79,5 @@ class Watchers:
     def close(self) -> None:
         """Called when no further step comes, whatever the reason."""
         self.recorder.close()
+        self.card.close()
         self.saver.wait()  # an error in a step leaves the checkpoint before it

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flexengine.metrics import format_seconds
+from flexengine.metrics import CardHealth, format_seconds
 from flexengine.plan import Request
 from flexengine.planner.planner import make_plan
 from flexengine.reports.charts.curves import Reference, curve_chart
@@ -106,6 +106,14 @@ def test_tables_compare_the_whole_step(run, picture):
     assert cells["step, median of 6"][1] == "2.00 s"
     assert cells["between programs (host)"][1] == format_seconds(GAP_S * len(run.measured.parts))
     assert "A step took 2.00 s (median of 6 of 8 steps)" in run_page(run)
+
+
+def test_the_page_draws_how_the_card_ran(run):
+    steps = [step._replace(card=CardHealth(1980.0 - 100 * step.step, 1980.0, 400.0)) for step in run.steps]
+    text = run_page(run._replace(steps=steps))
+    assert len(charts_of(text)) == len(charts_of(run_page(run))) + 2  # no temperature is told
+    assert "the probe saw 1,980 MHz" in text
+    assert "The GPU ran slowly in 6 of 6 steps; in step 8: SM clock 1,180 MHz" in text
 
 
 def test_a_run_without_a_trace_says_how_to_get_one(run):

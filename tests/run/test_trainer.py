@@ -14,6 +14,7 @@ from flexengine import cli
 from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.data import ChatTokenizer
 from flexengine.data.batches import num_targets
+from flexengine.hardware.presets import PRESETS
 from flexengine.metrics import MeasuredStep
 from flexengine.models.registry import ASSETS, open_model
 from flexengine.options.train_config import TrainConfig
@@ -63,7 +64,7 @@ class FakeEngine:
     lrs: list = field(default_factory=list)
     reviewed_s: list = field(default_factory=list)
     plan: FakePlan = field(default_factory=FakePlan)
-    profile: object = None
+    profile: object = PRESETS["cpu-test"]
     matmul_flops_per_s: float = 1e12
     max_grad_norm: float | None = 1.0
     bad_weight: str = ""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.hardware.card_watch import CardWatch, mean_mhz
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.measure.attention import (
     AttentionRates,
@@ -59,6 +60,8 @@ SUSTAINED_S = 1.2
 """To heat up, and again to measure. A power-capped H100 multiplied 8192^3 at 721 TFLOP/s for 0.7 s, then at 583 to 709
 in swings of 1 s that died away in 6 s, and at 671 from then on; from 1.2 s to 2.4 it did 676
 (bench/results/h100_sustained_rate.json)."""
+CLOCK_EVERY_S = 0.2
+"""Seconds between readings of the clock meanwhile, of which products of milliseconds take no notice."""
 PRODUCT_S = 0.04  # per pass and direction, of all layers: six of them, a quarter of a second, make a point of the curve
 GROUPED_S = 0.01  # per pass of a shape of experts, and of the head
 CALL_S = 0.06  # shorter runs catch the card between two clocks
@@ -126,7 +129,8 @@ def measure_cuda(
         run_engine_kernels(device, dtype)
         calls_s = _host_calls(device)
         memory_rate = _device_copy_rate(device, least_s)
-        peak = cube_rate(device, dtype, SUSTAINED_S * scale)
+        with CardWatch(device, every_s=CLOCK_EVERY_S) as card:
+            peak = cube_rate(device, dtype, SUSTAINED_S * scale)
         layers = shape.linears or usual_layers(shape[:2])
         counts = affordable_tokens(CUDA_TOKENS, layers, peak, LONGEST_BLOCK_S)
         product_s = PRODUCT_S * scale / len(layers)
@@ -139,7 +143,7 @@ def measure_cuda(
     link = host.links._asdict()
     curves = (*block.curves, *link.pop("curves"), host_copy_curve(host.copies))
     return Rates(
-        MatmulProfile(block.matmul_flops_per_s, fp8, shape[:2], peak, experts, head),
+        MatmulProfile(block.matmul_flops_per_s, fp8, shape[:2], peak, experts, head, mean_mhz(card.take())),
         AttentionProfile(attention.forward, attention.backward, shape.head_dim, attention.kernels, choices),
         LinkProfile(**link, **host.beside._asdict()),
         HostProfile(host.copies[-1][1], host.adamw, launch_s, issue_s),

@@ -71,7 +71,7 @@ class ChunksContext(SharedContext):
         if taken is not None:
             self._places |= dict.fromkeys(offsets, taken)
         writes = [Access(place, content) for place in places]
-        self.builder.add("copy", name, Stream.RELAY_OUT, [source], writes, copies=tuple(regions), args=what)
+        self.builder.add_copy(name, Stream.RELAY_OUT, [source], writes, tuple(regions), what)
         signals = (self.semaphores.handed(what, number),) if ends else ()
         self.builder.between_ranks(-1, awaits=tuple(awaits), signals=signals)
 
@@ -86,7 +86,7 @@ class ChunksContext(SharedContext):
         """
         places, stream = dict.fromkeys(region.source for region in regions), Stream.H2D if again else Stream.RELAY_IN
         writes = [target, *(Access(place, content) for place in places)]
-        self.builder.add("copy", name, stream, [], writes, copies=tuple(regions), args=what)
+        self.builder.add_copy(name, stream, [], writes, tuple(regions), what)
         if not again:
             awaits = self.semaphores.handed(what._replace(taken=False), number)._replace(of=what.giver)
             signals = () if what.what == "window" else (self.semaphores.handed(what, number),)
