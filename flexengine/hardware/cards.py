@@ -2,6 +2,10 @@
 
 Rates are dense bf16 with float32 accumulation, which on GeForce cards runs at half the rate of float16 accumulation.
 Cards since 2022 (compute capability 8.9) multiply dense FP8 at twice that rate.
+
+Shares of cards that were not at hand follow from products of 8192^3 that their owners measured, in TFLOP/s: "database"
+is https://github.com/zzc0721/torch-performance-test-data (database.md), a number behind it an issue there. Such runs of
+a second on a cold card are faster than hours at a power limit: the H100 does 784 to 789 there and holds 671 here.
 """
 
 from typing import NamedTuple
@@ -15,7 +19,15 @@ HOPPER_SHARE = 0.68  # 700 W cap: an H200 holds 670 of 989 TFLOP/s
 A100_SHARE = 0.85
 GEFORCE_SHARE = 0.90  # data sheets quote a boost clock that good cooling reaches
 GEFORCE_BLACKWELL_SHARE = 1.00  # the 5090 clocks well above the 2.41 GHz that its data sheet counts with
-WORKSTATION_SHARE = 0.70  # full-rate tensor cores behind the power limit of a card with half the rate: an estimate
+L40S_SHARE = 0.70  # full-rate tensor cores behind a limit of 350 W; database: 269 of 362
+PRO_6000_SHARE = 0.83  # database: 418 of 504 (Workstation), 409 and 417 (Server, 162); 350 once (160)
+A6000_SHARE = 0.72  # 300 W; database: 123 of 155, and 111 to 122 on an A40 with the same chip (185)
+A10_SHARE = 0.50  # 150 W; an A10G of the same chip and 300 W: 67 of 125 (126)
+L4_SHARE = 0.47  # 72 W; 59 of 121 (120)
+B200_SHARE = 0.64  # database: 1696 of 2250, of which as much is taken to last as on the H100
+GH200_SHARE = 0.70  # 829 of 989 (https://github.com/stas00/ml-engineering, compute/accelerator), likewise
+SPARK_SHARE = 0.72  # 92 of 125 (https://github.com/huggingface/kernels/pull/283)
+GEFORCE_AMPERE_SHARE = 1.00  # clocks above the data sheet's: 64 of 59.5 on an RTX 3080 (114)
 FP8_GAIN = 1.8  # attained FP8 over attained bf16 rate: products of a Llama-3.1-8B block on an H200 (bench.kernels)
 
 PCIE_4_BYTES_PER_S = 25e9  # x16, attained with page-locked memory; 31.5 GB/s raw
@@ -26,6 +38,14 @@ PCIE_5_BYTES_PER_S = 50e9  # x16; 63 GB/s raw; 55 on good boards
 # sheet's rate on older cards.
 NVLINK_4_BYTES_PER_S = 300e9  # 900 GB/s both ways raw
 NVLINK_3_BYTES_PER_S = 200e9  # 600 GB/s both ways raw
+
+
+C2C_BYTES_PER_S, C2C_BACK_BYTES_PER_S = 346e9, 295e9
+"""NVLink-C2C of a GH200, 450 GB/s each way raw: to the GPU by its copy engines, and 15% less from it
+(https://github.com/NVIDIA/nvbandwidth/issues/23)."""
+ONE_WAY_SHARE = 0.5
+"""Per direction with both busy, where these share one rate: https://github.com/NVIDIA/nvbandwidth/issues/41."""
+DUPLEX_SHARE = 0.92  # the same of PCIe; an H200 moves 50.8 of 55.4 GB/s
 
 
 class Host(NamedTuple):
@@ -39,6 +59,8 @@ SERVER = Host(120e9, 16)  # 16 cores of a current server
 DDR4_DESKTOP = Host(40e9, 8)  # two channels of DDR4-3600: 57.6 GB/s raw
 DDR5_DESKTOP = Host(60e9, 8)  # two channels of DDR5-5600: 89.6 GB/s raw
 FAST_DDR5_DESKTOP = Host(75e9, 8)  # two channels of DDR5-6400: 102 GB/s raw
+GRACE = Host(360e9, 72)  # 384 GB/s raw with 480 GB; copies to the GPU alone read 346
+SPARK = Host(110e9, 20)  # a copy reads and writes the one memory, which attains 231 GB/s of 273
 
 CODES_PER_CORE = {"int8": 0.33e9, "int8 stochastic": 0.28e9}
 """Parameters per second that a core updates with 8-bit states, whose decoding and encoding bound it, not memory: 15
@@ -63,6 +85,8 @@ class Card(NamedTuple):
     gpu_total_bytes: what CUDA reports, a little less than the label says. matmul_share: attained over published rate.
     hopper_attention: cuDNN's attention kernels for Hopper run on it. multiplies_fp8: compute capability 8.9 or more.
     peer_bytes_per_s: one way between cards of a board; 0 for cards that are joined by PCIe alone.
+    back_bytes_per_s: of the link from the card to the host; 0 = as fast as to the card. duplex_share: of the link's
+    rate per direction, with both busy. host_total_bytes: RAM that plans count with where --host-mem-gib says nothing.
     """
 
     name: str
@@ -77,6 +101,9 @@ class Card(NamedTuple):
     hopper_attention: bool = False
     multiplies_fp8: bool = False
     peer_bytes_per_s: float = 0.0
+    back_bytes_per_s: float = 0.0
+    duplex_share: float = DUPLEX_SHARE
+    host_total_bytes: int = 128 * GIB
 
 
 CARDS: dict[str, Card] = {
@@ -137,7 +164,7 @@ CARDS: dict[str, Card] = {
     "l40s": Card(
         "NVIDIA L40S",
         362e12,
-        WORKSTATION_SHARE,
+        L40S_SHARE,
         864e9,
         PCIE_4_BYTES_PER_S,
         SERVER,
@@ -149,7 +176,7 @@ CARDS: dict[str, Card] = {
     "rtx-pro-6000": Card(
         "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
         503.8e12,  # an eighth of the published 4030 TFLOP/s of sparse FP4
-        WORKSTATION_SHARE,
+        PRO_6000_SHARE,
         1792e9,
         PCIE_5_BYTES_PER_S,
         FAST_DDR5_DESKTOP,
@@ -193,5 +220,105 @@ CARDS: dict[str, Card] = {
         int(23.6 * GIB),
         GEFORCE_CONTEXT_BYTES,
         "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf (appendix A)",
+    ),
+    "rtx-3080": Card(
+        "NVIDIA GeForce RTX 3080",
+        59.5e12,
+        GEFORCE_AMPERE_SHARE,
+        760e9,
+        PCIE_4_BYTES_PER_S,
+        DDR4_DESKTOP,
+        int(9.7 * GIB),
+        GEFORCE_CONTEXT_BYTES,
+        "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf "
+        "(appendix A, 10 GB)",
+    ),
+    "rtx-3060": Card(
+        "NVIDIA GeForce RTX 3060",
+        25.5e12,  # 28 multiprocessors of 512 FLOP a cycle at 1.777 GHz
+        GEFORCE_AMPERE_SHARE,
+        360e9,
+        PCIE_4_BYTES_PER_S,
+        DDR4_DESKTOP,
+        int(11.6 * GIB),
+        GEFORCE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/geforce/graphics-cards/30-series/rtx-3060-3060ti/ (12 GB)",
+    ),
+    "rtx-a6000": Card(
+        "NVIDIA RTX A6000",
+        154.8e12,
+        A6000_SHARE,
+        768e9,
+        PCIE_4_BYTES_PER_S,
+        SERVER,
+        int(47.4 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf (appendix C)",
+    ),
+    "a10": Card(
+        "NVIDIA A10",
+        125e12,
+        A10_SHARE,
+        600e9,
+        PCIE_4_BYTES_PER_S,
+        SERVER,
+        int(22.1 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf",
+    ),
+    "l4": Card(
+        "NVIDIA L4",
+        121e12,
+        L4_SHARE,
+        300e9,
+        PCIE_4_BYTES_PER_S,
+        SERVER,
+        int(22.0 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/data-center/l4/",
+        multiplies_fp8=True,
+    ),
+    "b200": Card(
+        "NVIDIA B200",
+        2250e12,
+        B200_SHARE,
+        8e12,
+        PCIE_5_BYTES_PER_S,
+        SERVER,
+        int(178.3 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/data-center/dgx-b200/ (an eighth, 180 GB)",
+        multiplies_fp8=True,
+        peer_bytes_per_s=2 * NVLINK_4_BYTES_PER_S,
+    ),
+    "gh200": Card(
+        "NVIDIA GH200",
+        989e12,
+        GH200_SHARE,
+        4.0e12,
+        C2C_BYTES_PER_S,
+        GRACE,
+        int(95.0 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/ (96 GB of HBM3, 480 GB of LPDDR5X)",
+        hopper_attention=True,
+        multiplies_fp8=True,
+        back_bytes_per_s=C2C_BACK_BYTES_PER_S,
+        duplex_share=ONE_WAY_SHARE,
+        host_total_bytes=446 * GIB,
+    ),
+    "dgx-spark": Card(
+        "NVIDIA DGX Spark",
+        125e12,  # an eighth of the published 1 PFLOP/s of sparse FP4
+        SPARK_SHARE,
+        273e9,
+        100e9,  # an estimate: a copy reads and writes the one memory
+        SPARK,
+        60 * GIB,  # half of the one memory of 121 GiB, and the other half is the host's
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/products/workstations/dgx-spark/ (GB10, 128 GB for CPU and GPU together)",
+        multiplies_fp8=True,
+        duplex_share=ONE_WAY_SHARE,
+        host_total_bytes=60 * GIB,
     ),
 }

@@ -37,14 +37,12 @@ GIB = 2**30
 # of the published rate, of which products attain 85%: https://arxiv.org/abs/2307.08691, figures 5 and 6.
 ATTENTION_FORWARD_SHARE, ATTENTION_BACKWARD_SHARE = 0.58 / 0.85, 0.48 / 0.85
 MEMORY_SHARE = 0.90  # of the published bandwidth; an H200 copies at 4.24 of 4.8 TB/s
-DUPLEX_SHARE = 0.92  # per direction with both busy; an H200 moves 50.8 of 55.4 GB/s
 # Shares of the link's rate beside AdamW on the CPU, which takes most of host memory's rate: the host of an H200 moves
 # 22 and 31 of 55 GB/s then.
 H2D_BESIDE_CPU_SHARE, D2H_BESIDE_CPU_SHARE = 0.40, 0.56
 LAUNCH_S, ISSUE_S, COPY_LATENCY_S = 4e-6, 30e-6, 3e-6
 
 PROCESS_HOST_BYTES = 3 * GIB  # torch and CUDA libraries in RAM
-HOST_TOTAL_BYTES = 128 * GIB
 
 CURVE_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 SHAPE = ProbeShape(4096, 14336)
@@ -72,14 +70,15 @@ def attention_curve(flops_per_s: float, like: Points) -> Points:
 
 
 def _published(card: Card) -> HardwareProfile:
-    """Make a preset from data-sheet peaks, with 128 GiB of RAM."""
+    """Make a preset from data-sheet peaks."""
     peak = card.bf16_flops_per_s * card.matmul_share
     memory = card.memory_bytes_per_s * MEMORY_SHARE
     forward = attention_curve(peak * ATTENTION_FORWARD_SHARE, FLASH_ATTENTION_FORWARD)
     backward = attention_curve(peak * ATTENTION_BACKWARD_SHARE, FLASH_ATTENTION_BACKWARD)
     if card.hopper_attention:
         forward, backward = HOPPER_ATTENTION_FORWARD, HOPPER_ATTENTION_BACKWARD
-    link, context, base = card.link_bytes_per_s, card.gpu_context_bytes, PROCESS_HOST_BYTES
+    link, back = card.link_bytes_per_s, card.back_bytes_per_s or card.link_bytes_per_s
+    context, base, duplex = card.gpu_context_bytes, PROCESS_HOST_BYTES, card.duplex_share
     return HardwareProfile(
         card.name,
         "cuda",
@@ -92,7 +91,7 @@ def _published(card: Card) -> HardwareProfile:
         ),
         AttentionProfile(forward, backward, SHAPE.head_dim, "cudnn" if card.hopper_attention else "flash"),
         LinkProfile(
-            *(link * share for share in (1, 1, DUPLEX_SHARE, DUPLEX_SHARE, H2D_BESIDE_CPU_SHARE, D2H_BESIDE_CPU_SHARE)),
+            *(link, back, link * duplex, back * duplex, link * H2D_BESIDE_CPU_SHARE, back * D2H_BESIDE_CPU_SHARE),
             copy_latency_s=COPY_LATENCY_S,
             peer_bytes_per_s=card.peer_bytes_per_s,
         ),
@@ -100,7 +99,7 @@ def _published(card: Card) -> HardwareProfile:
         MemoryProfile(
             memory,
             card.gpu_total_bytes, card.gpu_total_bytes - context, context,
-            HOST_TOTAL_BYTES, HOST_TOTAL_BYTES - base, base,
+            card.host_total_bytes, card.host_total_bytes - base, base,
         ),
     )  # fmt: skip
 

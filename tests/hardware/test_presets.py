@@ -23,6 +23,9 @@ GIB = 2**30
         ("H100", "h100-80"),
         ("l40s", "l40s"),
         ("H200", "h200"),
+        ("A10", "a10"),
+        ("RTX A6000", "rtx-a6000"),
+        ("NVIDIA DGX Spark", "dgx-spark"),
     ],
 )
 def test_names_are_forgiving(typed: str, name: str):
@@ -33,7 +36,7 @@ def test_unknown_and_ambiguous_names_list_what_there_is():
     with pytest.raises(ValueError, match="a100-80 or a100-40"):
         preset("A100")
     for typed in ("voodoo2", "", "4090 Ti", "rtx-4090-ti"):
-        with pytest.raises(ValueError, match=r"h200, h100-80, .*rtx-3090, cpu-test"):
+        with pytest.raises(ValueError, match=r"h200, h100-80, .*dgx-spark, cpu-test"):
             preset(typed)
     with pytest.raises(ValueError, match=r"did you mean rtx-4090\?"):
         preset("rtx-4009")
@@ -66,7 +69,11 @@ def test_presets_are_plausible(name: str):
 @pytest.mark.parametrize(
     ("names", "int8", "stochastic"),
     [
-        (("h200", "h100-80", "a100-40", "l40s"), (4.4e9, 5.5e9), (3.7e9, 4.6e9)),  # as probes of 16 cores found
+        (
+            ("h200", "h100-80", "a100-40", "l40s", "b200", "l4"),
+            (4.4e9, 5.5e9),
+            (3.7e9, 4.6e9),
+        ),  # as probes of 16 cores found
         (("rtx-4090", "rtx-5090", "rtx-3090", "rtx-pro-6000"), (1.9e9, 2.8e9), (1.8e9, 2.5e9)),  # 7 cores' 0.28 to 0.40
     ],
     ids=["servers", "desktops"],
@@ -90,6 +97,7 @@ def test_every_card_names_its_source(name: str):
 
 def test_published_memory_is_what_the_label_says():
     labels = {"h200": 141, "h100-80": 80, "a100-40": 40, "l40s": 48, "rtx-pro-6000": 96, "rtx-3090": 24}
+    labels |= {"l4": 24, "a10": 24, "rtx-a6000": 48, "gh200": 96, "b200": 180, "rtx-3060": 12, "rtx-3080": 10}
     for name, label in labels.items():  # labels count in 10**9 on data-centre cards and in 2**30 on GDDR ones
         assert 0.85 * label * 1e9 < PRESETS[name].memory.gpu_total_bytes <= label * GIB
 
