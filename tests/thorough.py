@@ -7,7 +7,11 @@ import pytest
 
 
 def cases(everything: Iterable[Any], with_all_tests: Collection[Any]) -> list[Any]:
-    """Every case, for `parametrize`; those that are not among `with_all_tests` are marked `thorough`."""
+    """Every case, for `parametrize`, a tuple for several names; those not in `with_all_tests` are marked `thorough`."""
     everything = list(everything)
     assert set(with_all_tests) <= set(everything)
-    return [case if case in with_all_tests else pytest.param(case, marks=pytest.mark.thorough) for case in everything]
+
+    def more(case: Any) -> Any:
+        return pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.thorough)
+
+    return [case if case in with_all_tests else more(case) for case in everything]

@@ -14,7 +14,8 @@ from engine_helpers import (
     streamed_plan,
     tiny_config,
 )
-from family_configs import CASES, OF_BLOCKS
+from family_configs import CASES, FEW, OF_BLOCKS
+from thorough import cases
 
 from flexengine.models.freezing import forward_only, with_frozen
 from flexengine.models.matmul_dtype import with_fp8_linears
@@ -158,7 +159,7 @@ def test_frozen_fp8_layers_round_their_gradients_once():
     assert "down_proj_grad8_t" not in names[1]
 
 
-@pytest.mark.parametrize("name", OF_BLOCKS.values())
+@pytest.mark.parametrize("name", cases(OF_BLOCKS.values(), [OF_BLOCKS[family] for family in FEW]))
 def test_layers_without_backward_compute_what_they_do_with_one(name):
     """Of every family: a frozen beginning, and a model of which nothing is trained."""
     whole = random_weights(CASES[name])

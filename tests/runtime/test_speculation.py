@@ -24,6 +24,7 @@ from tests.engine_helpers import (
     same_bits,
     tiny_config,
 )
+from tests.thorough import cases
 
 NUMERICS = {
     "float32": FLOAT32,
@@ -70,7 +71,10 @@ def norm_of_step(engine, seed):
 
 @pytest.mark.parametrize(
     ("numerics", "tied", "every"),
-    [("float32", False, 1), ("float64", True, 2), ("split", False, 2), ("stochastic", True, 1)],
+    cases(
+        [("float32", False, 1), ("float64", True, 2), ("split", False, 2), ("stochastic", True, 1)],
+        [("split", False, 2), ("stochastic", True, 1)],
+    ),
 )
 def test_bits_of_a_run_without_speculation(monkeypatch, tmp_path, numerics, tied, every):
     source = random_weights(tiny_config(num_hidden_layers=2, tie_word_embeddings=tied))
