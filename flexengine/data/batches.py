@@ -54,11 +54,14 @@ class PairBatch(Batch):
     """The pairs of one step: the rows of each stand one behind the other.
 
     wanted: whether the first answer of each pair is a good one. reference: float64 [2 * pairs], the log-probability of
-    each row's answer in the model before training; None where nothing compares with it.
+    each row's answer in the model before training; None where nothing compares with it. images: those of all rows, in
+    the order of their tokens. columns: their pixels, once these are decoded.
     """
 
     wanted: Sequence[bool] = ()
     reference: np.ndarray | None = None
+    images: Sequence[KeptImage] = ()
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +141,8 @@ def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: 
     assert reference is None or isinstance(reference, np.ndarray), "pairs have no teacher"
     rows = [row for pair in pairs for row in (pair.first, pair.second)]
     chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)
-    beside = [p.value for p in pairs], [p.wanted for p in pairs], chosen
+    images = [image for p in pairs for _ in range(2) for image in p.images]
+    beside = [p.value for p in pairs], [p.wanted for p in pairs], chosen, images
     return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], *beside)
 
 
@@ -248,7 +252,7 @@ class GlobalBatches:
                 f"a {what} of {longest} tokens exceeds --max-global-batch-tokens {max_global_batch_tokens}"
             )
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
-        self._tables, self._images = tables, images
+        self._tables, self.images = tables, images
         self.pixels: Pixels | None = None
         self.reference: Reference | None = None
         self._weights = weights or [(len(sequences), 1.0)]
@@ -319,7 +323,7 @@ class GlobalBatches:
         digest.update(repr([(list(row.input_ids), list(row.labels)) for row in shown]).encode())
         digest.update(repr([table.sha256 for table in self._tables]).encode())
         digest.update(repr((self.max_global_batch_tokens, self.seed, list(self._weights))).encode())
-        digest.update(b"" if self._images is None else f"images {self._images.most}".encode())
+        digest.update(b"" if self.images is None else f"images {self.images.most}".encode())
         return digest.hexdigest()[:16]
 
     def _num_batches(self, epoch: int) -> int:
@@ -332,7 +336,7 @@ class GlobalBatches:
         if self._begun is None or self._begun[0] != epoch:
             self._begun = None  # before the next ones are made
             order = self._order(epoch)
-            ends = batch_ends(self._lengths, self.max_global_batch_tokens, order, self._images)
+            ends = batch_ends(self._lengths, self.max_global_batch_tokens, order, self.images)
             self._begun, self._batches_of[epoch] = (epoch, order, ends), len(ends)
         return self._begun[1:]
 

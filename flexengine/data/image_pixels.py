@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexengine.checkpoint.bounded_process import MOST_BYTES, BoundedProcess
-from flexengine.data.batches import Batch, ImageBatch
+from flexengine.data.batches import Batch, ImageBatch, PairBatch
 from flexengine.data.image_processor import in_own_process
 from flexengine.data.kept_images import KeptImage
 
@@ -51,8 +51,9 @@ class PixelReader:
         waiting = deque[tuple[Batch, list[Future[Path]]]]()
         try:
             for batch in batches:
-                images = batch.images if isinstance(batch, ImageBatch) else ()
-                waiting.append((batch, [self._submitted(image) for image in images]))
+                images = batch.images if isinstance(batch, (ImageBatch, PairBatch)) else ()
+                decoded = {image: self._submitted(image) for image in dict.fromkeys(images)}  # a pair has each twice
+                waiting.append((batch, [decoded[image] for image in images]))
                 if len(waiting) > AHEAD:
                     yield self._finished(*waiting.popleft())
             while waiting:
@@ -82,13 +83,13 @@ class PixelReader:
     def _finished(self, batch: Batch, futures: Sequence[Future[Path]]) -> Batch:
         if not futures:
             return batch
-        found = []
-        for future in futures:
-            path = future.result()
-            found.append(load_file(path))
-            path.unlink()
-        assert isinstance(batch, ImageBatch), "a batch without images waits for none"
-        return replace(batch, columns=joined(found))
+        found = dict[Path, dict[str, Tensor]]()
+        for path in (future.result() for future in futures):
+            if path not in found:
+                found[path] = load_file(path)
+                path.unlink()
+        assert isinstance(batch, (ImageBatch, PairBatch)), "a batch without images waits for none"
+        return replace(batch, columns=joined([found[future.result()] for future in futures]))
 
     def close(self) -> None:
         """End the processes and remove what they wrote. A second call does nothing."""

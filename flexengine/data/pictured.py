@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +25,8 @@ def encode_with_images(
     assert images is not None, "the tokenizer has a processor"
     for record in records:
         try:
-            tokens = encode_whole(_with_token(record, images.token), tokenizer)
             found, ids = images.taken(record, tokenizer.notes)
-            tokens = expanded(tokens, images.place_id, ids)
+            tokens = tokens_with_images(record, ids, tokenizer)
         except LeftOutError as error:
             tokenizer.left_out[str(error)] += 1
         except ValueError as error:
@@ -36,6 +35,13 @@ def encode_with_images(
             yield ValuedRecord(*tokens, float(tokens.input_ids.count(images.row_id)))
             numbers: Any = packed(found)
             yield TokenizedRecord(numbers, numbers)
+
+
+def tokens_with_images(record: Record, ids: Sequence[Sequence[int]], tokenizer: ChatTokenizer) -> TokenizedRecord:
+    """Ids and labels of one record. ids: those of each of its images. Raises: ValueError as `expanded`."""
+    images = tokenizer.images
+    assert images is not None, "the tokenizer has a processor"
+    return expanded(encode_whole(_with_token(record, images.token), tokenizer), images.place_id, ids)
 
 
 def _with_token(record: Record, token: str) -> Record:

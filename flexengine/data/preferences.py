@@ -23,11 +23,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, takewhile
+from pathlib import Path
 from typing import Any
 
 from flexengine.data.bad_records import BadRecords
 from flexengine.data.encoding import encode_whole
+from flexengine.data.kept_images import packed
 from flexengine.data.masks import LeftOutError
+from flexengine.data.pictured import tokens_with_images
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord, parse_record
 from flexengine.data.sources import Reader
 from flexengine.data.token_columns import ValuedRecord
@@ -83,24 +86,25 @@ class Compared:
 # ---- parsing -------------------------------------------------------------------------------------------------------
 
 
-def parse_pair(raw: Any, where: str, unread: Counter[str] | None = None) -> Compared:
+def parse_pair(raw: Any, where: str, unread: Counter[str] | None = None, folder: Path | None = None) -> Compared:
     """Read a pair; arguments and errors are those of `parse_record`."""
-    chosen, rejected = _sides(raw, where, unread)
+    chosen, rejected = _sides(raw, where, unread, folder)
     return Compared(chosen.record, rejected.record)
 
 
-def parse_ranked(raw: Any, where: str, unread: Counter[str] | None = None) -> Compared:
+def parse_ranked(raw: Any, where: str, unread: Counter[str] | None = None, folder: Path | None = None) -> Compared:
     """Read a pair with its margin, if it has one; arguments and errors are those of `parse_record`."""
     margin = raw.get("margin") if isinstance(raw, dict) else None
     if margin is not None and (type(margin) not in (int, float) or not math.isfinite(margin)):
         raise ValueError(f"{where}: margin must be a number, found {shown(margin)}")
     rest = {key: value for key, value in raw.items() if key != "margin"} if isinstance(raw, dict) else raw
-    return replace(parse_pair(rest, where, unread), margin=float(margin or 0))
+    return replace(parse_pair(rest, where, unread, folder), margin=float(margin or 0))
 
 
 def parse_ranking(
-    raw: dict[str, Any], where: str, unread: Counter[str] | None = None, remarks: Counter[str] | None = None
-) -> list[Compared]:
+    raw: dict[str, Any], where: str, unread: Counter[str] | None = None, remarks: Counter[str] | None = None,
+    folder: Path | None = None,
+) -> list[Compared]:  # fmt: skip
     """Read a ranking as a pair of every two answers of different rank, those of the best answer first.
 
     remarks counts in words what became of rankings. Raises: ValueError for fewer than two answers, two that are the
@@ -114,7 +118,7 @@ def parse_ranking(
                 f"{where}: answers {first + 1} and {second + 1} of the ranking are the same; leave one of them out"
             )
     rest, answers = _with_prompt(given, answers, where, "ranking", "its answers", RANKING_WANTED)
-    answered = _all_answered(rest, answers, where, unread)
+    answered = _all_answered(rest, answers, where, unread, folder)
     best_first = sorted(range(len(answers)), key=lambda i: -worth[i])
     every_two = list(combinations(best_first, 2))
     pairs = [Compared(answered[i].record, answered[j].record) for i, j in every_two if worth[i] > worth[j]]
@@ -159,10 +163,12 @@ def is_ranking(raw: Any) -> bool:
     return not given.isdisjoint(RANKINGS) and given.isdisjoint(SIDES)
 
 
-def parse_rated(raw: Any, where: str, unread: Counter[str] | None = None) -> tuple[Answered, ...]:
+def parse_rated(
+    raw: Any, where: str, unread: Counter[str] | None = None, folder: Path | None = None
+) -> tuple[Answered, ...]:
     """Read an answer with a verdict, or the two of a pair; arguments and errors are those of `parse_record`."""
     if isinstance(raw, dict) and all(raw.get(side) is not None for side in SIDES):
-        chosen, rejected = _sides(raw, where, unread)
+        chosen, rejected = _sides(raw, where, unread, folder)
         return chosen, replace(rejected, wanted=False)
     given = dict(raw) if isinstance(raw, dict) else {}
     label = given.pop("label", None)
@@ -173,10 +179,10 @@ def parse_rated(raw: Any, where: str, unread: Counter[str] | None = None) -> tup
         )
     completion = next((given[key] for key in ANSWERS_OF_LISTS if isinstance(given.get(key), list)), None)
     num_turns = 1 if completion is None else len(completion)
-    return (_answered(given, num_turns, where, unread, label),)
+    return (_answered(given, num_turns, where, unread, folder, label),)
 
 
-def _sides(raw: Any, where: str, unread: Counter[str] | None) -> tuple[Answered, Answered]:
+def _sides(raw: Any, where: str, unread: Counter[str] | None, folder: Path | None) -> tuple[Answered, Answered]:
     """Chosen and rejected answer of a pair."""
     if not isinstance(raw, dict):
         raise ValueError(f"{where}: a record must be a JSON object, found {type(raw).__name__}")
@@ -188,20 +194,24 @@ def _sides(raw: Any, where: str, unread: Counter[str] | None) -> tuple[Answered,
     rest, answers = _with_prompt(given, answers, where, "pair", "chosen and rejected", WANTED)
     if answers[0] == answers[1]:
         raise ValueError(f"{where}: chosen and rejected are the same, so there is nothing to prefer; leave it out")
-    chosen, rejected = _all_answered(rest, answers, where, unread)
+    chosen, rejected = _all_answered(rest, answers, where, unread, folder)
     return chosen, rejected
 
 
 def _all_answered(
-    rest: dict[str, Any], answers: list[Any], where: str, unread: Counter[str] | None
+    rest: dict[str, Any], answers: list[Any], where: str, unread: Counter[str] | None, folder: Path | None
 ) -> tuple[Answered, ...]:
     """The prompt with each answer; what is not read is counted once."""
     key = "output" if "instruction" in rest else "answer" if any(name in rest for name in OF_QUESTION) else "completion"
     key = "response" if "query" in rest else key
-    return tuple(
-        _answered({**rest, key: answer}, len(answer) if isinstance(answer, list) else 1, where, None if i else unread)
-        for i, answer in enumerate(answers)
+    turns = [len(answer) if isinstance(answer, list) else 1 for answer in answers]
+    found = tuple(
+        _answered({**rest, key: answer}, count, where, None if i else unread, folder)
+        for i, (answer, count) in enumerate(zip(answers, turns, strict=True))
     )
+    if any(one.record.images != found[0].record.images for one in found):
+        raise ValueError(f"{where}: an answer that is compared has images; they stand in the prompt, which all share")
+    return found
 
 
 def _turns_of(answer: Any) -> Any:
@@ -247,10 +257,11 @@ def _says_the_same(prompt: Any, turns: Sequence[Any]) -> bool:
 
 
 def _answered(
-    raw: dict[str, Any], num_answer_turns: int, where: str, unread: Counter[str] | None, wanted: bool = True
-) -> Answered:
+    raw: dict[str, Any], num_answer_turns: int, where: str, unread: Counter[str] | None, folder: Path | None,
+    wanted: bool = True,
+) -> Answered:  # fmt: skip
     """The conversation of a raw record, of which the last turns alone have a loss."""
-    record = parse_record(raw, where, unread)
+    record = parse_record(raw, where, unread, folder)
     if not record.messages:
         kind = "a text" if record.text is not None else "tokens"
         raise ValueError(f"{where}: an answer that is compared needs a prompt, found {kind}; {WANTED}")
@@ -293,13 +304,17 @@ def _beside(own: tuple[Answered, ...], other: tuple[Answered, ...]) -> Iterator[
 def compared_of(reader: Reader, bad: BadRecords) -> Iterable[Compared]:
     """All records of a source as comparisons."""
     if reader.source.kind == "rated":
-        return with_others(reader.parsed(parse_rated, bad))
+
+        def rated(raw: Any, where: str, unread: Counter[str]) -> tuple[Answered, ...]:
+            return parse_rated(raw, where, unread, reader.images_folder)
+
+        return with_others(reader.parsed(rated, bad))
     parse_one = parse_pair if reader.source.kind == "pair" else parse_ranked
 
     def parse(raw: Any, where: str, unread: Counter[str]) -> list[Compared]:
         if is_ranking(raw):
-            return parse_ranking(raw, where, unread, reader.remarks)
-        return [parse_one(raw, where, unread)]
+            return parse_ranking(raw, where, unread, reader.remarks, reader.images_folder)
+        return [parse_one(raw, where, unread, reader.images_folder)]
 
     return chain.from_iterable(reader.parsed(parse, bad))
 
@@ -313,16 +328,30 @@ def encode_compared(
     """Ids and labels of both conversations of each comparison, one behind the other; both or none are left out.
 
     The label of the first token of the first one, which nothing predicts, says whether its answer is a good one: it is
-    IGNORE for one that is not.
+    IGNORE for one that is not. Where images are read, they follow as numbers, and the first one's value is how many
+    tokens of both stand for them.
     """
     for two in compared:
         try:
-            first, second = (encode_whole(record, tokenizer) for record in (two.first, two.second))
+            (first, second), images = _encoded(two, tokenizer)
         except LeftOutError as error:
             tokenizer.left_out[str(error)] += 1
         except ValueError as error:
             bad.leave_out(ValueError(f"{two.first.where}: {error}" if two.first.where else str(error)))
         else:
             labels = [first.input_ids[0] if two.wanted else IGNORE, *first.labels[1:]]
-            yield ValuedRecord(first.input_ids, labels, two.margin) if two.margin else first._replace(labels=labels)
+            value = two.margin
+            if tokenizer.images is not None:
+                value = float(sum(row.input_ids.count(tokenizer.images.row_id) for row in (first, second)))
+            yield ValuedRecord(first.input_ids, labels, value) if value else first._replace(labels=labels)
             yield second
+            if images is not None:
+                yield TokenizedRecord(images, images)
+
+
+def _encoded(two: Compared, tokenizer: ChatTokenizer) -> tuple[list[TokenizedRecord], Any]:
+    """Both conversations of a comparison, and the numbers of their images; None where images are not read."""
+    if tokenizer.images is None:
+        return [encode_whole(record, tokenizer) for record in (two.first, two.second)], None
+    found, ids = tokenizer.images.taken(two.first, tokenizer.notes)
+    return [tokens_with_images(record, ids, tokenizer) for record in (two.first, two.second)], packed(found)

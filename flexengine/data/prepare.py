@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.checkpoint.hub_errors import without_secrets
@@ -38,7 +38,7 @@ from flexengine.data.store import (
     table_in_scratch,
     write_table,
 )
-from flexengine.data.token_columns import ValuedRecord
+from flexengine.data.token_columns import TokenizedPair, ValuedRecord
 from flexengine.data.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,8 @@ def prepare_sources(
             truncate_long,
             without_secrets(source.place),
             source.weight,
-            "images" if source.images else source.kind,
+            source.kind,
+            source.images,
         )
         for source, table in tables
     ]
@@ -203,15 +204,20 @@ def prepare_table(
     truncate_long: bool,
     place: str = "",
     weight: float = 1.0,
-    kind: RecordKind | Literal["images"] = "answers",
+    kind: RecordKind = "answers",
+    images: bool = False,
 ) -> Prepared:
     """Cuts records to sequences, or takes them as pairs or prompts. Raises ValueError when nothing is left.
 
-    max_seq_len: of prompts, what is left for them beside their answers.
+    max_seq_len: of prompts, what is left for them beside their answers. images: whether those of records follow them.
     """
-    cuts = {"prompt": cut_prompts, "images": cut_with_images, **dict.fromkeys(PAIRS, cut_pairs)}
-    may_cut = kind not in cuts
-    cut = cut_records(table, max_seq_len, truncate_long) if may_cut else cuts[kind](table, max_seq_len)
+    may_cut = not images and kind != "prompt" and kind not in PAIRS
+    if may_cut:
+        cut = cut_records(table, max_seq_len, truncate_long)
+    elif images:
+        cut = _cut_with_images(table, max_seq_len, kind)
+    else:
+        cut = (cut_prompts if kind == "prompt" else cut_pairs)(table, max_seq_len)
     if not len(cut.lengths):
         or_cut = ", or --truncate-long" if may_cut else ""
         needs = f"{cut.longest} more than --max-completion-length" if kind == "prompt" else f"{cut.longest}{or_cut}"
@@ -225,6 +231,10 @@ def prepare_table(
             f" {cut.num_without_targets} have no target token{reasons}{remedy}"
         )
     return Prepared(table, cut, place, weight)
+
+
+def _cut_with_images(table: TokenTable, max_seq_len: int, kind: RecordKind) -> Cut:
+    return cut_pairs(table, max_seq_len, images=True) if kind in PAIRS else cut_with_images(table, max_seq_len)
 
 
 def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | None, bad_records: Policy) -> TokenTable:
@@ -274,7 +284,7 @@ def make_table(
         folder = cache / _key(reader, tokenizer)
         try:
             found = open_table(folder)
-            if found is None or (source.images and not _has_its_images(found)):
+            if found is None or (source.images and not _has_its_images(found, source.kind)):
                 write_table(folder, _encoded(reader, tokenizer, counts, bad_records), counts)
             if not reader.is_on_disk:
                 point_to(_last_of_hub(source, tokenizer, cache), folder)
@@ -299,7 +309,7 @@ def _encoded(
     """The records of a source, tokenized. When they end, counts holds what `TokenTable` tells of all of them."""
     tokenizer.left_out, tokenizer.notes = Counter(), Counter()
     bad = BadRecords(bad_records)
-    if reader.source.images:
+    if reader.source.kind == "answers" and reader.source.images:
         yield from encode_with_images(reader.records(bad), tokenizer, bad)
     elif reader.source.kind == "answers":
         yield from encode_records(reader.records(bad), tokenizer, bad)
@@ -316,11 +326,11 @@ def _encoded(
     counts |= {"num_bad": bad.count, "bad": [said.removeprefix(_path(reader.source.place)) for said in bad.first]}
 
 
-def _has_its_images(table: TokenTable) -> bool:
+def _has_its_images(table: TokenTable, kind: RecordKind) -> bool:
     """Whether the images that a table was made of lie where they were, as they were."""
-    cut = cut_with_images(table, int(table.ends[-1]) if len(table.ends) else 0)
+    cut = _cut_with_images(table, int(table.ends[-1]) if len(table.ends) else 0, kind)
     rows = StoredSequences([(table.file, cut)])
-    return all(are_as_they_were(row.images) for row in rows if isinstance(row, PicturedRecord))
+    return all(are_as_they_were(row.images) for row in rows if isinstance(row, (PicturedRecord, TokenizedPair)))
 
 
 def _key(reader: Reader, tokenizer: ChatTokenizer) -> str:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.data.batches import Sequenced, num_targets
-from flexengine.data.kept_images import PicturedRecord
+from flexengine.data.kept_images import KeptImage, PicturedRecord
 from flexengine.data.prepare import Prepared
 from flexengine.data.records import IGNORE
+from flexengine.data.token_columns import TokenizedPair
 from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.data.tokenizer_process import TokenizerProcess
 
@@ -37,7 +38,7 @@ def pieces_of(tokenizer: ChatTokenizer | TokenizerProcess, sequence: Sequenced) 
     tokens = zip(sequence.input_ids, [IGNORE, *sequence.labels[1:]], strict=True)  # nothing predicts the first
     for trained, run in groupby(tokens, key=lambda token: token[1] != IGNORE):
         ids = [token for token, _ in run]
-        runs = _image_runs(ids) if isinstance(sequence, PicturedRecord) and not trained else [(ids, 1)]
+        runs = _image_runs(ids) if _images_of(sequence) is not None and not trained else [(ids, 1)]
         for own, times in runs:
             text = tokenizer.decode(own, skip_special_tokens=False)
             yield Piece(f"{text} x {times} " if times > 1 else text, trained)
@@ -66,8 +67,7 @@ def marked_text(tokenizer: ChatTokenizer | TokenizerProcess, sequence: Sequenced
 def shown_sequences(part: Prepared, tokenizer: TokenizerProcess, num_shown: int) -> Iterator[SeenSequence]:
     """The first sequences of a source for a page, with small pictures of their images."""
     for i, sequence in enumerate(islice(part.sequences, num_shown), start=1):
-        images = sequence.images if isinstance(sequence, PicturedRecord) else []
-        pictures = [(image.name, tokenizer.thumbnail(image)) for image in images]
+        pictures = [(image.name, tokenizer.thumbnail(image)) for image in _images_of(sequence) or ()]
         yield SeenSequence(_heading(i, sequence), [*pieces_of(tokenizer, sequence)], pictures)
 
 
@@ -79,9 +79,16 @@ class SeenSequence(NamedTuple):
     pictures: Sequence[tuple[str, str]]
 
 
+def _images_of(sequence: Sequenced) -> Sequence[KeptImage] | None:
+    """The images of a sequence, or of a pair; None of one that is read without."""
+    if isinstance(sequence, TokenizedPair):
+        return sequence.images or None
+    return sequence.images if isinstance(sequence, PicturedRecord) else None
+
+
 def _heading(number: int, sequence: Sequenced) -> str:
     tokens = f"{len(sequence.input_ids)} tokens, {num_targets(sequence.labels)} trained"
-    images = len(sequence.images) if isinstance(sequence, PicturedRecord) else 0
+    images = len(_images_of(sequence) or ())
     return f"sequence {number}: {tokens}" + (f", {images} image{'s' if images > 1 else ''}" if images else "")
 
 

@@ -224,6 +224,11 @@ class Reader:
         parts += ["images", *(str(path.resolve().parent) for path in self._files)] if self.source.images else []
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    @property
+    def images_folder(self) -> Path | None:
+        """What images of the record in work are relative to; None where images are not read."""
+        return self._folder if self.source.images else None
+
     def records(self, bad: BadRecords | None = None) -> Iterator[Record]:
         """Every record of a single answer, in order, but the bad ones that are skipped.
 
@@ -233,8 +238,7 @@ class Reader:
 
         def parse(row: Any, where: str, unread: Counter[str]) -> Record:
             columns = named or guess_columns(row, PAIRS, (*CHAT_NAMES, *TEXTS, "input_ids"))
-            folder = self._folder if self.source.images else None
-            record = parse_record(named_columns(row, columns, unread), where, unread, folder)
+            record = parse_record(named_columns(row, columns, unread), where, unread, self.images_folder)
             self.remarks.update(remarks(record))
             if columns and not named:
                 self.remarks[remark_of(columns)] += 1

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexengine.data.kept_images import PicturedRecord, unpacked
+from flexengine.data.kept_images import KeptImage, PicturedRecord, unpacked
 from flexengine.data.prompts import TokenizedPrompt, prompt_of
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.token_columns import TokenizedPair, ValuedRecord
@@ -169,25 +169,27 @@ def cut_records(table: TokenTable, max_seq_len: int, truncate_long: bool) -> Cut
     )
 
 
-def cut_pairs(table: TokenTable, max_seq_len: int) -> Cut:
+def cut_pairs(table: TokenTable, max_seq_len: int, images: bool = False) -> Cut:
     """Pairs of records in their order. One whose longer record exceeds max_seq_len is dropped, as is one with a record
-    without a token to learn."""
-    sizes = np.diff(table.ends, prepend=0)
-    has_target = np.where(table.first_targets == WHOLE, sizes > 1, table.first_targets < sizes).reshape(-1, 2).all(1)
-    of_pairs = sizes.reshape(-1, 2)
+    without a token to learn. images: whether those of each pair follow it."""
+    sizes, each = np.diff(table.ends, prepend=0), 3 if images else 2
+    has_target = np.where(table.first_targets == WHOLE, sizes > 1, table.first_targets < sizes)
+    has_target, of_pairs = has_target.reshape(-1, each)[:, :2].all(1), sizes.reshape(-1, each)[:, :2]
     too_long = (of_pairs > max_seq_len).any(1)
     kept = has_target & ~too_long
     return Cut(
-        starts=(table.ends - sizes)[0::2][kept],
+        starts=(table.ends - sizes)[0::each][kept],
         lengths=of_pairs.sum(1)[kept].astype(np.int32),
         num_records=len(of_pairs),
         num_too_long=int(too_long.sum()),
         num_truncated=0,
         num_split=0,
         num_without_targets=int((~has_target & ~too_long).sum()),
-        longest=int(sizes.max(initial=0)),
+        longest=int(of_pairs.max(initial=0)),
         splits=of_pairs[:, 0][kept].astype(np.int32),
-        values=None if table.values is None else table.values[0::2][kept],
+        values=None if table.values is None else table.values[0::each][kept],
+        behind=sizes[2::3][kept] if images else None,
+        has_images=images,
     )
 
 
@@ -214,11 +216,10 @@ def cut_with_images(table: TokenTable, max_seq_len: int) -> Cut:
 
 def cut_prompts(table: TokenTable, max_seq_len: int) -> Cut:
     """Prompts in their order, each followed by its columns. One of more than max_seq_len tokens is dropped."""
-    sizes = np.diff(table.ends, prepend=0)
-    of_prompts = sizes.reshape(-1, 2)
+    of_prompts = np.diff(table.ends, prepend=0).reshape(-1, 2)
     kept = of_prompts[:, 0] <= max_seq_len
     return Cut(
-        starts=(table.ends - sizes)[0::2][kept],
+        starts=(table.ends[0::2] - of_prompts[:, 0])[kept],
         lengths=of_prompts[:, 0][kept].astype(np.int32),
         num_records=len(of_prompts),
         num_too_long=int((~kept).sum()),
@@ -270,21 +271,21 @@ class StoredSequences(Sequence[Stored]):
         part = int(np.searchsorted(self._ends, i, side="right"))
         file, cut = self._parts[part]
         at = i - int(self._ends[part]) + len(cut.lengths)
+        start, length, images = int(cut.starts[at]), int(cut.lengths[at]), list[KeptImage]()
         if cut.has_images and cut.behind is not None:
-            start, length = int(cut.starts[at]), int(cut.lengths[at])
             images = unpacked(file.numbers(start + length, int(cut.behind[at])))
-            return PicturedRecord(*file.read(start, length), images)
-        found = file.read(int(cut.starts[at]), int(cut.sizes[at]))
-        if cut.behind is not None:
+            if cut.splits is None:
+                return PicturedRecord(*file.read(start, length), images)
+        found = file.read(start, length if cut.has_images else int(cut.sizes[at]))
+        if cut.behind is not None and not cut.has_images:
             return prompt_of(found.input_ids[: cut.lengths[at]], found.input_ids[cut.lengths[at] :])
-        value = 0.0 if cut.values is None else float(cut.values[at])
+        value = 0.0 if cut.values is None or cut.has_images else float(cut.values[at])
         if cut.splits is None:
             return found if cut.values is None else ValuedRecord(*found, value)
         split = int(cut.splits[at])
-        first, second = (
-            TokenizedRecord(found.input_ids[part], found.labels[part]) for part in (slice(split), slice(split, None))
-        )
-        return TokenizedPair(first, second, first.labels[0] != IGNORE, value)
+        halves = slice(split), slice(split, None)
+        first, second = (TokenizedRecord(found.input_ids[half], found.labels[half]) for half in halves)
+        return TokenizedPair(first, second, first.labels[0] != IGNORE, value, images)
 
 
 # ---- tokenized once --------------------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
 """Records that hold tokens: columns of ids, labels and masks, as tokenizers and collators write them."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexengine.wording import shown
+
+if TYPE_CHECKING:
+    from flexengine.data.kept_images import KeptImage
 
 IGNORE = -100
 """Label of a token without loss, as in Hugging Face."""
@@ -32,13 +37,14 @@ class ValuedRecord(NamedTuple):
 class TokenizedPair(NamedTuple):
     """Two sequences that are compared.
 
-    wanted: whether the answer of the first is a good one. value: that of the first.
+    wanted: whether the answer of the first is a good one. value: that of the first. images: those of their prompt.
     """
 
     first: TokenizedRecord | ValuedRecord
     second: TokenizedRecord | ValuedRecord
     wanted: bool
     value: float = 0.0
+    images: Sequence[KeptImage] = ()
 
     @property
     def input_ids(self) -> list[int]:

@@ -54,8 +54,10 @@ def _prompts(part: Prepared) -> np.ndarray:
     numbers, found = dict[bytes, int](), np.empty(len(part.cut.lengths), np.int64)
     first_targets = part.table.first_targets[np.searchsorted(part.table.ends, part.cut.starts, side="right")]
     for i, (start, length) in enumerate(zip(part.cut.starts.tolist(), first_targets.tolist(), strict=True)):
-        prompt = part.table.file.read(start, max(length, 1)).input_ids
-        found[i] = numbers.setdefault(hashlib.sha256(np.array(prompt, np.int32).tobytes()).digest(), len(numbers))
+        prompt = np.array(part.table.file.read(start, max(length, 1)).input_ids, np.int32).tobytes()
+        if part.cut.behind is not None:  # its images, too
+            prompt += part.table.file.numbers(start + int(part.cut.lengths[i]), int(part.cut.behind[i])).tobytes()
+        found[i] = numbers.setdefault(hashlib.sha256(prompt).digest(), len(numbers))
     return found
 
 
@@ -74,6 +76,7 @@ class ValidationBatches:
         self.sequences, self.num_tokens = sequences, int(lengths.sum())
         self.reference: Reference | None = None
         self.pixels: Pixels | None = None
+        self.images = images
         self._batches = split_epoch(lengths, max_tokens, range(len(lengths)), images)
 
     @classmethod

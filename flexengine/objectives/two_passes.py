@@ -9,6 +9,7 @@ Both passes read the same weights, and nothing of the first is kept but a number
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ class AnswerRows(NamedTuple):
     input_ids: prompt and answer. labels: the tokens of answers, -100 elsewhere; unshifted. reference: the
     log-probability of each row's answer in the reference, float64 [2N], if the objective needs it. wanted: whether the
     first answer of each record is a good one; None where all are. margins: by how much each first one is to be ahead.
+    columns: of what is no text, such as the pixels of images, those of all rows.
     """
 
     input_ids: Sequence[Sequence[int]]
@@ -33,6 +35,7 @@ class AnswerRows(NamedTuple):
     reference: Tensor | None = None
     wanted: Sequence[bool] | None = None
     margins: Sequence[float] | None = None
+    columns: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Found(NamedTuple):
@@ -60,7 +63,7 @@ class Weighted(NamedTuple):
     """The second pass of a batch: what its first pass found, the columns to train, and the weights of their tokens."""
 
     found: Found
-    columns: dict[str, Sequence[Sequence[int]]]
+    columns: dict[str, Any]
     weights: list[Tensor]
 
 
@@ -75,7 +78,7 @@ def weighted(engine: Engine, objective: Objective, rows: AnswerRows) -> Weighted
     judged = objective.judge(_records(objective, rows, log_probs))
     judged.loss.backward()
     weights = [torch.zeros(len(row)) if row.grad is None else -row.grad for row in log_probs]
-    if not objective.trains_second:
+    if not objective.trains_second and not rows.columns:  # pixels are not told apart by rows; weights are 0 there
         columns, weights = {name: values[0::2] for name, values in columns.items()}, weights[0::2]
     return Weighted(_found(objective, judged), columns, weights)
 
@@ -101,7 +104,7 @@ def evaluate(engine: Engine, objective: Objective, rows: AnswerRows) -> Found:
 
 def reference_log_probs(engine: Engine, rows: AnswerRows) -> Tensor:
     """The log-probability of each row's answer in the model as it is now, float64 [2N] on the CPU."""
-    columns = {"input_ids": rows.input_ids, "labels": rows.labels}
+    columns = {"input_ids": rows.input_ids, "labels": rows.labels, **rows.columns}
     return torch.stack([row.double().sum() for row in _token_log_probs(engine, columns)])
 
 
@@ -132,12 +135,12 @@ def labels_at_end(input_ids: Sequence[int], label: int, pad_token_id: int | None
     return [label if i == last else IGNORE for i in range(len(input_ids))]
 
 
-def _columns(objective: Objective, rows: AnswerRows) -> dict[str, Sequence[Sequence[int]]]:
+def _columns(objective: Objective, rows: AnswerRows) -> dict[str, Any]:
     """The rows as the engine reads them; where prompts are trained, every token of first answers has a label."""
     labels = list(rows.labels)
     if objective.trains_prompts:
         labels[0::2] = rows.input_ids[0::2]
-    return {"input_ids": rows.input_ids, "labels": labels}
+    return {"input_ids": rows.input_ids, "labels": labels, **rows.columns}
 
 
 def _records(objective: Objective, rows: AnswerRows, log_probs: Sequence[Tensor]) -> Records:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.data import GlobalBatches, StoredSequences, ValidationBatches
-from flexengine.data.batches import batch_of, split_epoch
+from flexengine.data.batches import Batch, batch_of, split_epoch
 from flexengine.objectives import reference_log_probs
 from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import Team, is_first
@@ -45,18 +46,20 @@ def add_reference(config: TrainConfig, engine: Engine, data: TrainingData, team:
             if team is not None and not all(team.control.gather(found is not None)):
                 found = None  # they compute together
             if found is None:
-                found = _computed(engine, pairs)
+                found = _computed(engine, pairs, batches)
                 if folder is not None and is_first(team):
                     _write(folder, found)
             batches.reference = found
 
 
-def _computed(engine: Engine, pairs: StoredSequences) -> np.ndarray:
+def _computed(engine: Engine, pairs: StoredSequences, batches: GlobalBatches | ValidationBatches) -> np.ndarray:
     """The log-probabilities [pairs, 2] in float64, computed in batches in the order of the pairs."""
     found, most = np.empty((len(pairs), 2)), engine.plan.request.max_global_batch_tokens
-    for numbers in split_epoch(pairs.lengths, most, range(len(pairs))):
-        rows = rows_of(batch_of(pairs, numbers))
-        found[numbers[0] : numbers[-1] + 1] = reference_log_probs(engine, rows).reshape(-1, 2).numpy()
+    split = split_epoch(pairs.lengths, most, range(len(pairs)), batches.images)
+    made: Iterable[Batch] = (batch_of(pairs, numbers) for numbers in split)
+    made = made if batches.pixels is None else batches.pixels.filled(made)
+    for numbers, batch in zip(split, made, strict=True):
+        found[numbers[0] : numbers[-1] + 1] = reference_log_probs(engine, rows_of(batch)).reshape(-1, 2).numpy()
     return found
 
 

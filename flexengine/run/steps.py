@@ -129,7 +129,7 @@ def rows_of(batch: Batch) -> AnswerRows:
     """A batch of pairs as objectives read it."""
     assert isinstance(batch, PairBatch), "preferences are read as pairs"
     reference = None if batch.reference is None else torch.from_numpy(batch.reference)
-    return AnswerRows(batch.input_ids, batch.labels, reference, batch.wanted, batch.values)
+    return AnswerRows(batch.input_ids, batch.labels, reference, batch.wanted, batch.values, batch.columns)
 
 
 def objective_of(config: TrainConfig) -> Objective | None:

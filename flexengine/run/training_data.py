@@ -36,6 +36,8 @@ from flexengine.wording import without_folders
 REWARD_S = 60.0
 """Longest call of a reward function where none is given."""
 DEMO_FOLDER = ASSETS / "demo"
+WITH_IMAGES = ("sft", "dpo", "ipo", "kto", "simpo")
+"""Objectives whose records may have images: their losses are of answers alone."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,11 @@ def with_images(config: TrainConfig, source: ModelSource) -> bool:
     if not config.max_image_tokens:
         return False
     asked = f"--max-image-tokens {config.max_image_tokens}"
-    if source.spec.task is not None or record_kind(config) != "answers" or config.objective != "sft":
+    if source.spec.task is not None or config.objective not in WITH_IMAGES:
         what = f"--objective {config.objective}" if source.spec.task is None else "a head for labels"
-        raise ValueError(f"{asked} with {what}: images are trained with single answers; leave one of them out")
+        raise ValueError(
+            f"{asked} with {what}: images are trained with {', '.join(WITH_IMAGES)}; leave one of them out"
+        )
     return True
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import zlib
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -59,11 +60,11 @@ def here(tmp_path):
     return tmp_path
 
 
-def prepared(path, chat, cache=None, policy="stop", kind="answers"):
+def prepared(path, chat, cache=None, policy: Any = "stop", kind: Any = "answers") -> Any:
     return prepare_sources(sources_of([str(path)], kind=kind, images=True), chat, 96, False, cache, policy)[0]
 
 
-def rows_of(folder, chat, *records, **options):
+def rows_of(folder, chat, *records, **options) -> list[Any]:
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return list(prepared(folder / "data.jsonl", chat, **options).sequences)
 
@@ -298,10 +299,70 @@ def test_a_folder_without_a_processor(tmp_path):
         ImageProcessor(tmp_path)
 
 
-def test_images_go_with_single_answers(folder):
+def test_images_go_with_answers_and_with_pairs(folder):
     source = open_model(folder)
     options = {"model": str(folder), "dataset": ("a.jsonl",), "max_image_tokens": 9}
     assert with_images(TrainConfig(**options), source)
+    assert with_images(TrainConfig(**options, objective="dpo"), source)
     assert not with_images(TrainConfig(**{**options, "max_image_tokens": 0}), source)
-    with pytest.raises(ValueError, match="--max-image-tokens 9 with --objective dpo: images are trained with single"):
-        with_images(TrainConfig(**options, objective="dpo"), source)
+    with pytest.raises(
+        ValueError, match="--max-image-tokens 9 with --objective orpo: images are trained with sft, dpo"
+    ):
+        with_images(TrainConfig(**options, objective="orpo"), source)
+
+
+# ---- pairs ---------------------------------------------------------------------------------------------------------
+
+SAID = {"chosen": [{"role": "assistant", "content": "disc"}], "rejected": [{"role": "assistant", "content": "no"}]}
+ASKED = [{"role": "user", "content": [{"type": "image"}, ASK]}]
+WHOLE = [{"role": "user", "content": [{"type": "image", "image": "red.png"}, ASK]}]
+PAIRS = {
+    "of TRL": {"images": ["red.png"], "prompt": ASKED, **SAID},
+    "in the turn": {"prompt": WHOLE, **SAID},
+    "two conversations": {side: [*WHOLE, *said] for side, said in SAID.items()},
+    "texts": {"prompt": "<image> what is this", "images": ["red.png"], "chosen": "disc", "rejected": "no"},
+    "a ranking": {"prompt": WHOLE, "ranked": ["disc", "no"]},
+}
+
+
+def test_pairs_with_images_have_them_in_both_rows(here, chat):
+    """However they are written; a text alone beside them. Rows are those of single answers."""
+    text = {"prompt": "what is this", "chosen": "disc", "rejected": "no"}
+    (alone,) = rows_of(here, chat, SAME["path"])
+    rows = rows_of(here, chat, *PAIRS.values(), text, kind="pair")
+    for name, row in zip(PAIRS, rows[:-1], strict=True):
+        assert (row.first.input_ids, row.first.labels[1:], row.images) == (
+            alone.input_ids,
+            alone.labels[1:],
+            alone.images,
+        )
+        assert row.second.input_ids[:-2] == row.first.input_ids[:-2], name
+        assert (row.wanted, row.value) == (True, 0.0)
+    assert (rows[-1].images, rows[-1].input_ids.count(IMAGE_ID)) == ([], 0)
+    part = prepared(here / "data.jsonl", chat, kind="pair")
+    assert part.sequences.image_tokens.tolist() == [2 * IMAGE_TOKENS] * len(PAIRS) + [0]
+    batch: Any = batch_of(part.sequences, [0, 5, 1])
+    assert [image.name for image in batch.images] == ["red.png"] * 4
+    assert f"{IMAGE_TOKENS} " in marked_text(chat, part.sequences[0])
+    for half in hold_out(part, 0.5, seed=0):  # five records ask the same about the same picture
+        assert len(half.sequences) in (1, 5)
+    wrong = {"prompt": "what is this", **SAID, "rejected": WHOLE[:1]}
+    wrong["rejected"] = [{"role": "assistant", "content": WHOLE[0]["content"]}]
+    with pytest.raises(ValueError, match="an answer that is compared has images; they stand in the prompt"):
+        rows_of(here, chat, wrong, kind="pair")
+
+
+def test_pixels_of_a_pair_are_decoded_once(here, chat, folder, monkeypatch):
+    rows_of(here, chat, PAIRS["of TRL"], kind="pair")
+    batches = GlobalBatches.of_parts([prepared(here / "data.jsonl", chat, kind="pair")], 96, 0, max_image_tokens=64)
+    reader, asked = PixelReader(folder), []
+    decode = reader._decode
+    monkeypatch.setattr(reader, "_decode", lambda image, target: asked.append(image) or decode(image, target))
+    batches.pixels = reader
+    try:
+        batch: Any = next(batches.batches(1))
+        assert batch.columns["pixel_values"].shape == (2, 3, 28, 28)
+        assert torch.equal(*batch.columns["pixel_values"])
+        assert len(asked) == 1
+    finally:
+        reader.close()

@@ -4,6 +4,7 @@ What it exports answers as in transformers.
 """
 
 import json
+import math
 import runpy
 from pathlib import Path
 
@@ -94,3 +95,22 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(folder, monkeypatch):
     assert train("stopped", *few, "--save-steps", "3", "--resume", "auto") == 0
     weights = "final/model.safetensors"
     assert sha256_of(folder / "stopped" / weights) == sha256_of(folder / "whole" / weights)
+
+
+def test_a_run_of_pairs_about_pictures(folder):
+    """Chosen names their shape, and rejected says no; the second run finds the reference of the first."""
+    options, no = "--objective dpo --epochs 2 --eval-steps 2 --lr 1e-2", {"role": "assistant", "content": "no"}
+    for name in ("train", "val"):
+        lines = [json.loads(line)["messages"] for line in Path(f"shapes/{name}.jsonl").read_text().splitlines()]
+        pairs = [{"prompt": turns[:1], "chosen": turns[1:], "rejected": [no]} for turns in lines[:24]]
+        Path(f"shapes/{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for run in ("first", "second"):
+        assert train(run, *options.split()) == 0
+    steps, evaluations = (
+        [[json.loads(line)["loss"] for line in Path(run, name).read_text().splitlines()] for run in ("first", "second")]
+        for name in ("train_log.jsonl", "eval_log.jsonl")
+    )
+    assert steps[0] == steps[1]
+    assert evaluations[0] == evaluations[1]
+    assert steps[0][0] == pytest.approx(math.log(2), abs=1e-6)
+    assert evaluations[0][0] < math.log(2) - 0.05
