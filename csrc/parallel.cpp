@@ -100,18 +100,20 @@ class Pool {
     int num_workers_ = 0;
 };
 
-std::atomic<Pool*> current_pool{nullptr};
+std::atomic<Pool*> current_pools[2] = {{nullptr}, {nullptr}};
 std::mutex creation;
 
-// The pool is never destroyed: its threads wait in it until the process ends. A forked child has none of the threads,
-// and perhaps a locked mutex, so it forgets the pool. Null where there is no memory for a pool.
-Pool* pool() {
+// A pool is never destroyed: its threads wait in it until the process ends. A forked child has none of the threads,
+// and perhaps a locked mutex, so it forgets the pools. Null where there is no memory for a pool.
+Pool* pool(flex::Threads whose) {
+    std::atomic<Pool*>& current_pool = current_pools[static_cast<int>(whose)];
     Pool* found = current_pool.load(std::memory_order_acquire);
     if (found != nullptr) return found;
     std::lock_guard<std::mutex> lock(creation);
     static const int registered = pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
                                                  [] {
-                                                     current_pool.store(nullptr, std::memory_order_relaxed);
+                                                     for (std::atomic<Pool*>& each : current_pools)
+                                                         each.store(nullptr, std::memory_order_relaxed);
                                                      creation.unlock();
                                                  });
     (void)registered;
@@ -131,10 +133,10 @@ Pool* pool() {
 
 namespace flex {
 
-void parallel_for(int64_t num_pieces, int num_threads, void (*body)(void*, int64_t), void* context) {
+void parallel_for(int64_t num_pieces, int num_threads, void (*body)(void*, int64_t), void* context, Threads whose) {
     Job job{body, context, num_pieces};
     const int64_t num_helpers = std::min<int64_t>(num_threads, num_pieces) - 1;
-    Pool* const helpers = num_helpers < 1 ? nullptr : pool();
+    Pool* const helpers = num_helpers < 1 ? nullptr : pool(whose);
     if (helpers == nullptr) {
         job.run();
         return;

@@ -2,6 +2,7 @@
 
 import math
 import random
+import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -136,6 +137,8 @@ class NanEngine(Engine):
     def _load(self) -> None:
         self.arenas.fill("gpu", 255)
         self.arenas.fill("host", 255)
+        if self.layout.drive_bytes:
+            self.arenas.fill("drive", 255)
         if self.plan.shares_node:
             with self.context.together():  # before any of them loads
                 self.arenas.fill("node", 255)
@@ -149,6 +152,8 @@ def build_engine(
     device: str = "cpu",
     **options: Any,
 ) -> Engine:
+    if plan.uses_drive:
+        options = {"offload_dir": Path(tempfile.gettempdir()), **options}
     return NanEngine(source, plan, torch.device(device), optimizer or AdamW(lr=1e-2), EngineSettings(**options))
 
 

@@ -58,11 +58,12 @@ class GroupPlan:
     clipping the CPU updates the group inside the last backward pass, as if nothing were clipped, into second planes,
     which take the place of the first ones where nothing is. grads "none": in a step of one round the GPU updates from
     the gradient as backward leaves it, so that it has no home; with clipping once an earlier run has found the norm.
+    states "drive": masters' lower halves and the rule's states lie on a drive, from which the CPU's update brings them.
     """
 
     weights: Home = "host"
     grads: Literal["gpu", "host", "none"] = "host"
-    states: Literal["gpu", "host", "dealt"] = "host"
+    states: Literal["gpu", "host", "dealt", "drive"] = "host"
     update: Literal["gpu", "cpu", "none"] = "gpu"
     speculative: bool = False
 
@@ -77,6 +78,8 @@ class GroupPlan:
             raise ValueError("an update on the CPU needs weights, gradients and optimizer states on the host")
         if self.states == "gpu" and self.weights != "gpu":
             raise ValueError("optimizer states on the GPU need the weights there too")
+        if self.states == "drive" and (self.update != "cpu" or self.speculative):
+            raise ValueError("optimizer states on a drive need an update on the CPU that waits for the norm")
         if self.states == "dealt" and (self.update != "gpu" or "gpu" in (self.weights, self.grads)):
             raise ValueError("dealt optimizer states need an update on the GPU, and weights and gradients on the host")
 
@@ -145,8 +148,9 @@ class Plan:
 
     Chunks hold up to `chunk_tokens` packed tokens; a round is up to `chunks_per_round` chunks. Slot counts are prefetch
     depths: `weight_slots` for streamed block weights, `save_slots` for kept outputs on their way to and from the
-    host. `share_edge_slots` lays the embedding's and head's slots over the blocks' slots, `grads_over_weights` their
-    gradients' slots over their weights', which nobody reads once the gradient is made. in_parts: blocks whose experts
+    host, `drive_slots` for states of `drive_tile` elements on their way from and to a drive. `share_edge_slots` lays
+    the embedding's and head's slots over the blocks' slots, `grads_over_weights` their gradients' slots over their
+    weights', which nobody reads once the gradient is made. in_parts: blocks whose experts
     may be cut stream them part by part, so that a slot holds a part; `weight_slots` and `grad_slots` count such slots.
     touched_only: of such parts cross the link only weights of experts that some token of the round goes to, K of E for
     each. That helps rounds of few tokens alone: of more than a few times E / K all experts are touched. transport: how
@@ -169,6 +173,8 @@ class Plan:
     save_slots: int = 2
     optimizer_slots: int = 2
     optimizer_tile: int = 1 << 24
+    drive_slots: int = 4
+    drive_tile: int = 1 << 24
     share_edge_slots: bool = False
     grads_over_weights: bool = False
     in_parts: bool = False
@@ -181,10 +187,12 @@ class Plan:
             raise ValueError(
                 f"chunk_tokens={self.chunk_tokens} and chunks_per_round={self.chunks_per_round} must be > 0"
             )
-        if min(self.weight_slots, self.grad_slots, self.save_slots, self.optimizer_slots) < 1:
+        if min(self.weight_slots, self.grad_slots, self.save_slots, self.optimizer_slots, self.drive_slots) < 1:
             raise ValueError("every kind of slot needs at least one")
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
+        if self.uses_drive and self.shares_node:
+            raise ValueError("optimizer states lie on a drive only where one rank trains")
         if any(home.speculative for home in self.groups) and not self.may_speculate:
             raise ValueError("updates are speculative on one rank, and on ranks of one node that walk layers together")
         if self.touched_only and not self.in_parts:
@@ -259,6 +267,11 @@ class Plan:
     def deals_states(self) -> bool:
         """True when ranks divide the optimizer states of some group over their GPUs."""
         return any(home.states == "dealt" for home in self.groups)
+
+    @property
+    def uses_drive(self) -> bool:
+        """True when the optimizer states of some group lie on a drive."""
+        return any(home.states == "drive" for home in self.groups)
 
     @property
     def updates_in_backward(self) -> bool:

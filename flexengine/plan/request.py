@@ -93,7 +93,8 @@ class Request:
     blocks, one after the other, only the first one's input is kept, and backward makes the others' again
     (`schedule/segments.py`); 1 keeps every block's, None is as the planner finds what fits, and its plan's request then
     says which. hidden_home: where a round's tensor between layers and its gradient wait; auto is on the GPU, or on the
-    host where nothing else fits or that is faster, and its plan's request then says host.
+    host where nothing else fits or that is faster, and its plan's request then says host. max_drive_bytes: that
+    optimizer states may take on a drive where the host has no room for them; 0 is no drive.
     """
 
     max_seq_len: int
@@ -116,6 +117,7 @@ class Request:
     gpu_updates: Literal["auto", "in_round", "unstored"] = "auto"
     segment_blocks: int | None = None
     hidden_home: Literal["auto", "host"] = "auto"
+    max_drive_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -136,6 +138,8 @@ class Request:
         for name, choices in (("recompute", ("auto", "none", "full")), ("graphs", ("auto", "never", "always"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}; choose {', '.join(choices[:-1])} or {choices[-1]}")
+        if self.max_drive_bytes < 0:
+            raise ValueError(f"max_drive_bytes must not be negative, got {self.max_drive_bytes}")
         conflicts = (
             (
                 self.updates_in_round and not self.may_update_in_round,
@@ -146,6 +150,7 @@ class Request:
                 "inputs are made again on one rank, and where recomputation is allowed",
             ),
             (self.hidden_on_host and self.shares_node, "hidden states wait on the host on one rank"),
+            (self.max_drive_bytes > 0 and self.shares_node, "optimizer states lie on a drive on one rank"),
             (
                 self.gpu_updates == "unstored" and not self.whole_steps,
                 "gradients are stored where a step may be several calls: whole_steps is false",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from flexengine.hardware.memory_usage import hold_cublas_workspace
 from flexengine.native import HostBuffer, allocate_host
+from flexengine.native.drive import DriveError, DriveFile
 from flexengine.native.host_memory import return_large_blocks
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import ByteRange, Copy
@@ -46,6 +48,7 @@ class Arenas:
         self.device = device
         on_cuda = device.type == "cuda"
         self._buffers: list[HostBuffer] = []
+        self.drive: DriveFile | None = None
         host = self._allocate_host(max(1, host_bytes), page_locked=on_cuda)
         if on_cuda:
             gpu = torch.empty(gpu_bytes, dtype=torch.uint8, device=device)
@@ -75,6 +78,23 @@ class Arenas:
         self.capacity["node"] = shared.numel()
         self._typed["node"] = {t: _whole(shared, t) for t in DTYPES.values()}
 
+    def open_drive(self, folder: Path | None, num_bytes: int) -> None:
+        """Add memory on a folder's drive, where a layout has any there.
+
+        Raises: DriveError where it has not so many bytes; ValueError without a folder. Then all memory is given back.
+        """
+        if not num_bytes:
+            return
+        try:
+            if folder is None:
+                raise ValueError("the plan keeps optimizer states on a drive, but no offload_dir is given")
+            self.drive = DriveFile(folder, num_bytes)
+        except (DriveError, ValueError):
+            self.close()
+            raise
+        self.capacity["drive"] = num_bytes
+        self._typed["drive"] = {t: _whole(self.drive.tensor, t) for t in DTYPES.values()}
+
     def _allocate_host(self, num_bytes: int, page_locked: bool) -> Tensor:
         buffer = allocate_host(num_bytes, page_locked)
         self._buffers.append(buffer)
@@ -82,7 +102,13 @@ class Arenas:
 
     def bytes_view(self, memory: Memory, offset: int, num_bytes: int) -> Tensor:
         """View `num_bytes` bytes of an arena as uint8."""
+        self._note_use(memory)
         return self._typed[memory][torch.uint8].narrow(0, offset, num_bytes)
+
+    def _note_use(self, memory: Memory) -> None:
+        """Have the drive know that somebody may change its bytes through a view."""
+        if memory == "drive" and self.drive is not None:
+            self.drive.touched()
 
     def view(self, slot: Slot, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """View a slot from `offset` bytes on as a contiguous tensor; the offset is aligned to the element."""
@@ -93,6 +119,7 @@ class Arenas:
         assert offset + count * dtype.itemsize <= slot.num_bytes, (
             f"slot {slot.name} has {slot.num_bytes} bytes; a {shape} {dtype} tensor at {offset} does not fit"
         )
+        self._note_use(slot.memory)
         start = (slot.offset + offset) // dtype.itemsize
         return self._typed[slot.memory][dtype].as_strided(shape, stride[::-1], start)
 
@@ -101,7 +128,20 @@ class Arenas:
 
         255 makes every float a NaN, which tests use to find reads of unwritten memory.
         """
+        self._note_use(memory)
         self._typed[memory][torch.uint8].fill_(byte)
+
+    def clear(self, slot: Slot) -> None:
+        """Set the bytes of a slot to zero; those of a drive without writing them, where it can."""
+        if slot.memory == "drive" and self.drive is not None:
+            self.drive.zero(slot.offset, slot.num_bytes)
+        else:
+            self.bytes_view(slot.memory, slot.offset, slot.num_bytes).zero_()
+
+    def settle_drive(self) -> None:
+        """Have memory hold nothing of what lies on the drive; views stay."""
+        if self.drive is not None:
+            self.drive.settle()
 
     def relocate(self, copies: Iterable[Copy]) -> None:
         """Copy one after the other; blocks until the last has ended. Takes RELOCATION_PIECE_BYTES more."""
@@ -134,6 +174,8 @@ class Arenas:
         if self._typed and self.device.type == "cuda":
             self._typed["gpu"][torch.uint8].untyped_storage().resize_(0)
         self._typed.clear()
+        if self.drive is not None:
+            self.drive.close()
         for buffer in self._buffers:
             buffer.close()
         self._buffers.clear()

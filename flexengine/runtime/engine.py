@@ -85,6 +85,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         self.meter = _start_meter(device, gpu_bytes)
         self.context = open_context(group, layout, device)
         self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
+        self.arenas.open_drive(self.settings.offload_dir, layout.drive_bytes)
         self.executor = Executor(device, self.arenas, self.settings.order)
         self.state, self.measurement = StepState(), StepMeasurement(self.executor, self.model)
         self.context.join(self.arenas, gpu_bytes)

@@ -37,7 +37,7 @@ class EngineSettings:
     order of commands on the CPU, for tests. cache_bytes: GPU memory beside the plan's, for what sequences leave that
     are generated. lr_factors, decay_factors: of every group, on its learning rate and its weight decay; none: all 1.
     group: the ranks that train together; None = this process alone. batches: whether each of them gives the whole
-    batch, or a part of its own.
+    batch, or a part of its own. offload_dir: a folder of the drive that plans may keep optimizer states on.
     """
 
     max_grad_norm: float | None = 1.0
@@ -54,6 +54,7 @@ class EngineSettings:
     decay_factors: tuple[float, ...] = ()
     group: RankGroup | None = None
     batches: Batches = "global"
+    offload_dir: Path | None = None
 
 
 class EngineParts:

@@ -21,7 +21,7 @@ from flexengine.runtime.ranks.stage_planes import StagePlanes
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_state import HALF_UPDATED, StepState, interruptible
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
-from flexengine.schedule.commands import Program
+from flexengine.schedule.commands import HOST_STREAMS, Program
 from flexengine.schedule.following import cpu_commands
 from flexengine.schedule.lowering.kinds import RoundUpdates, UpdateKind, UpdateWay
 
@@ -190,7 +190,8 @@ class StepRunner:
         by_cpu = cpu_commands(program)
         if by_cpu:
             for index in by_cpu[0].waits:
-                self._executor.wait_for(program, index)
+                if program.commands[index].stream not in HOST_STREAMS:
+                    self._executor.wait_for(program, index)
         elif not norm_known:
             self._executor.synchronize_device()
             return float(self._updates.grad_norm())

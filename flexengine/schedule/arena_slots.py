@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from flexengine.models.spec import BLOCK_CLASSES
 from flexengine.plan import GroupPlan, Plan
+from flexengine.schedule.drive import drive_slots, in_blocks
 from flexengine.schedule.fixed_slots import (
     PARTIAL_SQUARES,
     SCALAR_BYTES,
@@ -36,7 +37,18 @@ def lay_out(sizes: PlannedSizes) -> tuple[tuple[Slot, ...], dict[Memory, int]]:
     gpu_bytes = _GpuSlots(sizes, slots).lay_out()
     host = _HostSlots(sizes, slots)
     host_bytes = host.lay_out()
-    return tuple(slots), {"gpu": gpu_bytes, "host": host_bytes, "node": host.node_bytes}
+    drive_bytes = _add_drive(sizes, slots)
+    return tuple(slots), {"gpu": gpu_bytes, "host": host_bytes, "node": host.node_bytes, "drive": drive_bytes}
+
+
+def _add_drive(sizes: PlannedSizes, slots: list[Slot]) -> int:
+    """Append the slots of what lies on a drive; returns its bytes."""
+    end = 0
+    for spec, stored, home in zip(sizes.model.groups, sizes.groups, sizes.plan.groups, strict=True):
+        if home.states == "drive":
+            slots += drive_slots(spec.name, stored, end, sizes.plan.drive_tile)
+            end = max(slot.end for slot in slots if slot.memory == "drive")
+    return end
 
 
 def home_of_plane(kind: str, home: GroupPlan) -> str:
@@ -87,6 +99,7 @@ class _HostSlots:
         if sizes.plan.updates_on_cpu:
             region.add("scalars", host_scalar_bytes(len(sizes.groups), sizes.acc_bytes), "scalars")
         self._planes()
+        self._staged_states()
         sizes.places.add_on_host(sizes, region, self._homes)
         self._offloaded_activations()
         return region.end
@@ -108,6 +121,13 @@ class _HostSlots:
             if home.speculative and self._sizes.plan.speculates:
                 for kind in second_kinds(stored):
                     self._homes.add(kind, stored.plane_bytes[kind], "second planes", spec.name, SECOND)
+
+    def _staged_states(self) -> None:
+        """Append slots for states on their way from and to a drive, at borders of its blocks."""
+        num_bytes = self._sizes.staged_offsets["end"]
+        for k in range(self._sizes.plan.drive_slots if num_bytes else 0):
+            self._region.end = in_blocks(self._region.end)
+            self._region.add("staged", num_bytes, "drive slots", index=k)
 
     def _places_of_pieces(self, group: int) -> Iterator[tuple[int, int, int]]:
         """Ranges of the pieces of a gradient, in bytes."""

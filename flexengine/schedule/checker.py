@@ -6,8 +6,8 @@
   read or written;
 - operands: those of a layer's call lie apart;
 - order: any two commands that touch a common byte, one of them writing, are ordered by stream order and waits;
-- CPU order: the CPU runs ready commands by group, so it keeps the order within a group; its commands for different
-  groups must not conflict;
+- CPU order: the CPU runs ready commands by group, so it keeps the order within a group alone;
+- drives: what crosses to or from one are whole blocks, and all of what its slot holds; what was updated goes back;
 - speculation: what is updated before it is known whether it counts may be kept or thrown away
   (`speculation_checker.py`);
 - contents: walking the commands in issue order, every read finds what it expects, whichever slots lie over each other.
@@ -19,8 +19,7 @@ from __future__ import annotations
 from flexengine.schedule.commands import (
     BOUND_BYTES,
     DIRECTIONS,
-    STREAM_INDEX,
-    STREAMS,
+    DRIVE_STREAMS,
     Command,
     DecodeWeights,
     FetchExperts,
@@ -30,8 +29,9 @@ from flexengine.schedule.commands import (
     SlotOffset,
     Stream,
     UpdateTile,
-    cpu_priority,
+    host_lane,
 )
+from flexengine.schedule.drive import BLOCK_BYTES
 from flexengine.schedule.layer_program import ALIGNMENT
 from flexengine.schedule.program_builder import merge_regions
 from flexengine.schedule.ranks.split_commands import AddTables, ExchangeParts, FoldParts, GatherShares, ShareOfFetch
@@ -44,22 +44,22 @@ class ProgramError(AssertionError):
     """A program breaks an invariant; the message names the commands and the slot."""
 
 
-def check_program(program: Program, gpu_bytes: int, host_bytes: int, node_bytes: int = 0) -> None:
+def check_program(program: Program, gpu_bytes: int, host_bytes: int, node_bytes: int = 0, drive_bytes: int = 0) -> None:
     """Raise ProgramError unless the program is proven right within the arenas. `ranks.checker` proves those of ranks
     together."""
     overlaps = overlapping_slots(program.slots)
-    check_bounds(program, gpu_bytes, host_bytes, node_bytes)
+    check_bounds(program, gpu_bytes, host_bytes, node_bytes, drive_bytes)
     check_declarations(program)
     check_operands(program, overlaps)
     check_order(program, overlaps)
-    check_cpu_order(program, overlaps)
     check_contents(program, overlaps)
+    check_written_back(program)
     check_speculation(program, overlaps)
 
 
-def check_bounds(program: Program, gpu_bytes: int, host_bytes: int, node_bytes: int = 0) -> None:
+def check_bounds(program: Program, gpu_bytes: int, host_bytes: int, node_bytes: int = 0, drive_bytes: int = 0) -> None:
     """Check that slots lie within arenas, and copies within slots, in their stream's direction, covering host slots."""
-    limits = {"gpu": gpu_bytes, "host": host_bytes, "node": node_bytes}
+    limits = {"gpu": gpu_bytes, "host": host_bytes, "node": node_bytes, "drive": drive_bytes}
     for slot in program.slots:
         if slot.offset < 0 or slot.end > limits[slot.memory]:
             raise ProgramError(
@@ -135,6 +135,9 @@ def _check_direction(program: Program, command: Command) -> None:
     """Check that a copy goes the way its stream says, and leaves no gap in the host slot but padding."""
     if not command.regions:
         return
+    if command.stream in DRIVE_STREAMS:
+        _check_blocks(program, command)
+        return
     from_host = DIRECTIONS[command.stream] is Stream.H2D if command.stream in DIRECTIONS else None
     covered: dict[int, list[tuple[int, int]]] = {}
     args = command.args
@@ -155,6 +158,21 @@ def _check_direction(program: Program, command: Command) -> None:
             if start - reached >= ALIGNMENT:
                 raise ProgramError(f"{command.label} leaves bytes {reached}..{start} of {program.slots[slot].name} out")
             reached = max(reached, end)
+
+
+def _check_blocks(program: Program, command: Command) -> None:
+    """Check that a copy goes between a drive and the host as its stream says, in whole blocks, each slot on the drive
+    at once."""
+    ends = ("drive", "host") if command.stream is Stream.DRIVE_IN else ("host", "drive")
+    for c in command.regions:
+        source, target = program.slots[c.source], program.slots[c.target]
+        if (source.memory, target.memory) != ends:
+            raise ProgramError(f"{command.label} copies from {source.name} to {target.name} on stream {command.stream}")
+        if any(n % BLOCK_BYTES for n in (source.offset + c.source_offset, target.offset + c.target_offset)):
+            raise ProgramError(f"{command.label}: {source.name} or {target.name} begins inside a block of the drive")
+        on_drive = source if source.memory == "drive" else target
+        if c.num_bytes % BLOCK_BYTES or c.num_bytes != on_drive.num_bytes:
+            raise ProgramError(f"{command.label} copies {c.num_bytes} of {on_drive.num_bytes} bytes of {on_drive.name}")
 
 
 def check_declarations(program: Program) -> None:
@@ -238,20 +256,24 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
     return read, written
 
 
-def _completed_before(program: Program) -> list[list[int]]:
-    """Vector clocks: for every command, the last command of each stream that has surely ended when it starts.
+def _completed_before(program: Program, lanes: dict[int, int]) -> list[list[int]]:
+    """Vector clocks: for every command, the last command of each lane that has surely ended when it starts.
 
-    A stream runs its commands in order, and waits carry over what the awaited command knew.
+    A lane runs its commands in order, and waits carry over what the awaited command knew. The CPU's commands may run
+    in the order of the program, whatever their group, when what they wait for has ended.
     """
     clocks: list[list[int]] = []
-    latest = [[-1] * len(STREAMS) for _ in STREAMS]
+    latest, ready = [[-1] * len(lanes) for _ in lanes], [-1] * len(lanes)
     for command in program.commands:
-        own = STREAM_INDEX[command.stream]
-        clock = list(latest[own])
+        own = lanes[host_lane(command)]
+        known = [-1] * len(lanes)
         for wait in command.waits:
             if wait >= command.index:
                 raise ProgramError(f"{command.label} waits for a later command, {program.commands[wait].label}")
-            clock = [max(a, b) for a, b in zip(clock, clocks[wait], strict=True)]
+            known = [max(a, b) for a, b in zip(known, clocks[wait], strict=True)]
+        if command.stream is Stream.CPU:
+            known = ready = [max(a, b) for a, b in zip(known, ready, strict=True)]
+        clock = [max(a, b) for a, b in zip(known, latest[own], strict=True)]
         clock[own] = command.index
         clocks.append(clock)
         latest[own] = clock
@@ -260,17 +282,15 @@ def _completed_before(program: Program) -> list[list[int]]:
 
 def check_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
     """Check that streams and waits order every pair of conflicting commands."""
-    clocks = _completed_before(program)
+    lanes = {lane: i for i, lane in enumerate(dict.fromkeys(map(host_lane, program.commands)))}
+    clocks = _completed_before(program, lanes)
     writers: dict[int, int] = {}
     readers: dict[int, dict[int, int]] = {}
 
     def require(earlier: int, command: Command, slot: int) -> None:
         before = program.commands[earlier]
-        if clocks[command.index][STREAM_INDEX[before.stream]] < earlier:
-            raise ProgramError(
-                f"{command.label} ({command.stream}) does not wait for {before.label} ({before.stream}), and both touch"
-                f" slot {program.slots[slot].name}"
-            )
+        if clocks[command.index][lanes[host_lane(before)]] < earlier:
+            raise ProgramError(_unordered(command, before, program.slots[slot].name))
 
     for command in program.commands:
         for access in (*command.reads, *command.writes):
@@ -285,28 +305,19 @@ def check_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
             writers[access.slot] = command.index
             readers[access.slot] = {}
         for access in command.reads:
-            readers.setdefault(access.slot, {})[STREAM_INDEX[command.stream]] = command.index
+            readers.setdefault(access.slot, {})[host_lane(command)] = command.index
 
 
-def check_cpu_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
-    """Check that no command of the CPU writes what one of another group touches."""
-    writers: dict[int, Command] = {}
-    touching: dict[int, Command] = {}
-    for command in program.commands:
-        if command.stream is not Stream.CPU:
-            continue
-        written = {slot for access in command.writes for slot in overlaps[access.slot]}
-        read = {slot for access in command.reads for slot in overlaps[access.slot]}
-        for slots, others in ((written, touching), (read, writers)):
-            for slot in slots:
-                other = others.get(slot, command)
-                if cpu_priority(other)[0] != cpu_priority(command)[0]:
-                    raise ProgramError(
-                        f"{command.label} and {other.label} are of different groups, so that either may run first, and"
-                        f" both touch slot {program.slots[slot].name}"
-                    )
-        writers.update(dict.fromkeys((access.slot for access in command.writes), command))
-        touching.update(dict.fromkeys((a.slot for a in (*command.writes, *command.reads)), command))
+def _unordered(command: Command, before: Command, slot: str) -> str:
+    if command.stream is before.stream is Stream.CPU:
+        return (
+            f"{command.label} and {before.label} are of different groups, so that either may run first, and both touch"
+            f" slot {slot}"
+        )
+    return (
+        f"{command.label} ({command.stream}) does not wait for {before.label} ({before.stream}), and both touch slot"
+        f" {slot}"
+    )
 
 
 def check_contents(program: Program, overlaps: list[tuple[int, ...]]) -> None:
@@ -325,3 +336,19 @@ def check_contents(program: Program, overlaps: list[tuple[int, ...]]) -> None:
                 held.pop(slot, None)
         for access in command.writes:
             held[access.slot] = access.content
+
+
+def check_written_back(program: Program) -> None:
+    """Check that states from a drive are written back once they are updated, before their slot holds others."""
+    updated: dict[int, Command] = {}
+    for command in program.commands:
+        if command.stream is Stream.DRIVE_OUT:
+            for slot, _ in command.reads:
+                updated.pop(slot, None)
+        for slot, _ in command.writes:
+            if slot in updated:
+                raise ProgramError(f"{command.label} overwrites what {updated[slot].label} has left for the drive")
+            if command.stream is Stream.CPU and program.slots[slot].key.role == "staged":
+                updated[slot] = command
+    for slot, command in updated.items():
+        raise ProgramError(f"{command.label} leaves {program.slots[slot].name}, and nothing writes it to the drive")

@@ -24,6 +24,7 @@ class Stream(StrEnum):
     relay_in, relay_out: what one of several ranks takes over and passes on: gradients, in stages also hidden states.
     They share the link's directions with h2d and d2h; waiting for another rank, they hold nothing else up.
     comm: collectives, in which all ranks of a node take part in the same order, and what follows them at once.
+    drive_in, drive_out: reads of a drive into the host's memory, and writes back.
     """
 
     COMPUTE = "compute"
@@ -33,10 +34,15 @@ class Stream(StrEnum):
     RELAY_IN = "relay_in"
     RELAY_OUT = "relay_out"
     COMM = "comm"
+    DRIVE_IN = "drive_in"
+    DRIVE_OUT = "drive_out"
 
 
 BASE_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.CPU)
 STREAMS = tuple(Stream)
+DRIVE_STREAMS = (Stream.DRIVE_IN, Stream.DRIVE_OUT)
+HOST_STREAMS = (Stream.CPU, *DRIVE_STREAMS)
+"""Those of threads of the host, which go on beyond a program's end on the GPU; no other stream waits for them."""
 STREAM_INDEX = {stream: i for i, stream in enumerate(STREAMS)}
 DIRECTIONS = {Stream.H2D: Stream.H2D, Stream.RELAY_IN: Stream.H2D, Stream.D2H: Stream.D2H, Stream.RELAY_OUT: Stream.D2H}
 """The direction of the link, h2d or d2h, of each stream that copies."""
@@ -229,6 +235,14 @@ class UpdateTile(NamedTuple):
     urgent: bool = False
 
 
+class DriveCopy(NamedTuple):
+    """Arguments of a copy between a drive and the host: the group whose states move. left: for prices, the share of
+    the bytes that remains."""
+
+    group: int
+    left: float = 1.0
+
+
 BOUND_BYTES = 4
 """Bytes of the int32 that says where an expert's rows begin or end."""
 
@@ -285,8 +299,10 @@ class Command:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes that cross the link; for a fetch of experts, those that are expected to."""
+        """Bytes that cross a link; for a fetch of experts, those that are expected to, and for a drive, those left."""
         num_bytes = sum(region.num_bytes for region in self.regions)
+        if isinstance(self.args, DriveCopy):
+            return round(self.args.left * num_bytes)
         return round(self.args.share * num_bytes) if isinstance(self.args, FetchExperts) else num_bytes
 
 
@@ -304,6 +320,13 @@ def streams_of(program: Program) -> tuple[Stream, ...]:
     """The streams that a program is told of by: those of every program, and the others that it uses."""
     used = {command.stream for command in program.commands}
     return tuple(stream for stream in STREAMS if stream in BASE_STREAMS or stream in used)
+
+
+def host_lane(command: Command) -> int:
+    """What a command runs in order with: its stream, or of the CPU, which takes groups in any order, its group."""
+    if command.stream is Stream.CPU:
+        return len(STREAMS) + getattr(command.args, "group", 0)
+    return STREAM_INDEX[command.stream]
 
 
 def cpu_priority(command: Command) -> tuple[int, int]:

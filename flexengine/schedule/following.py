@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.schedule.commands import Access, Command, Program, Stream
+from flexengine.schedule.commands import HOST_STREAMS, Access, Command, Program, Stream
 from flexengine.schedule.slots import HOST_SIDE, Slot
 
 NODE_ADDRESS = 1 << 60
@@ -46,8 +46,22 @@ def cpu_commands(program: Program) -> list[Command]:
     found = [command for command in program.commands if command.stream is Stream.CPU]
     ours = {command.index for command in found}
     assert not found or found[0].waits, f"{found[0].label} waits for nothing"
-    waiting = [c.label for c in program.commands if c.stream is not Stream.CPU and ours & set(c.waits)]
+    waiting = [c.label for c in program.commands if c.stream not in HOST_STREAMS and ours & set(c.waits)]
     assert not waiting, f"{waiting[0]} waits for the CPU within a program"
+    return found
+
+
+def host_commands(program: Program) -> list[Command]:
+    """Commands of the CPU, and the copies from and to a drive that they need; no stream of the GPU waits for these.
+
+    Those of earlier programs have ended before, as of `cpu_commands`.
+    """
+    if not cpu_commands(program):
+        return []
+    found = [command for command in program.commands if command.stream in HOST_STREAMS]
+    ours = {command.index for command in found}
+    waiting = [c.label for c in program.commands if c.stream not in HOST_STREAMS and ours & set(c.waits)]
+    assert not waiting, f"{waiting[0]} waits for the host within a program"
     return found
 
 
@@ -95,7 +109,7 @@ def _touched(program: Program) -> _Touched:
     first = [_address(slot) for slot in program.slots]
     rows = [
         (first[slot], first[slot] + program.slots[slot].num_bytes, command.index, writes)
-        for command in cpu_commands(program)
+        for command in host_commands(program)
         for accesses, writes in ((command.reads, False), (command.writes, True))
         for slot, _ in accesses
         if program.slots[slot].memory in HOST_SIDE
@@ -110,7 +124,7 @@ def followed(before: Program, after: Program) -> Program:
     `after` starts on every stream of the GPU when all of them have ended `before`, and waits for the CPU where it must.
     """
     shift, waits = len(before.commands), cpu_waits(before, after)
-    ends: dict[Stream, int] = {c.stream: c.index for c in before.commands if c.stream is not Stream.CPU}
+    ends: dict[Stream, int] = {c.stream: c.index for c in before.commands if c.stream not in HOST_STREAMS}
     started: set[Stream] = set()
     commands = list(before.commands)
     for command in after.commands:

@@ -14,6 +14,7 @@ from typing import Self
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.schedule.arena_slots import home_of_plane, host_memory, lay_out
+from flexengine.schedule.drive import drive_start
 from flexengine.schedule.group_storage import Plane, Segment
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Run
@@ -36,6 +37,7 @@ class Layout(PlannedSizes):
         super().__init__(model, plan)
         self.slots, arenas = lay_out(self)
         self.gpu_bytes, self.host_bytes, self.node_bytes = arenas["gpu"], arenas["host"], arenas["node"]
+        self.drive_bytes = arenas["drive"]
         self._index = {slot.key: i for i, slot in enumerate(self.slots)}
 
     @cached_property
@@ -74,8 +76,8 @@ class Layout(PlannedSizes):
 
     def plane_slot(self, kind: PlaneKind, group: int) -> int:
         """The slot that holds a plane of a group from step to step, in the memory where the plan puts it."""
-        on_host = home_of_plane(kind, self.homes[group]) == "host"
-        memory: Memory = host_memory(self.plan) if on_host else "gpu"
+        home = home_of_plane(kind, self.homes[group])
+        memory: Memory = host_memory(self.plan) if home == "host" else "drive" if home == "drive" else "gpu"
         return self.slot(kind, self.model.groups[group].name, memory=memory)
 
     def stored_slot(self, kind: PlaneKind, group: int) -> int:
@@ -92,9 +94,15 @@ class Layout(PlannedSizes):
 
     def plane_start(self, group: int, segment: Segment, plane: Plane, share: Share) -> tuple[int, int]:
         """Where a rank finds a segment in the slot of a plane: its first byte there, and the first element it has."""
+        if home_of_plane(plane.kind, self.homes[group]) == "drive":
+            return drive_start(self.groups[group], segment, plane.kind), 0
         if not self.is_dealt(plane.kind, group):
             return plane.start, 0
         return self.dealt_states(self.groups[group]).place(segment, plane, share)[:2]
+
+    def drive_slot(self, kind: PlaneKind, group: int, segment: str, start: int) -> int:
+        """The slot on a drive of a tile of a plane."""
+        return self._index[SlotKey(kind, self.model.groups[group].name, memory="drive", within=(segment, start))]
 
     def division(self, kind: PlaneKind, group: int) -> Division:
         """How ranks divide a plane of a group; empty where all have one, or each has it whole."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Plan
+from flexengine.schedule.drive import staged_offsets
 from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage, tile_offsets
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_compiler import compile_layer
@@ -179,6 +180,12 @@ class PlannedSizes:
     def tile_offsets(self) -> dict[str, int]:
         """Byte offset of every plane kind within an optimizer tile, and its `end`."""
         return tile_offsets(self.groups, self.plan.optimizer_tile, self.plan.request.gpu_updates)
+
+    @cached_property
+    def staged_offsets(self) -> dict[str, int]:
+        """Byte offset of every plane kind within a slot for states from a drive, and its `end`; 0 without a drive."""
+        on_drive = (g for g, home in zip(self.groups, self.plan.groups, strict=True) if home.states == "drive")
+        return staged_offsets(on_drive, self.plan.drive_tile)
 
     @cached_property
     def update_scratch_bytes(self) -> int:

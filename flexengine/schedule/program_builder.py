@@ -25,10 +25,13 @@ class ProgramBuilder:
 
     Every slot remembers its last writer and its readers since; a command waits for the last writer of what it reads and
     for the last writer and readers of what it writes, through every slot that overlaps in memory. A vector clock per
-    command drops waits that earlier waits already imply, so that every wait left is necessary.
+    command drops waits that earlier waits already imply, so that every wait left is necessary. cpu_groups: of the
+    model, where other streams wait for the CPU, which runs groups in any order: each is a stream of its own then.
     """
 
-    def __init__(self, name: str, slots: tuple[Slot, ...], overlaps: list[tuple[int, ...]]) -> None:
+    def __init__(
+        self, name: str, slots: tuple[Slot, ...], overlaps: list[tuple[int, ...]], cpu_groups: int = 0
+    ) -> None:
         self.name, self.slots, self.overlaps = name, slots, overlaps
         self.commands: list[Command] = []
         self.initial: dict[int, str] = {}
@@ -36,7 +39,9 @@ class ProgramBuilder:
         self._readers: list[list[int] | None] = [None] * len(slots)  # the last one of every stream since the last write
         self._streams: list[int] = []
         self._clocks: list[list[int]] = []
-        self._stream_clock = [[-1] * len(STREAMS) for _ in STREAMS]
+        self._cpu_groups, self._num_lanes = cpu_groups, len(STREAMS) + cpu_groups
+        self._cpu_ready = [-1] * self._num_lanes
+        self._stream_clock = [[-1] * self._num_lanes for _ in range(self._num_lanes)]
 
     def last_writer(self, slot: int) -> int:
         """Index of the last command that wrote the slot, -1 when none has."""
@@ -81,10 +86,16 @@ class ProgramBuilder:
     def _enter(self, stream: Stream, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
         """Note what the next command reads and writes; returns its waits."""
         index, own = len(self.commands), STREAM_INDEX[stream]
+        if self._cpu_groups and stream is Stream.CPU:
+            own = len(STREAMS) + args.group
+        if own >= len(STREAMS):  # all of the CPU's become ready in the order of the program
+            self._stream_clock[own] = list(map(max, self._stream_clock[own], self._cpu_ready))
         waits = self._derive_waits(own, reads, writes)
         clock = self._stream_clock[own]
         for wait in waits:
             clock = list(map(max, clock, self._clocks[wait]))
+            if own >= len(STREAMS):
+                self._cpu_ready = list(map(max, self._cpu_ready, self._clocks[wait]))
         clock = [*clock[:own], index, *clock[own + 1 :]]
         self._clocks.append(clock)
         self._streams.append(own)
@@ -95,7 +106,7 @@ class ProgramBuilder:
         for slot, _ in reads:
             readers = self._readers[slot]
             if readers is None:
-                readers = self._readers[slot] = [-1] * len(STREAMS)
+                readers = self._readers[slot] = [-1] * self._num_lanes
             readers[own] = index
         return waits
 
@@ -118,7 +129,7 @@ class ProgramBuilder:
         return Program(self.name, self.slots, tuple(self.commands), initial)
 
     def _derive_waits(self, own: int, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
-        latest = [-1] * len(STREAMS)
+        latest = [-1] * self._num_lanes
         overlaps, streams = self.overlaps, self._streams
         for slot in (other for access, _ in (*reads, *writes) for other in overlaps[access]):
             writer = self._writer[slot]

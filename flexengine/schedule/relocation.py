@@ -18,7 +18,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.shares import Division
 from flexengine.schedule.slots import Memory, PlaneKind
 
-OWN_MEMORIES: tuple[Memory, ...] = ("host", "gpu")
+OWN_MEMORIES: tuple[Memory, ...] = ("host", "gpu", "drive")
 """Those of a rank alone. What each rank has for itself may not step aside into the node's, where all have one place."""
 MEMORIES: tuple[Memory, ...] = (*OWN_MEMORIES, "node")
 SAVE_AND_RESUME = "; save a checkpoint and resume from it with the other plan"
@@ -114,7 +114,12 @@ def relocation(
     the next. Raises: ValueError if `new` is larger than the arenas, or if planes are in each other's way and no free
     space is large enough for one of them.
     """
-    needs: dict[Memory, int] = {"gpu": new.gpu_bytes, "host": new.host_bytes, "node": new.node_bytes}
+    needs: dict[Memory, int] = {
+        "gpu": new.gpu_bytes,
+        "host": new.host_bytes,
+        "node": new.node_bytes,
+        "drive": new.drive_bytes,
+    }
     for memory, needed in needs.items():
         has = capacity.get(memory, 0)
         if needed > has:

@@ -21,7 +21,7 @@ def may_speculate(stored: GroupStorage, home: GroupPlan) -> bool:
     """Whether a group can be updated speculatively: by the CPU, element by element, all of it stored as it is."""
     rules = [segment.rule for segment in stored.segments]
     able = all(rule is not None and rule.native is not None for rule in rules)
-    return home.update == "cpu" and able and stored.stored is None
+    return home.update == "cpu" and home.states == "host" and able and stored.stored is None
 
 
 def second_kinds(stored: GroupStorage) -> list[PlaneKind]:

@@ -4,7 +4,8 @@ Event-driven: each stream runs its commands in order, the CPU by priority. A com
 waits have ended and the host has issued it; the host issues one command after another, and before one that waits for
 work of the CPU it waits itself, as no stream knows of that. A copy slows down while the other direction of the link is
 busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; copies of two streams in one direction
-share its rate. Work of the CPU slows down by what copies take of the host memory's rate.
+share its rate. Work of the CPU slows down by what copies take of the host memory's rate. A drive that is read and
+written at once gives each the rate that it has then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import NamedTuple
 
 from flexengine.schedule.commands import (
     DIRECTIONS,
+    DRIVE_STREAMS,
+    HOST_STREAMS,
     STREAM_INDEX,
     STREAMS,
     Command,
@@ -34,7 +37,8 @@ class Rates(NamedTuple):
     the link moves while the CPU works, as the CPU has the better of host memory; only_beside_cpu_bytes_per_s: the same
     while the other direction is idle, None = as that. comm_s: seconds of a collective, or of work on the stream of
     collectives. batch_s: seconds of the host to read, pack and write a step's batch. settle_s: seconds of the host from
-    the end of a step's last round, whose loss it reads, to the update's first command.
+    the end of a step's last round, whose loss it reads, to the update's first command. drive_bytes_per_s: of a
+    drive's streams, alone and while the other is at work.
     """
 
     compute_s: Callable[[Command], float]
@@ -49,6 +53,7 @@ class Rates(NamedTuple):
     comm_s: Callable[[Command], float] = lambda command: 0.0
     batch_s: float = 0.0
     settle_s: float = 0.0
+    drive_bytes_per_s: dict[Stream, tuple[float, float]] | None = None
 
 
 OTHER_DIRECTION = {Stream.H2D: Stream.D2H, Stream.D2H: Stream.H2D}
@@ -123,7 +128,7 @@ class _Simulation:
         self.host_s = max(self.host_s, now)
         while self.num_issued < len(self.issued):
             command = self.program.commands[self.num_issued]
-            if command.stream is not Stream.CPU and any(map(self._works, command.waits)):
+            if command.stream not in HOST_STREAMS and any(map(self._works, command.waits)):
                 return
             self.host_s += self.rates.issue_s(command)
             self.issued[command.index] = self.host_s
@@ -180,6 +185,8 @@ class _Simulation:
             return self.rates.cpu_s(command)
         if STREAMS[i] is Stream.COMM:
             return self.rates.comm_s(command)
+        if STREAMS[i] in DRIVE_STREAMS:
+            return float(command.copy_bytes)
         latency = self.rates.copy_latency_s * max(1, len(command.regions))
         return command.copy_bytes + latency * self.rates.alone_bytes_per_s[DIRECTIONS[STREAMS[i]]]
 
@@ -190,6 +197,8 @@ class _Simulation:
         if stream is Stream.CPU:
             links = sum(self._rate(direction) for direction, count in self.copying.items() if count)
             return cpu_share(links, self.rates.host_bytes_per_s)
+        if stream in DRIVE_STREAMS:
+            return self._drive_rate(stream)
         direction = DIRECTIONS[stream]
         return self._rate(direction) / self.copying[direction]
 
@@ -203,6 +212,12 @@ class _Simulation:
             return rate
         return min(rate, beside[direction])
 
+    def _drive_rate(self, stream: Stream) -> float:
+        assert self.rates.drive_bytes_per_s is not None, "a plan with states on a drive has its rates"
+        alone, beside = self.rates.drive_bytes_per_s[stream]
+        both = all(self.running[STREAM_INDEX[other]] is not None for other in DRIVE_STREAMS)
+        return beside if both else alone
+
     def _finish(self, i: int, now: float) -> None:
         run = self.running[i]
         assert run is not None
@@ -210,6 +225,6 @@ class _Simulation:
         self.busy[STREAMS[i]] += now - run.started
         if STREAMS[i] in DIRECTIONS:
             self.copying[DIRECTIONS[STREAMS[i]]] -= 1
-        if run.command.stream is Stream.CPU:
+        if run.command.stream in HOST_STREAMS:
             self._issue(now)
         self.running[i] = None

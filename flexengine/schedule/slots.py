@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Memory = Literal["gpu", "host", "node"]
-"""`host` is a rank's own memory of the host; `node` is one that all ranks of a machine map, where there are several."""
+Memory = Literal["gpu", "host", "node", "drive"]
+"""`host` is a rank's own memory of the host; `node` is one that all ranks of a machine map, where there are several.
+`drive` is a file."""
 HOST_SIDE: tuple[Memory, ...] = ("host", "node")
 PlaneKind = str
 """Name of a stored array of a group: weights, remainder, grad, or a state that an optimizer rule declares."""
@@ -25,7 +26,8 @@ Role = str
   a chunk's slot `hidden` on the host, where it has one, holds its gradient as well, once the head has read it;
 - input, save_gpu, save_host, save: what a layer keeps for backward: its input, its outputs on the GPU, staged for the
   host, and on the host;
-- scratch, tile, update_scratch: temporaries of a layer; what an optimizer tile is updated in, and its temporaries.
+- scratch, tile, update_scratch: temporaries of a layer; what an optimizer tile is updated in, and its temporaries;
+- staged: on the host, states of a tile on their way from and to a drive.
 """
 
 
@@ -83,7 +85,7 @@ class Slot(NamedTuple):
 def overlapping_slots(slots: tuple[Slot, ...]) -> list[tuple[int, ...]]:
     """For every slot the indices of all slots, itself included, that share a byte with it."""
     result: list[list[int]] = [[i] for i in range(len(slots))]
-    for memory in ("gpu", "host", "node"):
+    for memory in ("gpu", "host", "node", "drive"):
         order = sorted((i for i, s in enumerate(slots) if s.key.memory == memory), key=lambda i: slots[i].offset)
         active: list[int] = []
         for i in order:

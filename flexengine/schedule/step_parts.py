@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexengine.plan import Plan
-from flexengine.schedule.commands import STREAMS, Command, Program, Stream
+from flexengine.schedule.commands import HOST_STREAMS, STREAMS, Command, Program, Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
@@ -147,7 +147,7 @@ def unfinished_updates(program: Program, timing: Timing) -> dict[int, float]:
     """Groups whose update by the CPU has not ended when the GPU has ended a program, with the part that is left."""
     cut, left_s, all_s = until_gpu_ends(program, timing), dict[int, float](), dict[int, float]()
     for command in program.commands:
-        if command.stream is Stream.CPU:
+        if command.stream in HOST_STREAMS:
             group, seconds = command.args.group, timing.end_s[command.index] - timing.start_s[command.index]
             ended_s = cut.end_s[command.index] - cut.start_s[command.index]
             all_s[group] = all_s.get(group, 0.0) + seconds
@@ -156,13 +156,15 @@ def unfinished_updates(program: Program, timing: Timing) -> dict[int, float]:
 
 
 def until_gpu_ends(program: Program, timing: Timing) -> Timing:
-    """A program's times cut off when all streams but the CPU's have ended it; what comes later takes no time."""
-    end_s = max((timing.end_s[c.index] for c in program.commands if c.stream is not Stream.CPU), default=0.0)
+    """A program's times cut off when all streams but the host's have ended it; what comes later takes no time."""
+    end_s = max((timing.end_s[c.index] for c in program.commands if c.stream not in HOST_STREAMS), default=0.0)
     if end_s >= timing.total_s:
         return timing
     starts, ends = ([min(end_s, at_s) for at_s in times] for times in (timing.start_s, timing.end_s))
-    cpu_s = sum(ends[c.index] - starts[c.index] for c in program.commands if c.stream is Stream.CPU)
-    return Timing(starts, ends, end_s, {**timing.busy_s, Stream.CPU: cpu_s})
+    busy_s = dict(timing.busy_s)
+    for stream in (stream for stream in HOST_STREAMS if stream in busy_s):
+        busy_s[stream] = sum(ends[c.index] - starts[c.index] for c in program.commands if c.stream is stream)
+    return Timing(starts, ends, end_s, busy_s)
 
 
 PHASES = dict.fromkeys(("finish_gradient", "scale", "fill_window", "recompute", "forward_again"), "backward") | {
@@ -196,7 +198,7 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
             free = timing.end_s[command.index]
     if timing.total_s > free:
         # where the times are cut off, the CPU's end with the last of the GPU's
-        last = max(program.commands, key=lambda c: (timing.end_s[c.index], c.stream is not Stream.CPU))
+        last = max(program.commands, key=lambda c: (timing.end_s[c.index], c.stream not in HOST_STREAMS))
         found[last.stream.value, phase] += timing.total_s - free
     return dict(found)
 
@@ -241,6 +243,8 @@ LIMIT_WORDS = {
     "relay_in": "what other ranks hand over",
     "relay_out": "what is handed to other ranks",
     "comm": "exchange between GPUs",
+    "drive_in": "the drive, which is read,",
+    "drive_out": "the drive, which is written,",
     ISSUE: "the host, which issues commands,",
 }
 COMPUTE_BOUND_SHARE = 0.9

@@ -140,7 +140,7 @@ def layer_plans(draw, names, may_again=False):
 def group_plans(draw):
     weights, grads = draw(HOMES), draw(HOMES)
     if weights == grads == "host" and draw(st.booleans()):
-        return GroupPlan(update="cpu")
+        return GroupPlan(update="cpu", states=draw(st.sampled_from(("host", "drive"))))
     return GroupPlan(weights, grads, draw(HOMES) if weights == "gpu" else "host")
 
 
@@ -148,13 +148,14 @@ def group_plans(draw):
 def plan_decisions(draw, spec):
     """Everything that a plan decides besides chunk and round sizes."""
     below = [False, *(block.keeps for block in spec.blocks)]
-    slots = {f"{kind}_slots": draw(st.integers(1, 4)) for kind in ("weight", "grad", "save", "optimizer")}
+    slots = {f"{kind}_slots": draw(st.integers(1, 4)) for kind in ("weight", "grad", "save", "optimizer", "drive")}
     return {
         "blocks": [
             draw(layer_plans(savable_ops(block.ops), may_again))
             for block, may_again in zip(spec.blocks, below, strict=False)
         ],
         "groups": [draw(group_plans()) for _ in spec.groups],
+        "drive_tile": draw(st.sampled_from((1, 5000))),
         "optimizer_tile": draw(st.sampled_from((257, 1000, 1 << 14))),
         "share_edge_slots": draw(st.booleans()),
         "grads_over_weights": draw(st.booleans()),

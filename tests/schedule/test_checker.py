@@ -7,7 +7,7 @@ import pytest
 
 from flexengine.plan import GroupPlan
 from flexengine.schedule.checker import ProgramError, check_program
-from flexengine.schedule.commands import Access, CommandName, Program, Stream, UpdateTile
+from flexengine.schedule.commands import DRIVE_STREAMS, Access, CommandName, Program, Stream, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.programs import lower_evaluation, lower_round, lower_update
@@ -19,8 +19,9 @@ def random_layout(seed: int) -> Layout:
     random = Random(seed)
     model = small_model(blocks=random.randint(1, 4), tied=random.random() < 0.5)
     plan = random_plan(random, model, sliced=seed % 3 == 0, hidden_home="host" if seed % 4 == 1 else "auto")
-    groups = tuple(GroupPlan(update="cpu") if random.random() < 0.4 else group for group in plan.groups)
-    return Layout(model, replace(plan, groups=groups))
+    by_cpu = GroupPlan(update="cpu", states="drive" if seed % 2 else "host")
+    groups = tuple(by_cpu if random.random() < 0.4 else group for group in plan.groups)
+    return Layout(model, replace(plan, groups=groups, drive_tile=4096, drive_slots=1 + seed % 3))
 
 
 def programs(layout: Layout) -> list[Program]:
@@ -30,7 +31,7 @@ def programs(layout: Layout) -> list[Program]:
 
 
 def check(program: Program, layout: Layout) -> None:
-    check_program(program, layout.gpu_bytes, layout.host_bytes)
+    check_program(program, layout.gpu_bytes, layout.host_bytes, drive_bytes=layout.drive_bytes)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -87,7 +88,9 @@ def test_dropped_copy_is_rejected():
     assert copies
     read_later = {a.slot for c in program.commands for a in c.reads}
     needed = [i for i in copies if any(a.slot in read_later for a in program.commands[i].writes)]
-    for dropped in [i for i in needed if program.commands[i].stream == "h2d"]:
+    assert {program.commands[i].stream for i in copies} >= {"h2d", "drive_in", "drive_out"}
+    noticed = [i for i in needed if program.commands[i].stream in ("h2d", "drive_in")]
+    for dropped in (*noticed, *(i for i in copies if program.commands[i].stream == "drive_out")):
         kept = [c for c in program.commands if c.index != dropped]
         numbers = {c.index: i for i, c in enumerate(kept)}
         renumbered = tuple(
@@ -105,10 +108,10 @@ def with_command(program: Program, index: int, **changes) -> Program:
 def test_mutated_copies_are_rejected():
     """Ends swapped, cut short, or taken from another slot."""
     layout = random_layout(1)
-    program = programs(layout)[0]
-    for command in program.commands:
-        if not command.copies:
-            continue
+    a_round, *_, update = programs(layout)
+    of_drive = [(update, command) for command in update.commands if command.stream in DRIVE_STREAMS]
+    assert of_drive
+    for program, command in (*((a_round, command) for command in a_round.commands if command.copies), *of_drive):
         r = command.copies[0]
         hosts = [i for i, s in enumerate(program.slots) if s.memory == "host" and s.num_bytes >= r.num_bytes]
         other = next(i for i in hosts if i != r.source)

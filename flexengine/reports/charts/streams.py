@@ -36,6 +36,8 @@ STREAM_NAMES = {
     Stream.RELAY_IN: "taken over",
     Stream.RELAY_OUT: "passed on",
     Stream.COMM: "between GPUs",
+    Stream.DRIVE_IN: "from drive",
+    Stream.DRIVE_OUT: "to drive",
 }
 
 

@@ -28,8 +28,8 @@ from flexengine.native.transfer_operations import (
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.execution.notifier import CompletionNotifier
-from flexengine.schedule.commands import Command, Program, Signal, Stream
-from flexengine.schedule.following import cpu_commands
+from flexengine.schedule.commands import HOST_STREAMS, Command, Program, Signal, Stream
+from flexengine.schedule.following import host_commands
 from flexengine.schedule.slots import Memory
 
 Streams = Mapping[Stream, StreamHandle]
@@ -86,10 +86,11 @@ class BoundProgram:
         words: WordsOf | None = None,
     ) -> None:  # fmt: skip
         self.program, self._streams, self._transfers = program, streams, transfers
-        self.cpu_commands = cpu_commands(program)
+        self.host_commands = host_commands(program)
+        self._of_host = {command.index for command in self.host_commands}
         self._words: dict[Signal, list[list[int]]] = {}  # by signal and word, the operations that it is part of
         self._addresses: dict[int, int] = {}  # of words on the device, by those on the host
-        by_host = (c for c in program.commands if c.signals and c.stream is not Stream.CPU)
+        by_host = (c for c in program.commands if c.signals and c.stream not in HOST_STREAMS)
         self._signalling = [] if words is not None else list(by_host)
         self._notifier: CompletionNotifier | None = None
         self._cpu_work: CpuWork | None = None
@@ -103,14 +104,15 @@ class BoundProgram:
         self._segments = self._make_segments()
 
     def _create_signals(self, awaited: Collection[int]) -> dict[int, int]:
-        """Create an event for every command that something waits for.
+        """Create an event for every command of the GPU that something waits for.
 
         The thread that waits for the CPU's commands sleeps meanwhile: an update has all cores but the host's.
         """
-        by_cpu = {wait for command in self.cpu_commands for wait in command.waits}
+        by_cpu = {wait for command in self.host_commands for wait in command.waits}
         signals = dict[int, int]()
         for blocking in (False, True):
-            indices = sorted(index for index in awaited if (index in by_cpu) == blocking)
+            wanted = (index for index in awaited if index not in self._of_host)
+            indices = sorted(index for index in wanted if (index in by_cpu) == blocking)
             signals |= zip(indices, self._transfers.create_events(len(indices), blocking=blocking), strict=True)
         return signals
 
@@ -176,7 +178,7 @@ class BoundProgram:
         Events that they wait for are not recorded again by a later run before that: what records them touches bytes
         that the waiting command touches, so that it waits for it (`cpu_waits`).
         """
-        self._cpu_work = CpuWork(self.program, self.cpu_commands, call, num_threads, self._ready, before)
+        self._cpu_work = CpuWork(self.program, self.host_commands, call, num_threads, self._ready, before)
         return self._cpu_work
 
     def notifier(self, tell: Call) -> CompletionNotifier:
@@ -189,7 +191,8 @@ class BoundProgram:
 
     def _ready(self, command: Command) -> None:
         for wait in command.waits:
-            self.wait_for(wait)
+            if wait not in self._of_host:
+                self.wait_for(wait)
 
     def _tell(self, index: int) -> None:
         """Tell the threads that wait for it that all commands up to this one have been issued."""
@@ -215,18 +218,20 @@ class BoundProgram:
 
     def timings(self) -> list[tuple[float, float]]:
         """(start, end) of every command of the last run, in seconds since it began. Order: it has finished."""
-        spans, free = [(0.0, 0.0)] * len(self.program.commands), 0.0
+        spans = [(0.0, 0.0)] * len(self.program.commands)
+        free: dict[Stream, float] = dict.fromkeys(HOST_STREAMS, 0.0)
         for command in self.program.commands:
-            if command.stream is not Stream.CPU:
+            if command.stream not in HOST_STREAMS:
                 events = self._clock[2 * command.index : 2 * command.index + 2]
                 begin, end = (self._transfers.elapsed_s(self._begin, event) for event in events)
                 spans[command.index] = (begin, end)
         ran = {} if self._cpu_work is None else self._cpu_work.spans
-        for command in sorted(self.cpu_commands, key=lambda command: ran[command.index]):
-            # they follow each other, and start when what they wait for has ended
+        for command in sorted(self.host_commands, key=lambda command: ran[command.index]):
+            # those of a stream follow each other, and start when what they wait for has ended
             begin, end = ran[command.index]
-            free = max([free, *(spans[wait][1] for wait in command.waits)])
-            spans[command.index] = (free, free := free + end - begin)
+            start = max([free[command.stream], *(spans[wait][1] for wait in command.waits)])
+            free[command.stream] = start + end - begin
+            spans[command.index] = (start, free[command.stream])
         return spans
 
     def began_s(self, zero: int) -> float:
@@ -246,7 +251,7 @@ class BoundProgram:
             operations.append(Record(self._streams[Stream.COMPUTE], self._begin))
         operations += self._join_streams()
         for command in self.program.commands:
-            if command.stream is Stream.CPU:
+            if command.stream in HOST_STREAMS:
                 continue
             first = len(operations)
             operations += self._waits(command)
@@ -319,6 +324,6 @@ class BoundProgram:
 def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:
     """The part of each arena that a program's slots reach, as bytes."""
     ends: dict[Memory, int] = {}
-    for slot in program.slots:
+    for slot in (slot for slot in program.slots if slot.memory != "drive"):
         ends[slot.memory] = max(ends.get(slot.memory, 0), slot.end)
     return {memory: arenas.bytes_view(memory, 0, end) for memory, end in ends.items()}

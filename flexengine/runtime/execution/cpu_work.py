@@ -1,23 +1,32 @@
-"""Runs commands of the CPU on threads of their own, while the host goes on issuing others."""
+"""Runs commands of the CPU, and copies from and to a drive, on threads of their own, while the host issues others."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
+from flexengine.native.drive import DriveError
 from flexengine.runtime.execution.progress import IssueProgress
-from flexengine.schedule.commands import Command, Program, cpu_priority
+from flexengine.schedule.commands import DRIVE_STREAMS, Command, Program, Stream, cpu_priority
+
+
+def nothing_else(command: Command) -> None:
+    """Of commands that wait for others of their work alone."""
 
 
 class CpuWork:
     """Runs a program's commands of the CPU once it is started; `call` must need nothing that changes before `join`.
 
     A command may run when `ready`, which blocks until what it waits for has ended, has returned for it and for those
-    before it; that is asked on a thread of its own, when the host has issued so far (`issued`). None: all may run. Of
-    those that may run the first by `cpu_priority` does. num_threads: of torch, in calls. before: work that ends first.
+    before it; that is asked on a thread of its own, when the host has issued so far (`issued`). None: all may run,
+    but for what waits for others of these commands. Of those of the CPU that may run the first by `cpu_priority` does;
+    those of a drive's streams run in order, on a thread each. num_threads: of torch, in calls. before: work that ends
+    first.
     """
 
     def __init__(
@@ -31,11 +40,18 @@ class CpuWork:
     ) -> None:
         self.program = program
         self.spans: dict[int, tuple[float, float]] = {}
-        self._commands, self._call, self._num_threads = commands, call, num_threads
+        self._commands = [command for command in commands if command.stream is Stream.CPU]
+        copies = {s: [command for command in commands if command.stream is s] for s in DRIVE_STREAMS}
+        self._all, self._ours, self._call, self._num_threads = commands, {c.index for c in commands}, call, num_threads
+        all_issued = False
+        if ready is None and len(self._all) > len(self._commands):
+            ready, all_issued = nothing_else, True
         self._ready, self._before = ready, before
         self._abandoned, self._dropped, self._failure = False, False, None
-        self._progress = IssueProgress()
-        self._waiting: list[Command] = list(commands) if ready is None else []  # may run
+        self._progress = {stream: IssueProgress() for stream in (Stream.CPU, *(s for s in copies if copies[s]))}
+        if all_issued:
+            self.issued(sys.maxsize)
+        self._waiting: list[Command] = list(self._commands) if ready is None else []  # may run
         # two, so that no thread wakes up for nothing, which takes the interpreter from who issues
         self._lock = threading.Lock()
         self._able, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -43,6 +59,11 @@ class CpuWork:
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name="flexengine-cpu")
             for work in ((self._run,) if ready is None else (self._watch, self._run))
+        ]
+        self._threads += [
+            threading.Thread(target=self._guarded, args=(partial(self._carry, commands),), name=f"flexengine-{stream}")
+            for stream, commands in copies.items()
+            if commands
         ]
 
     def start(self) -> None:
@@ -52,7 +73,8 @@ class CpuWork:
 
     def issued(self, index: int) -> None:
         """Note that the host has issued all commands up to this one."""
-        self._progress.issued(index)
+        for progress in self._progress.values():
+            progress.issued(index)
 
     def abandon(self) -> None:
         """End after the running command. Blocks until then; later waits raise a failure."""
@@ -69,7 +91,7 @@ class CpuWork:
         self._wake_all()
         self.join()
         now = time.perf_counter()
-        for command in self._commands:
+        for command in self._all:
             self.spans.setdefault(command.index, (now, now))
 
     def wait(self, indices: Iterable[int]) -> None:
@@ -92,9 +114,12 @@ class CpuWork:
         with self._lock:
             self._able.notify_all()
             self._ended.notify_all()
-        self._progress.wake()
+        for progress in self._progress.values():
+            progress.wake()
 
     def _raise_failure(self) -> None:
+        if isinstance(self._failure, DriveError):
+            raise DriveError(self._failure.errno, self._failure.strerror) from self._failure
         if self._failure is not None:
             raise RuntimeError(f"work of the CPU failed half-way: {self._failure}") from self._failure
 
@@ -108,15 +133,37 @@ class CpuWork:
             self._wake_all()
 
     def _watch(self) -> None:
-        assert self._ready is not None
         for command in self._commands:
-            self._progress.reaches(max(command.waits, default=-1), self._over)
-            if self._over():
+            if not self._may_run(command):
                 return
-            self._ready(command)
             with self._able:
                 self._waiting.append(command)
                 self._able.notify()
+
+    def _may_run(self, command: Command) -> bool:
+        """Block until a command may run; False where it shall not."""
+        assert self._ready is not None
+        others = [wait for wait in command.waits if wait not in self._ours]
+        self._progress[command.stream].reaches(max(others, default=-1), self._over)
+        if self._over():
+            return False
+        self._ready(command)
+        with self._ended:
+            ours = [wait for wait in command.waits if wait in self._ours]
+            self._ended.wait_for(lambda: self._over() or all(wait in self.spans for wait in ours))
+        return not self._over()
+
+    def _carry(self, commands: list[Command]) -> None:
+        """Run a drive's copies of one direction in order."""
+        before = self._before
+        if before is not None:
+            before.join()
+        for command in commands:
+            if not self._may_run(command):
+                if self._abandoned:
+                    raise RuntimeError("it was interrupted")
+                return
+            self._call_timed(command)
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)  # of calls from this thread
@@ -132,11 +179,14 @@ class CpuWork:
                     return
                 command = min(self._waiting, key=cpu_priority)
                 self._waiting.remove(command)
-            start = time.perf_counter()
-            self._call(command)
-            with self._ended:
-                self.spans[command.index] = (start, time.perf_counter())
-                self._ended.notify_all()
+            self._call_timed(command)
+
+    def _call_timed(self, command: Command) -> None:
+        start = time.perf_counter()
+        self._call(command)
+        with self._ended:
+            self.spans[command.index] = (start, time.perf_counter())
+            self._ended.notify_all()
 
     def _over(self) -> bool:
         return self._abandoned or self._dropped or self._failure is not None

@@ -21,9 +21,10 @@ from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.bound_program import NO_FENCE, BoundProgram, Call, HostFence, WordsOf
 from flexengine.runtime.execution.cpu_work import CpuWork
+from flexengine.runtime.execution.drive_copies import with_drive
 from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.execution.notifier import CompletionNotifier
-from flexengine.schedule.commands import DIRECTIONS, Command, Program, Stream, streams_of
+from flexengine.schedule.commands import DIRECTIONS, HOST_STREAMS, Command, Program, Stream, streams_of
 from flexengine.schedule.following import cpu_waits
 
 CommandOrder = Callable[[Program], Iterable[int]]
@@ -248,10 +249,11 @@ class Executor:
 
         before = self._cpu_work
         work = None
-        by_cpu = handler if hooks is None else _then(handler, hooks.after)
+        by_cpu = with_drive(program, self.arenas, handler)
+        by_cpu = by_cpu if hooks is None else _then(by_cpu, hooks.after)
         if hooks is not None and words is None:
             fence = HostFence(_then(fence.hold, hooks.before))
-        if bound.cpu_commands:
+        if bound.host_commands:
             work = bound.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before)
         try:
             if hooks is not None and words is None:
@@ -279,7 +281,7 @@ class Executor:
     def _bind(self, program: Program, timed: bool, words: WordsOf | None) -> BoundProgram:
         key = (program, timed)
         if key not in self._bound:
-            streams = {stream: self.streams[stream] for stream in streams_of(program) if stream is not Stream.CPU}
+            streams = {stream: self.streams[stream] for stream in streams_of(program) if stream not in HOST_STREAMS}
             self._bound[key] = BoundProgram(program, self.arenas, streams, self._transfers, timed, words)
         return self._bound[key]
 
@@ -304,7 +306,7 @@ class Executor:
         clock = [(0.0, 0.0)] * len(program.commands)
         begin = time.perf_counter()
         for command in (program.commands[index] for index in indices):
-            if command.stream is Stream.CPU:
+            if command.stream in HOST_STREAMS:
                 later.append(command)
                 continue
             fence.hold(command)
@@ -316,8 +318,8 @@ class Executor:
         spans: dict[int, tuple[float, float]] = {}
         if later:
             self.finish_cpu_work()
-            work = CpuWork(program, later, _then(handler, hooks.after), self._cpu_threads)
-            spans = self._start(work).spans
+            by_cpu = _then(with_drive(program, self.arenas, handler), hooks.after)
+            spans = self._start(CpuWork(program, later, by_cpu, self._cpu_threads)).spans
         if timed:
             self._began_s = lambda: begin - (self._zero_s or 0.0)
             self._timings = lambda: [

@@ -76,5 +76,6 @@ class Programs:
 
     def _checked(self, program: Program) -> Program:
         """Prove a program before it runs; that takes milliseconds."""
-        check_program(program, self.layout.gpu_bytes, self.layout.host_bytes, self.layout.node_bytes)
+        sizes = self.layout
+        check_program(program, sizes.gpu_bytes, sizes.host_bytes, sizes.node_bytes, sizes.drive_bytes)
         return program

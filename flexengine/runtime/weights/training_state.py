@@ -25,6 +25,7 @@ from flexengine.runtime.ranks.dealt_states import DealtTensor
 from flexengine.runtime.weights.staging import load_staged, on_host
 from flexengine.runtime.weights.weight_store import SourceRun, WeightStore
 from flexengine.schedule.group_storage import Plane
+from flexengine.schedule.shares import ALONE
 
 
 def tensor_name(plane: str, source: str) -> str:
@@ -86,7 +87,8 @@ def _whole_plane(weights: WeightStore, run: SourceRun, plane: Plane) -> Tensor:
     dtype = DTYPES[plane.dtype]
     slot = weights.layout.slots[weights.layout.stored_slot(plane.kind, run.group)]
     count = plane.num_bytes(run.segment.numel) // dtype.itemsize
-    return weights.arenas.view(slot, plane.start, (count,), dtype)
+    start = weights.layout.plane_start(run.group, run.segment, plane, ALONE)[0]
+    return weights.arenas.view(slot, start, (count,), dtype)
 
 
 def load_tensors(weights: WeightStore, reader: CheckpointReader) -> None:

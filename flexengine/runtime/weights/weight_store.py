@@ -154,8 +154,8 @@ class WeightStore:
         if plane is None:
             return None
         slot = self.layout.slots[self.layout.stored_slot(kind, run.group)]
-        dtype = DTYPES[plane.dtype]
-        return self.arenas.view(slot, plane.start + run.start * dtype.itemsize, (run.count,), dtype)
+        dtype, start = DTYPES[plane.dtype], self.layout.plane_start(run.group, run.segment, plane, ALONE)[0]
+        return self.arenas.view(slot, start + run.start * dtype.itemsize, (run.count,), dtype)
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class WeightStore:
                 if not dealt and index % self.share.size != self.share.rank:
                     continue
                 slot = self.layout.slots[self.layout.stored_slot(kind, index)]
-                self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
+                self.arenas.clear(slot)
 
     def sampled_digest(self) -> bytes:
         """A digest of the first and last elements of every tensor, by which copies of other models are told apart."""

@@ -1,4 +1,7 @@
-"""Updates by the CPU, where planes lie: in an update's own program, inside a round, and speculatively."""
+"""Updates by the CPU, where planes lie: in an update's own program, inside a round, and speculatively.
+
+States that lie on a drive pass through slots of the host (`drive_states.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from typing import NamedTuple
 
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, SlotOffset, Stream, UpdateTile
+from flexengine.schedule.drive import drive_tiles
 from flexengine.schedule.group_storage import Segment
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering.drive_states import DriveStates
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.second_planes import second_kinds
 from flexengine.schedule.shares import ALONE, Share
@@ -28,6 +33,11 @@ def cpu_groups(layout: Layout) -> list[int]:
     return [g for g, home in enumerate(layout.homes) if home.update == "cpu"]
 
 
+def cpu_lanes(layout: Layout) -> int:
+    """Groups that a program tells apart on the CPU: with a drive, whose streams wait for it."""
+    return len(layout.groups) if layout.plan.uses_drive else 0
+
+
 def late_groups(layout: Layout) -> dict[int, float]:
     """Groups that the CPU updates once the norm is known, whole, also where a speculation holds."""
     return {g: 1.0 for g in cpu_groups(layout) if not layout.plan.groups[g].speculative}
@@ -37,7 +47,7 @@ def lower_cpu_update(
     builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0,
     grads: Sequence[Access] | None = None, share: Share = ALONE, urgent: bool = False,
 ) -> None:  # fmt: skip
-    """Update a group's planes by the CPU where they are, each segment in one call.
+    """Update a group's planes by the CPU where they are, each segment in one call, or with states on a drive by tiles.
 
     scale: where the host finds the factor on the gradient. left: the share of the work that remains, for its price.
     grads: what an earlier command left of the gradient, where that is not the whole plane. share: what this one of
@@ -45,22 +55,44 @@ def lower_cpu_update(
     """
     name, planes = layout.model.groups[group].name, layout.groups[group].plane_bytes
     contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in planes}
-    held = {k: Access(layout.plane_slot(k, group), f"{contents[k]} {name}") for k in planes if planes[k]}
+    on_drive = DriveStates(builder, layout, group, left) if layout.plan.groups[group].states == "drive" else None
+    here = [kind for kind in planes if planes[kind] and (on_drive is None or kind in ("weights", "grad"))]
+    held = {kind: Access(layout.plane_slot(kind, group), f"{contents[kind]} {name}") for kind in here}
     grads = [held["grad"]] if grads is None else grads
     for access in (*grads, *(access for kind, access in held.items() if kind != "grad")):
         if builder.last_writer(access.slot) < 0:
             builder.holds(*access)
-    writes = [Access(slot, f"updated {content}") for kind, (slot, content) in held.items() if kind != "grad"]
-    for segment in layout.groups[group].segments:
-        start, count = share.of(segment)
-        if not count:
-            continue
-        tile = {p.kind: SlotOffset(held[p.kind].slot, p.start + p.num_bytes(start)) for p in segment.planes}
+    updated = {kind: Access(slot, f"updated {content}") for kind, (slot, content) in held.items() if kind != "grad"}
+    writes = [*updated.values()]
+    for segment, start, count in _pieces(layout, group, share):
+        places = {kind: access.slot for kind, access in held.items()}
+        tile = {p.kind: SlotOffset(places[p.kind], p.start + p.num_bytes(start)) for p in segment.planes
+                if p.kind in places}  # fmt: skip
+        label = f"{name} {segment.name}"
+        reads, staged = [*(access for kind, access in held.items() if kind != "grad"), *grads, scale], None
+        if on_drive is not None:
+            staged = on_drive.fetch(segment, start)
+            tile, reads, label = {**tile, **staged.planes}, [*reads, staged.read], staged.name
         args = UpdateTile(group, segment.name, start, count, tile, urgent=urgent)
-        work, label = Work(memory_bytes=_touched_bytes(segment, count) * left), f"{name} {segment.name}"
-        reads = [*(access for kind, access in held.items() if kind != "grad"), *grads, scale]
-        builder.add("update", CommandName("update", owner=label), Stream.CPU, reads, writes, work, args=args)
-        held.update({kind: Access(slot, f"updated {text}") for kind, (slot, text) in held.items() if kind != "grad"})
+        work, left_there = Work(memory_bytes=_touched_bytes(segment, count) * left), [staged.updated] if staged else []
+        label = CommandName("update", owner=label)
+        builder.add("update", label, Stream.CPU, reads, [*writes, *left_there], work, args=args)
+        if on_drive is not None and staged is not None:
+            on_drive.write_back(staged)
+        held |= updated
+
+
+def _pieces(layout: Layout, group: int, share: Share) -> Iterator[tuple[Segment, int, int]]:
+    """(segment, start, elements) of what is updated in one call."""
+    stored = layout.groups[group]
+    for segment in stored.segments:
+        if layout.plan.groups[group].states == "drive":  # of one rank, which updates all
+            for start, count in drive_tiles(stored, segment, layout.plan.drive_tile):
+                yield segment, start, count
+            continue
+        start, count = share.of(segment)
+        if count:
+            yield segment, start, count
 
 
 def lower_speculative_update(

@@ -16,6 +16,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.activations import ActivationLowering
 from flexengine.schedule.lowering.compute import ComputeCall, ComputeLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart, stage_parts
+from flexengine.schedule.lowering.cpu_update import cpu_lanes
 from flexengine.schedule.lowering.gradients import GradientLowering, InRound, in_round, nothing_in_round
 from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.shape import RoundShape
@@ -87,7 +88,7 @@ class RoundLowering(LayerWalk):
             updated = in_round(layout)
             overlaps = overlapping_slots(updated.slots)
         self.kind = kind
-        super().__init__(layout, shape, ProgramBuilder("round", updated.slots, overlaps))
+        super().__init__(layout, shape, ProgramBuilder("round", updated.slots, overlaps, cpu_lanes(layout)))
         self.gradients = self.make_gradients(updated)
 
     def make_gradients(self, updated: InRound) -> GradientLowering:

@@ -9,7 +9,7 @@ from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Stream
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering.cpu_update import cpu_groups, late_groups, lower_cpu_update
+from flexengine.schedule.lowering.cpu_update import cpu_groups, cpu_lanes, late_groups, lower_cpu_update
 from flexengine.schedule.lowering.kinds import UpdateKind
 from flexengine.schedule.lowering.tiles import GroupTiles, TileLowering, gpu_groups_in_round
 from flexengine.schedule.program_builder import ProgramBuilder
@@ -29,7 +29,9 @@ class UpdateLowering:
     def __init__(self, layout: Layout, kind: UpdateKind) -> None:
         self.layout, self.kind = layout, kind
         self._tiles = GroupTiles(layout, self._left_to_gpu(), kind.share)
-        self.builder = ProgramBuilder("update", self._tiles.slots, overlapping_slots(self._tiles.slots))
+        self.builder = ProgramBuilder(
+            "update", self._tiles.slots, overlapping_slots(self._tiles.slots), cpu_lanes(layout)
+        )
         self.ends: dict[int, int] = {}  # by group, the command that ends its update
 
     def lower(self) -> Program:

@@ -1,0 +1,101 @@
+// Moves whole blocks between a file on a drive and memory, past the page cache where the file was opened with O_DIRECT.
+//
+// Pieces are cut into blocks, which threads take one after the other: a drive wants many large requests at once. The
+// threads wait for it, so they are others than those that compute.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+
+#include "common.h"
+#include "parallel.h"
+
+namespace {
+
+// Bytes [offset_bytes, offset_bytes + num_bytes) of the file, and where they lie in memory. Matches `_Piece` of
+// flexengine/native/drive.py.
+struct DrivePiece {
+    uint64_t offset_bytes, num_bytes;
+    void* memory;
+};
+
+// Where a transfer failed, and why: an errno, or 0 where the file ended. Matches `_Failure` of the same file.
+struct DriveFailure {
+    uint64_t offset_bytes;
+    int32_t error_number;
+};
+
+class Moving {
+ public:
+    Moving(int descriptor, const DrivePiece* pieces, uint64_t block_bytes, bool writes, DriveFailure* failure)
+        : descriptor_(descriptor), pieces_(pieces), block_bytes_(block_bytes), writes_(writes), failure_(failure) {}
+
+    // Moves the blocks of one piece after the other. Returns false when some block failed.
+    bool run(uint64_t num_pieces, int num_threads) {
+        for (uint64_t i = 0; i < num_pieces && !failed_.load(); ++i) {
+            const DrivePiece& piece = pieces_[i];
+            const int64_t blocks = static_cast<int64_t>((piece.num_bytes + block_bytes_ - 1) / block_bytes_);
+            flex::parallel_for(
+                blocks, num_threads, [&](int64_t block) { move_block(piece, static_cast<uint64_t>(block)); },
+                flex::Threads::kWaiting);
+        }
+        return !failed_.load();
+    }
+
+ private:
+    void move_block(const DrivePiece& piece, uint64_t block) {
+        const uint64_t first = block * block_bytes_;
+        uint64_t left = std::min(block_bytes_, piece.num_bytes - first), position = piece.offset_bytes + first;
+        char* memory = static_cast<char*>(piece.memory) + first;
+        while (left > 0 && !failed_.load(std::memory_order_relaxed)) {
+            const off_t at = static_cast<off_t>(position);
+            const ssize_t moved =
+                writes_ ? pwrite(descriptor_, memory, left, at) : pread(descriptor_, memory, left, at);
+            if (moved < 0 && errno == EINTR) continue;
+            if (moved <= 0) return fail(position, moved < 0 ? errno : 0);
+            memory += moved, position += static_cast<uint64_t>(moved), left -= static_cast<uint64_t>(moved);
+        }
+    }
+
+    void fail(uint64_t position, int error_number) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (!failed_.exchange(true)) *failure_ = {position, error_number};
+    }
+
+    const int descriptor_;
+    const DrivePiece* const pieces_;
+    const uint64_t block_bytes_;
+    const bool writes_;
+    DriveFailure* const failure_;
+    std::atomic<bool> failed_{false};
+    std::mutex mutex_;
+};
+
+constexpr uint64_t kMaxBytes = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+
+}  // namespace
+
+// Reads pieces of a file into memory, or writes them, on up to num_threads threads in blocks of block_bytes. When one
+// fails, the others stop and `failure` says where; what was read or written is undefined then.
+extern "C" FLEX_API int flex_drive_move(int32_t descriptor, const DrivePiece* pieces, uint64_t num_pieces,
+                                        int32_t num_threads, uint64_t block_bytes, int32_t writes,
+                                        DriveFailure* failure) {
+    FLEX_REQUIRE(num_threads > 0, "num_threads is %d, expected at least 1", num_threads);
+    FLEX_REQUIRE(block_bytes > 0, "block_bytes is 0, expected at least 1");
+    for (uint64_t i = 0; i < num_pieces; ++i) {
+        const DrivePiece& piece = pieces[i];
+        FLEX_REQUIRE(piece.num_bytes == 0 || piece.memory != nullptr, "piece %llu has no memory", 0ULL + i);
+        const bool fits = piece.offset_bytes <= kMaxBytes && piece.num_bytes <= kMaxBytes - piece.offset_bytes;
+        FLEX_REQUIRE(fits, "piece %llu: %llu bytes from byte %llu end beyond any file", 0ULL + i,
+                     0ULL + piece.num_bytes, 0ULL + piece.offset_bytes);
+    }
+    Moving moving(descriptor, pieces, block_bytes, writes != 0, failure);
+    if (moving.run(num_pieces, num_threads)) return flex::kOk;
+    const char* const call = writes != 0 ? "pwrite" : "pread";
+    if (failure->error_number != 0) return FLEX_FAIL_ERRNO(flex::kSystem, failure->error_number, call);
+    return FLEX_FAIL(flex::kSystem, call, "the file ends at byte %llu", 0ULL + failure->offset_bytes);
+}

@@ -1,0 +1,82 @@
+"""A scratch file on a drive, with the library and without, past the page cache and through it."""
+
+import os
+
+import pytest
+import torch
+
+from flexengine.native import allocate_host, drive
+from flexengine.native.drive import BLOCK_BYTES, DriveError, DriveFile, DrivePiece
+
+SIZE = 64 * BLOCK_BYTES
+
+
+@pytest.fixture(params=["native", "python"])
+def library(request, monkeypatch):
+    monkeypatch.setenv("FLEXENGINE_NATIVE", "1" if request.param == "native" else "0")
+    monkeypatch.setattr(drive, "REQUEST_BYTES", 3 * BLOCK_BYTES)  # several requests a piece, the last one shorter
+    return request.param
+
+
+@pytest.fixture(params=["direct", "cached"])
+def file(request, tmp_path, monkeypatch):
+    if request.param == "cached":
+        monkeypatch.setattr(os, "O_DIRECT", 0)
+    with_blocks = DriveFile(tmp_path, SIZE)
+    assert request.param == "direct" or not with_blocks.direct
+    yield with_blocks
+    with_blocks.close()
+
+
+def random_memory() -> torch.Tensor:
+    return allocate_host(SIZE, page_locked=False).tensor.random_(0, 256)
+
+
+def test_what_was_written_is_read_and_mapped(library, file):
+    memory = random_memory()
+    at = [(5, 20, 0), (40, 1, 30), (41, 7, 21)]  # blocks: place in the file, number, place in memory
+    pieces = [
+        DrivePiece(place * BLOCK_BYTES, memory[start * BLOCK_BYTES :][: count * BLOCK_BYTES])
+        for place, count, start in at
+    ]
+    file.write(pieces)
+    expected = torch.zeros(SIZE, dtype=torch.uint8)
+    for offset, piece in pieces:
+        expected[offset : offset + piece.numel()] = piece
+    assert torch.equal(file.tensor, expected)
+    file.touched()
+    file.tensor[9 * BLOCK_BYTES + 5 : 11 * BLOCK_BYTES] = 7
+    expected[9 * BLOCK_BYTES + 5 : 11 * BLOCK_BYTES] = 7
+    found = random_memory()
+    file.read([DrivePiece(0, found)])
+    assert torch.equal(found, expected)
+    file.zero(8 * BLOCK_BYTES, 2 * BLOCK_BYTES)
+    file.read([DrivePiece(8 * BLOCK_BYTES, found[: 3 * BLOCK_BYTES])])
+    assert not found[: 2 * BLOCK_BYTES].any()
+    assert (found[2 * BLOCK_BYTES : 3 * BLOCK_BYTES] == 7).all()
+
+
+def test_a_folder_is_empty_while_the_file_is_there(tmp_path):
+    file = DriveFile(tmp_path / "new", SIZE)
+    assert list((tmp_path / "new").iterdir()) == []
+    file.close()
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        _ = file.tensor
+
+
+def test_too_many_bytes_are_refused_before_they_are_written(tmp_path):
+    with pytest.raises(DriveError, match=r"has no .*GiB.* for optimizer states.*free.*--offload-dir"):
+        DriveFile(tmp_path, 1 << 55)
+
+
+def test_a_drive_that_fails_says_where_and_what_is_lost(library, file):
+    """A read beyond the end stands for a drive that gives too little; a closed descriptor for one that is gone."""
+    with pytest.raises(DriveError, match=rf"could not be read at byte {SIZE}: the file ends there.*last checkpoint"):
+        file.read([DrivePiece(SIZE - BLOCK_BYTES, random_memory()[: 2 * BLOCK_BYTES])])
+    os.close(file._descriptor)
+    with pytest.raises(DriveError, match="could not be written at byte 0: Bad file descriptor"):
+        file._move_by_python([DrivePiece(0, random_memory())], writes=True) if library == "python" else file.write(
+            [DrivePiece(0, random_memory())]
+        )
+    file._descriptor = -1
