@@ -112,7 +112,7 @@ class CardHealth(NamedTuple):
         return {f"gpu_{name}": value for name, value in self._asdict().items()}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "CardHealth | None":
+    def from_record(cls, record: Mapping[str, Any]) -> CardHealth | None:
         """Read what a line of train_log.jsonl says of the card; None where it says nothing that makes sense."""
         found = {name: record.get(f"gpu_{name}") for name in cls._fields}
         reasons = found.pop("slowed_by") or []

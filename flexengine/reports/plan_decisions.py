@@ -44,8 +44,8 @@ TRANSPORT_WORDS = {
     " GPUs",
     "stages": "which run as many rounds together; each has blocks of its own, takes hidden states over through the host"
     " and runs the head of one round",
-    "context": "which cut every round: each runs some of its chunks, and hands keys, values and gradients over through the"
-    " host",
+    "context": "which cut every round: each runs some of its chunks, and hands keys, values and gradients over through"
+    " the host",
 }
 GROUP_DATA = (
     GroupData("weights", "weights"),

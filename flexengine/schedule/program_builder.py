@@ -66,7 +66,7 @@ class ProgramBuilder:
         args: Any = None,
     ) -> Command:
         """Append a command that copies nothing; returns it with its derived waits."""
-        waits = self._enter(stream, reads, writes)
+        waits = self._enter(stream, reads, writes, args)
         command = Command(len(self.commands), kind, name, stream, tuple(reads), tuple(writes), waits, work, args=args)
         self.commands.append(command)
         return command
@@ -76,14 +76,14 @@ class ProgramBuilder:
         copies: tuple[CopyRegion, ...], args: Any = None,
     ) -> Command:  # fmt: skip
         """Append a copy along these regions; returns it with its derived waits."""
-        waits = self._enter(stream, reads, writes)
+        waits = self._enter(stream, reads, writes, args)
         command = Command(
             len(self.commands), "copy", name, stream, tuple(reads), tuple(writes), waits, copies=copies, args=args
         )
         self.commands.append(command)
         return command
 
-    def _enter(self, stream: Stream, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
+    def _enter(self, stream: Stream, reads: list[Access], writes: list[Access], args: Any) -> tuple[int, ...]:
         """Note what the next command reads and writes; returns its waits."""
         index, own = len(self.commands), STREAM_INDEX[stream]
         if self._cpu_groups and stream is Stream.CPU:

@@ -35,7 +35,8 @@ class Case(NamedTuple):
     """A model under a plan, and for each step the batches of its calls.
 
     dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
-    stages: so, and each has blocks of its own. context: each runs some chunks of every round. bold: the CPU updates before the norm is known what it updates.
+    stages: so, and each has blocks of its own. context: each runs some chunks of every round. bold: the CPU updates
+    before the norm is known what it updates.
     """
 
     source: ModelSource
@@ -278,8 +279,8 @@ def tower() -> Case:
 
 CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
-    frozen: (3,), sliced: (), states_of_slices: (), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
-    experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), adapters_in_one_slot: (3,),
+    frozen: (3,), sliced: (), states_of_slices: (), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,),
+    experts: (4,), experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), adapters_in_one_slot: (3,),
     adapters_of_experts_in_parts: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
     states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,), opaque_blocks: (2,),
     projector: (2,), tower: (2,),
