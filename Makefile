@@ -38,7 +38,7 @@ docs: $(VENV)/.installed-docs
 
 # The programs of csrc/tests under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
 sanitize: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/native/test_sanitizers.py
+	$(BIN)/python -m pytest tests/native/test_sanitizers.py -m "thorough or not thorough"
 
 # An sdist and a wheel in dist/; tests/test_distribution.py installs what this makes.
 dist: $(VENV)/.installed-test

@@ -50,8 +50,8 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """Build an sdist from a copy of the sources, and a wheel from the sdist; returns the paths of both."""
+def build(folder: Path, *options: str) -> list[Path]:
+    """Build an sdist from a copy of the sources, and without options a wheel from the sdist; returns their paths."""
     source = folder / "source"
     source.mkdir()
     for name in SOURCES:
@@ -59,10 +59,9 @@ def build(folder: Path) -> tuple[Path, Path]:
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy(ROOT / name, source / name)
-    done = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, cwd=folder)
+    done = run(sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", folder, source, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
-    return sdist, wheel
+    return [*folder.glob("*.tar.gz"), *folder.glob("*.whl")]
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -81,14 +80,21 @@ def install(wheel: Path, folder: Path) -> Path:
     return python
 
 
-@pytest.mark.long
-def test_a_wheel_made_from_the_sdist_trains_in_an_empty_environment(tmp_path):
-    sdist, wheel = build(tmp_path)
+def test_an_sdist_has_every_source(tmp_path):
+    (sdist,) = build(tmp_path, "--sdist")
     assert sdist.name == f"flexengine_train-{__version__}.tar.gz"
-    assert re.fullmatch(r".*-py3-none-(manylinux_2_\d\d|linux)_\w+\.whl", wheel.name)  # linux: without a compiler
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert {"csrc/adamw.cpp", "csrc/adamw.h", "CHANGELOG.md", "LICENSE", "flexengine/py.typed"} <= packed
+    sources = {path.relative_to(tmp_path / "source") for path in (tmp_path / "source" / "flexengine").rglob("*.*")}
+    assert {path.as_posix() for path in sources if path.suffix != ".so"} <= packed
+
+
+@pytest.mark.long
+@pytest.mark.thorough
+def test_a_wheel_made_from_the_sdist_trains_in_an_empty_environment(tmp_path):
+    _, wheel = build(tmp_path)
+    assert re.fullmatch(r".*-py3-none-(manylinux_2_\d\d|linux)_\w+\.whl", wheel.name)  # linux: without a compiler
     names = zipfile.ZipFile(wheel).namelist()
     assert {"flexengine/py.typed", "flexengine/assets/demo/tokenizer.json"} <= set(names)
     assert {re.split(r"[/-]", name)[0] for name in names} == {"flexengine", "flexengine_train"}
