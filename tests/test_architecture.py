@@ -219,6 +219,16 @@ def imported_in(rooms: Collection[str], top_level_only: bool = False) -> Iterato
                 yield f"{name_of(path)}:{line}", module
 
 
+def test_ranks_are_known_where_they_belong():
+    """In runtime/ and hardware/ modules about ranks import what these share, and the handlers of collectives."""
+    own = ("runtime/ranks/", "runtime/execution/handlers.py", "hardware/node_")
+    found = imported_in({"runtime", "hardware"})
+    others = [
+        place for place, module in found if module.startswith("flexengine.parallel.") and not place.startswith(own)
+    ]
+    assert others == []
+
+
 def test_planning_needs_no_torch_of_its_own():
     found = imported_in(WITHOUT_TORCH, top_level_only=True)
     assert [place for place, module in found if module.split(".")[0] in ("torch", "triton")] == []
@@ -310,11 +320,12 @@ def test_models_know_nothing_of_streams_slots_and_budgets():
 
 
 def test_no_architecture_is_named_outside_models():
-    words = {"seed", "got"}  # which mean other things as well
+    words = {"seed", "got", "aria"}  # which mean other things as well
     makers = {re.sub(r"_?\d.*|_.*", "", family) for family in FAMILIES} - words
     named = re.compile(rf"\b({'|'.join(makers)})")
     found = {}
-    for path in (path for path in FILES if room_of(path) in ("runtime", "schedule", "planner")):
+    rooms = ("runtime", "schedule", "planner", "reports", "parallel", "optim", "serving", "plan")
+    for path in (path for path in FILES if room_of(path) in rooms):
         found[name_of(path)] = named.findall(path.read_text().lower())
     assert {name: makers for name, makers in found.items() if makers} == {}
 
