@@ -182,6 +182,14 @@ def add_longest(parser: argparse.ArgumentParser, what: str) -> None:
     )  # fmt: skip
 
 
+def add_images(parser: argparse.ArgumentParser) -> None:
+    """Let a person show images to what a command runs."""
+    parser.add_argument(
+        "--max-image-tokens", type=positive_count, default=0, metavar="N",
+        help="most tokens of a conversation that stand for images; without it there are none",
+    )  # fmt: skip
+
+
 def add_taken(parser: argparse.ArgumentParser) -> None:
     """Let a person give what means the same to `train`."""
     for option in TAKEN:

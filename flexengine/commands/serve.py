@@ -6,7 +6,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexengine.commands.generate import add_longest, add_sampling, add_taken, opened, plan_for, sampling_of
+from flexengine.commands.generate import (
+    add_images,
+    add_longest,
+    add_sampling,
+    add_taken,
+    opened,
+    plan_for,
+    sampling_of,
+)
 from flexengine.commands.places import add_place
 from flexengine.options.flags import positive_count
 from flexengine.wording import FlagParser
@@ -32,14 +40,15 @@ def main(argv: Sequence[str]) -> int:
             f"--host {arguments.host} lets other machines in, whom nobody asks for a key; give --allow-other-hosts too,"
             " or leave --host out"
         )
-    defaults = Defaults(arguments.name or Path(named).name, arguments.max_new_tokens, *sampling_of(arguments))
+    images, name = arguments.max_image_tokens, arguments.name or Path(named).name
+    defaults = Defaults(name, arguments.max_new_tokens, *sampling_of(arguments), images=images > 0)
     defaults.check()
-    model, tokenizer = opened(arguments)
+    model, tokenizer = opened(arguments, images > 0)
     longest = min(arguments.max_seq_len, model.longest_sequence or arguments.max_seq_len)
     jobs = Jobs(arguments.queue)
     with (
         Server(arguments.host, arguments.port, jobs, defaults, not arguments.allow_other_hosts) as server,
-        build(plan_for(arguments, model, longest, longest, 1)) as engine,
+        build(plan_for(arguments, model, longest, longest, 1, images)) as engine,
     ):
         server.listen()
         print(f"{defaults.model}: up to {longest} tokens, at {server.url}; for trying, not for production", flush=True)
@@ -70,6 +79,7 @@ def _parser() -> FlagParser:
     )  # fmt: skip
     parser.add_argument("--name", help="what requests call the model (default: the last part of what is served)")
     add_longest(parser, "longest prompt with its answer, in tokens")
+    add_images(parser)
     add_sampling(parser, max_new_tokens=None)
     add_taken(parser)
     return parser

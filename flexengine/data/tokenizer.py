@@ -13,7 +13,9 @@ import logging
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
@@ -32,7 +34,7 @@ REWRITTEN = "answers are context only, since the chat template rewrites them in 
 ENDLESS = "{}, so that the model may not learn to stop"
 """What is counted and told of records beside their tokens."""
 
-Turns = Sequence[Mapping[str, str]]
+Turns = Sequence[Mapping[str, Any]]
 """Turns of a conversation, each with role and content."""
 
 
@@ -313,16 +315,19 @@ def labels_of(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
 
 
 def encode_with_images(
-    tokenizer: ChatTokenizer, text: str, images: Sequence[str], folder: Path
+    tokenizer: ChatTokenizer, said: str | Turns, images: Sequence[str], folder: Path, thinking: bool | None = None
 ) -> tuple[list[int], list[KeptImage]]:
-    """Ids of a user's message about images, which stand where it says `<image>` or before it, and the images.
+    """Ids of a user's message or turns about images, and the images.
 
-    images: paths, relative to the folder. Raises: ValueError as of records with images.
+    images: paths, relative to the folder, of those that stand where texts say `<image>` or before the first one; turns
+    may have others as parts. Raises: ValueError as of records with images, and as `render_prompt`.
     """
     assert tokenizer.images is not None, "the tokenizer has a processor"
-    turns = {"messages": [{"role": "user", "content": text}], **({"images": list(images)} if images else {})}
-    record = next(variants_of(parse_record(turns, "--image", folder=folder), in_parts=True))
-    rendered = tokenizer._template.render(record.messages, add_generation_prompt=True).text
+    turns = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+    raw = {"messages": turns, **({"images": list(images)} if images else {})}
+    record = next(variants_of(parse_record(raw, "in the prompt", folder=folder), in_parts=True))
+    record = replace(record, template_options=_thinks(tokenizer, thinking))
+    rendered = tokenizer._template.render(record.messages, add_generation_prompt=True, record=record).text
     ids = tokenizer.encode_texts([rendered])[0].ids
     found, own = tokenizer.images.taken(record, tokenizer.notes)
     return expanded(TokenizedRecord(ids, ids), tokenizer.images.place_id, own).input_ids, found
@@ -334,8 +339,11 @@ def render_prompt(tokenizer: ChatTokenizer, said: str | Turns, thinking: bool | 
     thinking: whether the assistant thinks first; None leaves it to the template. Raises: ValueError for a template that
     has no such switch.
     """
+    record = Record(tuple(_messages_of(said)), template_options=_thinks(tokenizer, thinking))
+    return tokenizer._template.render(record.messages, add_generation_prompt=True, record=record).text
+
+
+def _thinks(tokenizer: ChatTokenizer, thinking: bool | None) -> dict[str, Any]:
     if thinking is not None and THINKING_SWITCH not in tokenizer.template:
         raise ValueError(f"the model's chat template has no {THINKING_SWITCH}; leave --thinking out")
-    options = {} if thinking is None else {THINKING_SWITCH: thinking}
-    record = Record(tuple(_messages_of(said)), template_options=options)
-    return tokenizer._template.render(record.messages, add_generation_prompt=True, record=record).text
+    return {} if thinking is None else {THINKING_SWITCH: thinking}

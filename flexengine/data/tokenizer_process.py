@@ -71,11 +71,20 @@ class TokenizerProcess:
         """See `ChatTokenizer.encode_prompt`."""
         return self._process.call("encode_prompt", text, raw, thinking)
 
-    def encode_with_images(self, text: str, images: Sequence[str]) -> tuple[list[int], dict[str, Tensor]]:
-        """Ids of a message about images (paths), and the columns of their pixels: see `encode_with_images`."""
+    def encode_with_images(
+        self, said: str | Turns, images: Sequence[str] = (), thinking: bool | None = None
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        """Ids of a message or turns about images, and the columns of their pixels: see `encode_with_images`."""
         with tempfile.TemporaryDirectory(prefix="flexengine-pixels") as scratch:
-            ids, count = self._process.call("encode_with_images", text, list(images), str(Path.cwd()), scratch)
+            asked = said, list(images), str(Path.cwd()), thinking
+            ids, count = self._process.call("encode_with_images", *asked, scratch)
             return ids, joined([load_file(Path(scratch, str(i))) for i in range(count)])
+
+    def encode_turns(self, turns: Turns, thinking: bool | None = None) -> tuple[list[int], dict[str, Tensor]]:
+        """Ids of turns to be answered, and the columns of their images' pixels, where turns have images as parts."""
+        if any(isinstance(turn["content"], list) for turn in turns):
+            return self.encode_with_images(turns, thinking=thinking)
+        return self.encode_prompt(turns, thinking=thinking), {}
 
     def thumbnail(self, image: KeptImage) -> str:
         """See `thumbnail`."""
@@ -135,8 +144,10 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
         source["labels"] = LabelNames(tuple(source["labels"][0]), source["labels"][1])
         return str(make_table(Source(**source), tokenizer, place, Path(scratch), bad_records))
 
-    def with_images(text: str, images: list[str], folder: str, scratch: str) -> tuple[list[int], int]:
-        ids, found = encode_with_images(tokenizer, text, images, Path(folder))
+    def with_images(
+        said: str | Turns, images: list[str], folder: str, thinking: bool | None, scratch: str
+    ) -> tuple[list[int], int]:
+        ids, found = encode_with_images(tokenizer, said, images, Path(folder), thinking)
         assert tokenizer.images is not None, "the tokenizer has a processor"
         for i, image in enumerate(found):
             save_file(tokenizer.images.pixels(image), Path(scratch, str(i)))

@@ -117,7 +117,8 @@ def _answer(job: Job, engine: Engine, tokenizer: TokenizerProcess) -> None:
 
 def _generate(job: Job, engine: Engine, tokenizer: TokenizerProcess) -> Answered:
     asked, longest = job.asked, engine.plan.request.max_seq_len
-    prompts = [_ids(prompt, tokenizer) for prompt in asked.prompts]
+    found = [_read(prompt, tokenizer) for prompt in asked.prompts]
+    prompts, pixels = [ids for ids, _ in found], found[0][1]  # a chat, which alone has images, is one prompt
     for ids in prompts:
         if len(ids) >= longest:
             text = f"the prompt has {len(ids)} tokens, of {longest} that are served; shorten it, or serve more"
@@ -132,7 +133,8 @@ def _generate(job: Job, engine: Engine, tokenizer: TokenizerProcess) -> Answered
         return texts[index].ended or job.given_up.is_set()
 
     most = asked.max_tokens or longest
-    engine.generate(prompts, min(most, longest), stop_ids=tokenizer.stop_ids, tell=tell, sampling=asked.sampling)
+    options = {"stop_ids": tokenizer.stop_ids, "images": pixels, "sampling": asked.sampling}
+    engine.generate(prompts, min(most, longest), tell=tell, **options)
     answers = []
     for index, (ids, found) in enumerate(zip(prompts, texts, strict=True)):
         if rest := found.finish():
@@ -142,8 +144,8 @@ def _generate(job: Job, engine: Engine, tokenizer: TokenizerProcess) -> Answered
     return Answered(answers, sum(map(len, prompts)), sum(len(found.tokens) for found in texts))
 
 
-def _ids(prompt: Any, tokenizer: TokenizerProcess) -> list[int]:
-    """Ids of a prompt; those of ids are these."""
+def _read(prompt: Any, tokenizer: TokenizerProcess) -> tuple[list[int], dict[str, Any]]:
+    """Ids of a prompt, those of ids are these, and the columns of its images' pixels."""
     if isinstance(prompt, str):
-        return tokenizer.encode_prompt(prompt, raw=True)
-    return prompt if isinstance(prompt[0], int) else tokenizer.encode_prompt(prompt)
+        return tokenizer.encode_prompt(prompt, raw=True), {}
+    return (prompt, {}) if isinstance(prompt[0], int) else tokenizer.encode_turns(prompt)

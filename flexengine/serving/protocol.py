@@ -56,20 +56,21 @@ class RequestError(ValueError):
 
 
 class Defaults(NamedTuple):
-    """What holds where a request says nothing. model: the name that it is served by."""
+    """What holds where a request says nothing. model: the name that it is served by. images: whether it sees some."""
 
     model: str
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    images: bool = False
 
     def check(self) -> None:
         """Raise RequestError for values that no request may have."""
         read_request(COMPLETIONS, {"prompt": "a"}, self)
 
 
-Prompt = str | list[int] | list[dict[str, str]]
+Prompt = str | list[int] | list[dict[str, Any]]
 """A text or ids to go on with, or turns to answer."""
 
 
@@ -113,9 +114,10 @@ def read_request(path: str, body: Any, defaults: Defaults) -> Asked:
     stream = reader.take("stream", bool, False)
     options = reader.take("stream_options", dict, {})
     most = reader.count("max_tokens", defaults.max_tokens if is_chat else DEFAULT_COMPLETION_TOKENS)
+    given_as = reader.take("messages", list) if is_chat else reader.take("prompt", (str, list))
     asked = Asked(
         model, is_chat,
-        prompts=[_turns(reader.take("messages", list))] if is_chat else _texts(reader.take("prompt", (str, list))),
+        prompts=[_turns(given_as, defaults.images)] if is_chat else _texts(given_as),
         max_tokens=reader.count("max_completion_tokens", most) if is_chat else most,
         temperature=reader.number("temperature", defaults.temperature, 0.0, 2.0),
         top_p=reader.number("top_p", defaults.top_p, 0.0, 1.0),
@@ -177,25 +179,53 @@ def _words_of(kinds: tuple[type, ...]) -> str:
     return " or ".join(words.get(kind, "an object") for kind in kinds)
 
 
-def _turns(messages: list[Any]) -> Prompt:
+def _turns(messages: list[Any], images: bool) -> Prompt:
     if not messages:
         raise RequestError("messages is empty; give at least one", "messages")
-    return [_turn(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    return [_turn(f"messages[{i}]", message, images) for i, message in enumerate(messages)]
 
 
-def _turn(where: str, message: Any) -> dict[str, str]:
-    """One turn, with the texts of its parts joined."""
+def _turn(where: str, message: Any, images: bool) -> dict[str, Any]:
+    """One turn, with the texts of its parts joined where it has no images."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
         raise RequestError(f"{where} has role {shown(role)}; choose one of {', '.join(ROLES)}", f"{where}.role")
     content = message.get("content")
     if isinstance(content, list) and all(_is_text(part) for part in content):
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+    elif isinstance(content, list) and any(_is_image(part) for part in content):
+        content = [_part(f"{where}.content[{i}]", part, images) for i, part in enumerate(content)]
+    elif not isinstance(content, str):
         raise RequestError(f"{where} has no text as content; others are not built here", f"{where}.content")
     if message.get("tool_calls"):
         raise RequestError("tool_calls are not built here; leave them out", f"{where}.tool_calls")
     return {"role": role, "content": content}
+
+
+def _part(where: str, part: Any, images: bool) -> dict[str, str]:
+    """A part of a turn with images, which come with the request: nothing is fetched, and no file of this machine read.
+
+    Raises: RequestError for another part, an image elsewhere, or one where none are seen.
+    """
+    if _is_text(part):
+        return {"type": "text", "text": part["text"]}
+    given = part.get("image_url") if _is_image(part) else None
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str):
+        raise RequestError(f"{where} is neither a text nor an image_url with a url; others are not built here", where)
+    if not images:
+        raise RequestError(f"{where} is an image, and this server was begun without --max-image-tokens N", where)
+    if not url.startswith("data:"):
+        raise RequestError(
+            f"{where} names the image {shown(url)}, and nothing is fetched here; send it as a data URL"
+            " (data:image/png;base64,...)",
+            where,
+        )
+    return {"type": "image", "image": url}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image_url"
 
 
 def _is_text(part: Any) -> bool:

@@ -31,7 +31,8 @@ from flexengine.serving.protocol import (
 )
 from flexengine.wording import parse_json
 
-MOST_BODY_BYTES = 2**22
+MOST_BODY_BYTES = {False: 2**22, True: 2**25}
+"""Largest body of a request, without images and with them."""
 MOST_CONNECTIONS = 32
 """Each has a thread of its own."""
 IDLE_S = 60.0
@@ -160,8 +161,8 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             raise RequestError("give a body and its Content-Length", status=411)
-        if int(length) > MOST_BODY_BYTES:
-            raise RequestError(f"the body has {length} bytes, of at most {MOST_BODY_BYTES}", status=413)
+        if int(length) > (most := MOST_BODY_BYTES[self.server.defaults.images]):
+            raise RequestError(f"the body has {length} bytes, of at most {most}", status=413)
         try:
             return parse_json(self.rfile.read(int(length)), "the body")
         except ValueError as error:

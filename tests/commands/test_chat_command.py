@@ -112,6 +112,7 @@ def test_thinking_is_asked_for_and_shown_apart(model):
                 tell(0, token)
 
     engine, words = cast(Any, Says()), cast(Any, tokenizer)
+    words.encode_turns = lambda turns, thinking: (tokenizer.encode_prompt(turns, thinking=thinking), {})
     conversation = Conversation(engine, words, 9, {}, thinking=False)
     said = conversation.say("a", lambda *part: found.append(part))
     tokenizer._template = ChatTemplate(begun, {})
