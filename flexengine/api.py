@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 
 from flexengine.hardware.devices import choose_device
-from flexengine.hardware.memory_usage import release_unused_heap
+from flexengine.hardware.drive import with_drive
+from flexengine.hardware.memory_usage import cap_allocator, release_unused_heap
 from flexengine.hardware.node_probe import with_ranks_at_work
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.probe import check_multiplies_fp8, mend, probe
@@ -292,7 +293,8 @@ def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tu
     job, dtype = opened.job, getattr(torch, opened.job.dtype)
     run = CallRun(opened.device, dtype, job.max_seq_len, profile, job.max_gpu_mem_gib, job.deterministic)
     spec, profile = with_timed_blocks(opened.source.spec, run, partial(_told_by_first, team))
-    profile = profile if team is None else with_ranks_at_work(profile, team, opened.device, dtype)
+    folder = opened.job.offload_dir
+    profile = with_drive(profile, folder) if team is None else with_ranks_at_work(profile, team, opened.device, dtype)
     return opened._replace(source=opened.source._replace(spec=spec)), profile
 
 
@@ -344,7 +346,7 @@ def build(
     job = replace(planned.job, **changes)
     _check_same_plan(planned, job)
     if planned.device.type == "cuda":
-        _cap_allocator(planned)
+        cap_allocator(planned.device, planned.plan.request.max_gpu_bytes - planned.profile.memory.gpu_context_bytes)
     settings = EngineSettings(
         max_grad_norm=job.max_grad_norm,
         seed=job.seed,
@@ -360,6 +362,7 @@ def build(
         decay_factors=group_factors(planned.source.spec, "weight_decay_groups", job.weight_decay_groups),
         group=None if planned.team is None else RankGroup(*planned.team),
         batches=batches,
+        offload_dir=job.offload_dir,
     )
     return Engine(planned.source, planned.plan, planned.device, optimizer, settings)
 
@@ -389,10 +392,3 @@ def _check_same_plan(planned: PlannedRun, job: Job) -> None:
     for name, option in options_of(Job).items():
         if option.decides_plan and name != "max_grad_norm" and getattr(job, name) != getattr(planned.job, name):
             raise ValueError(f"{name}={getattr(job, name)!r} decides the plan, which is made; give it to prepare")
-
-
-def _cap_allocator(planned: PlannedRun) -> None:
-    """Hold torch's device allocator to what the budget leaves beside the CUDA context."""
-    total = torch.cuda.get_device_properties(planned.device).total_memory
-    allowed = planned.plan.request.max_gpu_bytes - planned.profile.memory.gpu_context_bytes
-    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, allowed / total)), planned.device)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from flexengine.checkpoint.adapter_config import embedding_rows, named_tokenizer, read_lora, tokenizer_of
 from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.tokenizer_files import add_tokens, files_with_tokens, read_tokenizer, tokens_beyond
+from flexengine.hardware.drive import drive_budget
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.base_dtype import with_base_dtype
@@ -238,10 +239,9 @@ def make_request(
 ) -> Request:  # fmt: skip
     """Make what a job asks of the planner for all ranks.
 
-    A budget that is not given is what is free on the machine, less some room for the system (`system_room`).
-    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. ranks: of a node. whole_sequences: as
-    of the model. whole_steps: as of a request. Raises ValueError where the machine has no memory left or cannot do what
-    the job wants.
+    A budget that is not given is what is free less room for the system (`system_room`). device_type: cuda or cpu, on
+    which the GPU budget is taken out of the host's. ranks: of a node. whole_sequences: as of the model. whole_steps: as
+    of a request. Raises ValueError where the machine cannot do what the job wants.
     """
     if job.transport != "auto" and ranks * nodes == 1:
         asked = job.words.setting("transport", job.transport)
@@ -274,6 +274,7 @@ def make_request(
         clipping=job.max_grad_norm is not None,
         ranks=ranks,
         nodes=nodes,
+        max_drive_bytes=drive_budget(job.offload_dir, job.max_disk_gib, ranks * nodes),
     )
 
 
@@ -379,9 +380,8 @@ def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> Non
     """Raise PlanError when a plan within its budgets takes more than the machine that it is for has left now."""
     gpu_bytes, host_bytes = plan.predicted.gpu_bytes, plan.predicted.host_bytes
     free_gpu = profile.memory.gpu_free_bytes + profile.memory.gpu_context_bytes
-    free_host = (
-        profile.memory.host_available_bytes + plan.request.ranks * profile.memory.host_base_bytes
-    )  # all ranks have begun
+    # all ranks have begun
+    free_host = profile.memory.host_available_bytes + plan.request.ranks * profile.memory.host_base_bytes
     if device_type == "cpu":  # both arenas are host memory
         gpu_bytes, host_bytes = 0, plan.request.ranks * gpu_bytes + host_bytes
     for needed, free, total, name, flag, reason in (

@@ -153,7 +153,7 @@ def build_engine(
     **options: Any,
 ) -> Engine:
     if plan.uses_drive:
-        options = {"offload_dir": Path(tempfile.gettempdir()), **options}
+        options = {"offload_dir": tempfile.gettempdir(), **options}
     return NanEngine(source, plan, torch.device(device), optimizer or AdamW(lr=1e-2), EngineSettings(**options))
 
 

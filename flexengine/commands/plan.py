@@ -15,6 +15,7 @@ from typing import NamedTuple
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
 from flexengine.commands.files import write_whole
 from flexengine.commands.plan_flags import FILES, budget_of_case, parse
+from flexengine.hardware.drive_profile import shared_drive
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, with_gpus
 from flexengine.hardware.presets import PRESETS, named_profile, with_memory
 from flexengine.hardware.profile import HardwareProfile
@@ -167,6 +168,8 @@ def machine(asked: Asked, gpu: str | None) -> HardwareProfile:
         raise ValueError(f"--device cpu plans for a CPU, but --gpu {gpu} is a GPU; leave one of them out")
     host_gb_per_s = asked.flags.host_gb_per_s
     profile = with_gpus(profile, asked.flags.gpus, None if host_gb_per_s is None else host_gb_per_s * 1e9)
+    if asked.flags.drive_gb_per_s is not None:
+        profile = profile.changed(**shared_drive(*asked.flags.drive_gb_per_s).values())
     gib = asked.flags.host_mem_gib
     if gib is not None:
         if gib * GIB < profile.memory.host_base_bytes:

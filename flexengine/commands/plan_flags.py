@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flexengine.commands.files import check_target
+from flexengine.hardware.drive_profile import ASSUMED_DRIVE
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S
 from flexengine.hardware.presets import PRESETS
 from flexengine.models.preset_files import preset_names
@@ -18,6 +19,15 @@ from flexengine.options.option import FlagWords, check_needs, flag_of, options_o
 from flexengine.options.other_names import translated_flags
 from flexengine.options.train_config import TrainConfig
 from flexengine.wording import FlagParser
+
+DRIVE_RATES = "/".join(f"{rate / 1e9:g}" for rate in ASSUMED_DRIVE)
+
+
+def drive_rates(text: str) -> tuple[float, float]:
+    """Read READ/WRITE in GB/s as bytes per second. Raises: ValueError for anything else."""
+    read, _, write = text.partition("/")
+    return positive_number(read) * 1e9, positive_number(write or read) * 1e9
+
 
 FILES = ("timeline", "html", "svg", "plan_json")
 """Flags that name a file to be written."""
@@ -57,6 +67,8 @@ def parse(argv: Sequence[str]) -> Parsed:
     if arguments.network_gbit_per_s is not None and arguments.nodes == 1:
         raise ValueError("--network-gbit-per-s is about several nodes, and there is one; give --nodes, or leave it out")
     job = from_flags(JOB, vars(arguments))
+    if arguments.offload_dir is not None and arguments.max_disk_gib is None:
+        raise ValueError(f"--offload-dir {arguments.offload_dir}: say with --max-disk-gib how much of it may be taken")
     host = options_of(Job)["max_host_mem_gib"]
     _check_largest("--host-mem-gib", arguments.host_mem_gib, host.most)
     for case in arguments.compare or ():
@@ -149,6 +161,18 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     )
     for name, text in BUDGETS.items():
         add_flag(group, options_of(Job)[name], read=positive_number, help_text=text)
+    group.add_argument(
+        "--offload-dir",
+        metavar="DIR",
+        help="as in train; planned with the rates of --drive-gb-per-s, so that it takes --max-disk-gib",
+    )
+    group.add_argument(
+        "--drive-gb-per-s",
+        type=drive_rates,
+        metavar="READ/WRITE",
+        help="rates of the drive that --max-disk-gib is about, in GB/s; read and written at once it has half its time"
+        f" for each (default: {DRIVE_RATES}, assumed)",
+    )
     _add_several(group)
 
 

@@ -187,3 +187,9 @@ def _device_index(device: torch.device) -> int:
     if device.index is not None:
         return device.index
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+
+
+def cap_allocator(device: torch.device, num_bytes: int) -> None:
+    """Hold torch's device allocator to so many bytes: what a budget leaves beside the CUDA context."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, num_bytes / total)), device)

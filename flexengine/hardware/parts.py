@@ -25,6 +25,7 @@ from flexengine.wording import shown
 
 PeerWay = Literal["copies", "nccl"]
 
+DRIVE_FIELDS = tuple(f"drive_{way}_bytes_per_s" for way in ("read", "write", "read_beside", "write_beside"))
 STOCHASTIC = " stochastic"
 """Ends the name of an update by the CPU whose bf16 masters are rounded stochastically; before it is the state dtype."""
 INTO_SECOND = " into second planes"
@@ -386,7 +387,7 @@ def _check_curve(name: str, value: Any) -> None:
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(POINT_FIELDS, _check_curve),
     **dict.fromkeys(SHARE_FIELDS, _check_shares),
-    **dict.fromkeys(("issue_s", "peer_bytes_per_s", "sm_clock_mhz", *ONLY_FIELDS), _check_not_negative),
+    **dict.fromkeys(("issue_s", "peer_bytes_per_s", "sm_clock_mhz", *ONLY_FIELDS, *DRIVE_FIELDS), _check_not_negative),
     "cpu_adamw_parameters_per_s": _check_named_rates,
     "attention_head_dim": check_count,
     "attention_kernels": lambda name, value: check_choice(name, value, KERNEL_NAMES),

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from flexengine.hardware.curve import Curve, as_points, is_whole
+from flexengine.hardware.drive_profile import DriveProfile
 from flexengine.hardware.parts import (
+    DRIVE_FIELDS,
     INTO_SECOND,
     ONE_RANK_FIELDS,
     POINT_FIELDS,
@@ -42,6 +44,7 @@ _LATER_FIELDS = {
     "head_shares",
     "sm_clock_mhz",
     *ONE_RANK_FIELDS,
+    *DRIVE_FIELDS,
 }
 """Keys that a file may lack, as those of earlier versions do."""
 FORMAT = 6
@@ -89,6 +92,7 @@ class HardwareProfile:
     link: LinkProfile
     host: HostProfile
     memory: MemoryProfile
+    drive: DriveProfile = DriveProfile()  # noqa: RUF009 (an immutable value)
     curves: tuple[Curve, ...] = ()
     """Everything that was measured by size, for people and the chart; empty in presets."""
     measured_ranks: int = 1
@@ -181,6 +185,7 @@ PARTS = {
     "link": LinkProfile,
     "host": HostProfile,
     "memory": MemoryProfile,
+    "drive": DriveProfile,
 }
 _KEYS = {name: keys_of(part) for name, part in PARTS.items()}
 _OWN_KEYS = tuple(own.name for own in fields(HardwareProfile) if own.name not in PARTS)

@@ -54,6 +54,22 @@ class Job(AdapterOptions, TaskOptions, ImageOptions):
     max_host_mem_gib: Annotated[
         float | None, Option("host memory budget in GiB (default: what is free less a reserve)", above=0, most=MOST_GIB)
     ] = None
+    offload_dir: Annotated[
+        str | None,
+        Option(
+            "folder on a drive for optimizer states that the host has no room for, on one GPU; the file there has no"
+            " name, and is gone when the run ends (default: no drive)",
+            decides_plan=False,
+        ),
+    ] = None
+    max_disk_gib: Annotated[
+        float | None,
+        Option(
+            "most GiB that optimizer states take on the drive of --offload-dir (default: 15/16 of what is free there)",
+            above=0,
+            most=MOST_GIB,
+        ),
+    ] = None
     device: Annotated[str, Option("auto, cuda, cuda:N or cpu; auto = an NVIDIA GPU if there is one")] = "auto"
     dtype: Annotated[ComputeDtype, Option("dtype of the computation")] = "bfloat16"
     master_dtype: Annotated[

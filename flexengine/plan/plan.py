@@ -122,6 +122,7 @@ class Prediction:
     twice for the norm; else 0. free_step_s, least_gpu_bytes: where the request is reproducible, seconds of a step of
     sizes that the planner is free to choose, and the least GPU memory that the sizes of the rule fit in; else 0.
     one_gpu_step_s: of several ranks, seconds of the same step on one GPU where that is known to be faster; else 0.
+    drive_bytes: optimizer states on a drive, each of which a step reads and writes once.
     """
 
     step_s: float = 0.0
@@ -140,6 +141,7 @@ class Prediction:
     free_step_s: float = 0.0
     least_gpu_bytes: int = 0
     one_gpu_step_s: float = 0.0
+    drive_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from flexengine.schedule.layout import Layout
 
 
 class Room(NamedTuple):
-    """Bytes that a plan leaves of both budgets; negative where it lacks so many."""
+    """Bytes that a plan leaves of the budgets; negative where it lacks so many."""
 
     gpu_bytes: int
     host_bytes: int
+    drive_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -27,7 +28,7 @@ class Room(NamedTuple):
 
     def lacks(self, spare_bytes: int) -> tuple[int, int]:
         """Bytes of (GPU, host) that lack, and some to spare where any do."""
-        gpu, host = (spare_bytes - left if left < 0 else 0 for left in self)
+        gpu, host = (spare_bytes - left if left < 0 else 0 for left in self[:2])
         return gpu, host
 
 
@@ -36,6 +37,7 @@ class Problem:
     """A model that is planned for a request on a machine, and how far is searched.
 
     streams_adapters: what is trained beside frozen groups lives on the host, too. Of ranks of a node it does so always.
+    on_drive: optimizer states of what is not on the GPU altogether may lie on a drive.
     """
 
     model: ModelSpec
@@ -43,6 +45,7 @@ class Problem:
     profile: HardwareProfile
     limits: SearchLimits = field(default_factory=lambda: limits.LIMITS)
     streams_adapters: bool = False
+    on_drive: bool = False
 
     def layout(self, plan: Plan) -> Layout:
         """Lay out a plan of the model."""
@@ -53,8 +56,9 @@ class Problem:
         return Room(
             self.request.max_gpu_bytes - gpu_required_bytes(layout, self.profile),
             self.request.max_host_bytes - host_required_bytes(layout, self.profile),
+            self.request.max_drive_bytes - layout.drive_bytes,
         )
 
     def fits(self, layout: Layout) -> bool:
-        """Whether both budgets hold a layout."""
+        """Whether the budgets hold a layout."""
         return self.room(layout).fits

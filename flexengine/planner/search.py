@@ -26,6 +26,7 @@ from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, spe
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import process_bytes
 from flexengine.planner.cost.save_sets import SaveSets, frontier, side_by_side
+from flexengine.planner.drive_states import states_on_host
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.problem import Problem
 from flexengine.planner.shared_buffers import SharedBuffers
@@ -81,7 +82,7 @@ class Search:
         best = self.searched(started) or self.simulated(self.last_resort())
         if best is None:
             return None
-        waiting = self.adapters_by_cpu(*self.touched_only(*best))
+        waiting = self.off_the_drive(*self.adapters_by_cpu(*self.touched_only(*best)))
         self.bold = Speculation(self.problem, self.pricer, waiting)
         if waiting[0].may_speculate:
             self.speculate(self.bold, started)
@@ -210,6 +211,16 @@ class Search:
         found = self.pricer.step(layout)
         return (by_cpu, found) if found.step_s < estimate.step_s else (plan, estimate)
 
+    def off_the_drive(self, plan: Plan, estimate: StepEstimate) -> Priced:
+        """Keep the states on the host that it has room for: of what forward needs first, or of what backward ends."""
+        best = plan, estimate
+        for groups in (range(len(plan.groups)), reversed(range(len(plan.groups)))):
+            fewer = states_on_host(self.problem, plan, groups)
+            if fewer is not plan:
+                found = self.pricer.step(self.problem.layout(fewer))
+                best = (fewer, found) if found.step_s < best[1].step_s else best
+        return best
+
     def speculate(self, bold: Speculation, started: Iterable[SizeSearch]) -> None:
         """Update groups before the norm is known, where that is faster and host memory is left for second planes."""
         plan = bold.waiting[0]
@@ -272,6 +283,7 @@ class Search:
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
         """Add the prediction to a plan."""
         bound_s = speed_of_light_s(self.given.model, self.request, self.profile) if plan.is_bounded else 0.0
+        layout = self.problem.layout(plan)
         prediction = Prediction(
             step_s=estimate.step_s,
             speed_of_light_s=bound_s,
@@ -280,6 +292,7 @@ class Search:
             limiter=limiter(estimate),
             after_clipping_s=self._after_clipping_s(plan),
             unclipped_s=self._unclipped_s(plan),
-            **process_bytes(self.problem.layout(plan), self.profile)._asdict(),
+            drive_bytes=layout.drive_bytes,
+            **process_bytes(layout, self.profile)._asdict(),
         )
         return replace(plan, predicted=prediction)

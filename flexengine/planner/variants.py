@@ -299,6 +299,18 @@ ADAPTERS_ON_HOST = Variant[Problem, Found](
 
 OF_STORED = (ADAPTERS_ON_GPU, ADAPTERS_ON_HOST)
 
+# -- a drive -----------------------------------------------------------------------------------------------------------
+
+
+def _on_drive_applies(problem: Problem, best: Found | None) -> bool:
+    """Where nothing fits without it: it is no faster, and wears out."""
+    return best is None and problem.request.max_drive_bytes > 0 and not problem.on_drive
+
+
+ON_DRIVE = Variant[Problem, Found](
+    _on_drive_applies, lambda problem, _: fastest(OF_STORED, replace(problem, on_drive=True))
+)
+
 # -- clipped gradients that are not stored -----------------------------------------------------------------------------
 
 
@@ -314,4 +326,4 @@ def _norm_first(problem: Problem, _: Found | None) -> Found | None:
 
 
 NORM_FIRST = Variant[Problem, Found](_norm_first_applies, _norm_first)
-OF_ONE_RANK = (*OF_STORED, NORM_FIRST)
+OF_ONE_RANK = (*OF_STORED, ON_DRIVE, NORM_FIRST)

@@ -74,6 +74,7 @@ def as_json(picture: Picture) -> dict[str, Any]:
             "gpu": _memory(picture, picture.gpu, p.gpu_bytes, request.max_gpu_bytes, p.gpu_categories),
             "host": _memory(picture, picture.host, p.host_bytes, request.max_host_bytes, p.host_categories),
         },
+        **({"drive_bytes": p.drive_bytes} if p.drive_bytes else {}),
         "layers": layer_rows(picture),
         "groups": group_rows(picture),
         **_several_gpus(picture),

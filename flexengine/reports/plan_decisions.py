@@ -37,6 +37,7 @@ PLACES = (
     ("gpu", "on the GPU"),
     ("dealt", "divided over the GPUs, masters streamed from the host"),
     ("host", "streamed from the host"),
+    ("drive", "on the drive"),
 )
 TRANSPORT_WORDS = {
     "relay": "which take rounds in turn and relay gradients through the host",
@@ -68,6 +69,7 @@ def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         *_frozen_lines(plan, model),
         *_adapter_lines(model),
         *_gradient_lines(plan),
+        *drive_lines(plan),
         _update_line(plan),
         *_graph_lines(plan),
         *_activation_lines(plan, model),
@@ -183,6 +185,15 @@ def _gradient_lines(plan: Plan) -> list[str]:
     if numerics.grad == "bfloat16":
         return [f"gradients: {why}; --grad-dtype float32 keeps them exact"]
     return [f"gradients: stored in {numerics.grad}, as {why}"]
+
+
+def drive_lines(plan: Plan) -> list[str]:
+    """Tell what a step writes to a drive, which wears out by it; nothing without one."""
+    num_bytes = plan.predicted.drive_bytes
+    if not num_bytes:
+        return []
+    written = f"a step writes {num_bytes / 1e9:.3g} GB, 1000 steps {num_bytes / 1e9:.3g} TB"
+    return [f"drive: {format_bytes(num_bytes)}; {written} (drives of 1 TB are made for some 600 TB)"]
 
 
 def _update_line(plan: Plan) -> str:

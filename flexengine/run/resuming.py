@@ -22,7 +22,17 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 SAME_RESULTS = (
-    *("max_gpu_mem_gib", "max_host_mem_gib", "device", "recompute", "deterministic", "chunk_tokens", "round_tokens"),
+    *(
+        "max_gpu_mem_gib",
+        "max_host_mem_gib",
+        "offload_dir",
+        "max_disk_gib",
+        "device",
+        "recompute",
+        "deterministic",
+        "chunk_tokens",
+        "round_tokens",
+    ),
     *("output_dir", "save", "save_steps", "save_total_limit", "resume", "overwrite", "dry_run", "plan_json", "logging"),
     *("trace", "trace_step", "profile_start_step", "profile_stop_step"),
     *("gpus", "transport", "round_multiple", "replan", "data_cache", "max_skipped_steps", "verbose", "yes"),

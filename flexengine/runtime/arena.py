@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ class Arenas:
         self.capacity["node"] = shared.numel()
         self._typed["node"] = {t: _whole(shared, t) for t in DTYPES.values()}
 
-    def open_drive(self, folder: Path | None, num_bytes: int) -> None:
+    def open_drive(self, folder: str | None, num_bytes: int) -> None:
         """Add memory on a folder's drive, where a layout has any there.
 
         Raises: DriveError where it has not so many bytes; ValueError without a folder. Then all memory is given back.
@@ -87,7 +86,7 @@ class Arenas:
             return
         try:
             if folder is None:
-                raise ValueError("the plan keeps optimizer states on a drive, but no offload_dir is given")
+                raise ValueError("the plan keeps optimizer states on a drive, but no folder is given; give offload_dir")
             self.drive = DriveFile(folder, num_bytes)
         except (DriveError, ValueError):
             self.close()

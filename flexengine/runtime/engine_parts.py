@@ -54,7 +54,7 @@ class EngineSettings:
     decay_factors: tuple[float, ...] = ()
     group: RankGroup | None = None
     batches: Batches = "global"
-    offload_dir: Path | None = None
+    offload_dir: str | None = None
 
 
 class EngineParts:

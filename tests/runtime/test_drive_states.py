@@ -33,7 +33,7 @@ def test_resumed_on_a_drive_and_off_it_bit_by_bit(tmp_path: Path, numerics: Nume
         last = engine.state_dict()
     found = []
     for step, plan in enumerate((driven, resident, driven)):
-        with build_engine(SOURCE, plan, offload_dir=tmp_path / "drive") as engine:
+        with build_engine(SOURCE, plan, offload_dir=str(tmp_path / "drive")) as engine:
             if step:
                 engine.load_checkpoint(tmp_path / f"step-{step}")
             found.append(engine.train_step(BATCHES[step])[0].loss)
@@ -68,5 +68,5 @@ def test_a_drive_that_fails_loses_the_step_and_not_the_checkpoint(tmp_path: Path
 
 
 def test_a_plan_with_a_drive_needs_a_folder():
-    with pytest.raises(ValueError, match="no offload_dir is given"):
+    with pytest.raises(ValueError, match="no folder is given; give offload_dir"):
         build_engine(SOURCE, on_drive(NUMERICS["bf16, exact master"]), offload_dir=None)

@@ -114,7 +114,7 @@ class CostModel:
 
     def rates(self) -> Rates:
         """The same machine, for the simulator."""
-        p = self.profile
+        p, drive = self.profile, self.profile.drive.known
         return Rates(
             compute_s=lambda command: self.work_s(command.work),
             alone_bytes_per_s={Stream.H2D: p.link.h2d_bytes_per_s, Stream.D2H: p.link.d2h_bytes_per_s},
@@ -132,6 +132,10 @@ class CostModel:
             only_beside_cpu_bytes_per_s=dict(
                 zip((Stream.H2D, Stream.D2H), p.link.only_beside_cpu_bytes_per_s, strict=True)
             ),
+            drive_bytes_per_s={
+                Stream.DRIVE_IN: (drive.read_bytes_per_s, drive.read_beside_bytes_per_s),
+                Stream.DRIVE_OUT: (drive.write_bytes_per_s, drive.write_beside_bytes_per_s),
+            },
             comm_s=lambda command: (
                 self.work_s(command.work) + peer_s(p, command.peer_bytes, command.kind == "exchange")
             ),

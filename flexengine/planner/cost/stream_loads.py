@@ -18,6 +18,7 @@ from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
 from flexengine.planner.cost.cost_model import COPY_ISSUE_CALLS, CostModel, layer_issue_calls, other_issue_calls
 from flexengine.schedule.arena_slots import home_of_plane
+from flexengine.schedule.drive import drive_bytes
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import GroupUse
 from flexengine.schedule.layer_compiler import compile_layer
@@ -38,6 +39,7 @@ RESIDENCIES = (
 )
 """Ways to hold a parameter group, from fully streamed to fully resident, and streamed with the CPU to update it."""
 STREAMED, RESIDENT_WEIGHTS, _, RESIDENT_BOTH, RESIDENT, UPDATED_BY_CPU = range(len(RESIDENCIES))
+ON_DRIVE = GroupPlan(states="drive", update="cpu")
 GPU_RESIDENCIES = tuple(range(UPDATED_BY_CPU))
 """Those that the GPU updates."""
 UNSTORED_RESIDENCIES = (STREAMED, RESIDENT_WEIGHTS, RESIDENT)
@@ -46,13 +48,15 @@ FROZEN_RESIDENCIES = tuple(home.of_frozen() for home in RESIDENCIES)
 """What the same numbers mean for a group that is not trained: the home of its weights."""
 
 
-def residencies_of(group: GroupSpec, unstored: bool = False) -> tuple[GroupPlan, ...]:
-    """What the numbers of homes mean for a group. unstored: its gradient has no home where the GPU updates it."""
+def residencies_of(group: GroupSpec, unstored: bool = False, on_drive: tuple[int, ...] = ()) -> tuple[GroupPlan, ...]:
+    """What the numbers of homes mean for a group. unstored: its gradient has no home where the GPU updates it.
+    on_drive: numbers that mean states on a drive instead, and an update by the CPU."""
     if group.frozen:
         return FROZEN_RESIDENCIES
+    homes = [ON_DRIVE if number in on_drive else home for number, home in enumerate(RESIDENCIES)]
     if not unstored:
-        return RESIDENCIES
-    return tuple(replace(home, grads="none") if home.update == "gpu" else home for home in RESIDENCIES)
+        return tuple(homes)
+    return tuple(replace(home, grads="none") if home.update == "gpu" else home for home in homes)
 
 
 def plane_bytes_in(memory: Home, group: GroupStorage, home: GroupPlan) -> int:
@@ -235,8 +239,12 @@ def _times_of(group: GroupStorage, fetched: list[str], tile: int, cost: CostMode
 
 
 def cpu_update_s(group: GroupStorage, home: GroupPlan, cost: CostModel) -> float:
-    """Seconds in which the CPU updates a group while the link is idle; 0 where the GPU does."""
-    return touched_bytes(group) / cost.profile.host.adamw_bytes_per_s(cost.state_dtype) if home.update == "cpu" else 0.0
+    """Seconds in which the CPU updates a group while the link is idle, or a drive brings and takes its states if that
+    takes longer; 0 where the GPU does."""
+    if home.update != "cpu":
+        return 0.0
+    seconds = touched_bytes(group) / cost.profile.host.adamw_bytes_per_s(cost.state_dtype)
+    return max(seconds, cost.profile.drive.seconds(drive_bytes(group))) if home.states == "drive" else seconds
 
 
 def touched_bytes(group: GroupStorage) -> int:

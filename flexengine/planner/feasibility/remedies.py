@@ -44,10 +44,14 @@ class Least(NamedTuple):
 
 
 class Try(NamedTuple):
-    """How a changed request is judged: whether anything fits whose steps run once, and the least it takes."""
+    """How a changed request is judged: whether anything fits whose steps run once, and the least it takes.
+
+    state_bytes: of all optimizer states that may lie on a drive.
+    """
 
     fits: Callable[[Request], bool]
     least: Callable[[Request], Least]
+    state_bytes: int = 0
 
 
 def remedies(request: Request, least: Least, judge: Try) -> Iterator[Remedy]:
@@ -55,6 +59,7 @@ def remedies(request: Request, least: Least, judge: Try) -> Iterator[Remedy]:
     yield from _cheaper_types(request, judge.fits)
     yield from _smaller_sizes(request, judge)
     yield from _budgets(request, least, judge)
+    yield from _drive(request, judge)
 
 
 def _smaller_sizes(request: Request, judge: Try) -> Iterator[Remedy]:
@@ -133,6 +138,15 @@ def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
     host = gib_text(host_bytes)
     changed = replace(open_host, max_host_bytes=bytes_of(host))
     return Remedy(f"--max-gpu-mem-gib {gpu} --max-host-mem-gib {host}", changed) if judge.fits(changed) else None
+
+
+def _drive(request: Request, judge: Try) -> Iterator[Remedy]:
+    """A drive for the optimizer states, where nobody has given one."""
+    if judge.state_bytes and not request.max_drive_bytes and not request.shares_node:
+        gib = gib_text(judge.state_bytes)
+        changed = replace(request, max_drive_bytes=bytes_of(gib))
+        if judge.fits(changed):
+            yield Remedy(f"--offload-dir DIR --max-disk-gib {gib}", changed)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,75 @@
+"""Plans with a drive: where nothing fits without, within all budgets, and what is told of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from flexengine.hardware.drive import drive_budget
+from flexengine.hardware.drive_profile import DriveProfile, shared_drive
+from flexengine.hardware.presets import preset
+from flexengine.plan import PlanError, Request
+from flexengine.planner import planner
+from flexengine.planner.cost.cost_model import step_seconds
+from flexengine.planner.cost.memory import host_required_bytes
+from flexengine.planner.cost.stream_loads import ON_DRIVE
+from flexengine.planner.drive_states import states_on_host
+from flexengine.planner.problem import Problem
+from flexengine.reports.plan_text import describe
+from flexengine.schedule.layout import Layout
+from tests.schedule.small_plans import small_model
+
+GIB, MIB = 2**30, 2**20
+MODEL = small_model(blocks=2, hidden=512, vocab=2048)
+PROFILE = preset("rtx4090")
+REQUEST = Request(
+    256, 512, 720 * MIB, 5 * GIB, chunk_tokens=256, round_tokens=512, recompute="full", segment_blocks=1, graphs="never"
+)
+"""Little GPU memory, and so few sizes and ways that searching takes no time."""
+
+
+def test_a_drive_is_used_where_nothing_fits_without():
+    plain = planner.make_plan(MODEL, REQUEST, PROFILE)
+    driven = planner.make_plan(MODEL, replace(REQUEST, max_drive_bytes=GIB), PROFILE)
+    assert driven.for_request(plain.request) == plain
+    tight = replace(REQUEST, max_host_bytes=plain.predicted.host_bytes - 40 * MIB)
+    with pytest.raises(PlanError, match=r"--offload-dir DIR --max-disk-gib"):
+        planner.make_plan(MODEL, tight, PROFILE)
+    request = replace(tight, max_drive_bytes=GIB)
+    plan = planner.make_plan(MODEL, request, PROFILE)
+    layout = Layout(MODEL, plan)
+    assert 0 < layout.drive_bytes == plan.predicted.drive_bytes <= GIB
+    assert host_required_bytes(layout, PROFILE) == plan.predicted.host_bytes <= request.max_host_bytes
+    assert f"1000 steps {layout.drive_bytes / 1e9:.3g} TB" in describe(plan, MODEL)
+    slow = PROFILE.changed(**shared_drive(1e6, 1e6).values())
+    assert step_seconds(layout, slow).step_s > 1.9 * layout.drive_bytes / 1e6
+
+
+def test_the_host_keeps_what_it_has_room_for():
+    plan = planner.make_plan(MODEL, REQUEST, PROFILE)
+    plan = replace(plan, groups=(ON_DRIVE,) * len(plan.groups))
+    layout = Layout(MODEL, plan)
+    first = sum(layout.groups[0].plane_bytes[kind] for kind in layout.groups[0].state_kinds)
+    room = host_required_bytes(layout, PROFILE) + first + MIB
+    problem = Problem(MODEL, replace(REQUEST, max_host_bytes=room, max_drive_bytes=GIB), PROFILE)
+    found = states_on_host(problem, plan, range(len(plan.groups)))
+    assert [home.states for home in found.groups] == ["host", *["drive"] * (len(plan.groups) - 1)]
+    assert problem.fits(problem.layout(found))
+    assert not Problem(MODEL, replace(problem.request, max_drive_bytes=MIB), PROFILE).fits(layout)
+
+
+def test_seconds_of_a_drive():
+    """Worked by hand: 12 bytes in and out. Both at once until the faster way ends, then the other alone."""
+    assert shared_drive(6.0, 4.0).seconds(12) == pytest.approx(12 / 6 + 12 / 4)
+    assert DriveProfile(6.0, 4.0, 6.0, 4.0).seconds(12) == pytest.approx(12 / 4)
+    assert DriveProfile().seconds(7e9) == pytest.approx(1 + 7 / 5)
+
+
+def test_budgets_of_a_drive(tmp_path):
+    assert drive_budget(None, None, 8) == 0
+    assert drive_budget(str(tmp_path / "later"), 0.5, 1) == GIB // 2
+    assert drive_budget(str(tmp_path / "later"), None, 1) > 0
+    with pytest.raises(ValueError, match="one GPU trains, and there are 2"):
+        drive_budget(str(tmp_path), None, 2)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        drive_budget(str(tmp_path / "file" / "x"), None, 1)
