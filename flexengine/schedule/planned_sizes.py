@@ -152,10 +152,14 @@ class PlannedSizes:
         sliced = self.plan.slices_sequences
         return max(p.plain_workspace_bytes + sliced * p.plain_window_workspace_bytes for p in self.programs)
 
-    @cached_property
+    @property
     def kept_chunks(self) -> int:
         """The most chunks whose activations a rank keeps from forward to backward."""
-        return most_kept(self) if self.plan.cuts_rounds else self.plan.num_chunks
+        return self._kept_of_cut if self.plan.cuts_rounds else self.plan.num_chunks
+
+    @cached_property
+    def _kept_of_cut(self) -> int:
+        return most_kept(self)
 
     @property
     def window_slices(self) -> int:

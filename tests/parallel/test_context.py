@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any, Literal
 
 import pytest
 from rank_cases import projector
@@ -37,7 +38,7 @@ from tests.schedule.small_plans import homes_of, random_plan, small_model
 SLICES = 6
 
 
-def cut(plan: Plan, model: ModelSpec, size: int, update: str = "cpu") -> Plan:
+def cut(plan: Plan, model: ModelSpec, size: int, update: Literal["cpu", "gpu"] = "cpu") -> Plan:
     """The plan for ranks that cut rounds, of sequences of six slices and two chunks more."""
     request = replace(plan.request, ranks=size, max_seq_len=64 * SLICES, max_global_batch_tokens=4096)
     groups = homes_of(model, [GroupPlan(update=update)] * len(model.groups))
@@ -83,9 +84,9 @@ def test_semaphores_that_change_are_noticed():
     layout, runs = small_runs()
     check_runs(layout, runs, 2)
     found = ContextSemaphores(layout)
-    semaphores = [found.norm().semaphore]
-    for what, layer in (("window", 2), ("grads", 2), ("sums", 3)):  # where sums follow, grads need not be awaited
-        semaphores.append(found.handed(HandedOn(what, layer, 0, taken=False)).semaphore)
+    handed = HandedOn("window", 2, 0, False), HandedOn("grads", 2, 0, False), HandedOn("sums", 3, 0, False)
+    semaphores = [found.norm().semaphore]  # and where sums follow, grads need not be awaited
+    semaphores += [found.handed(what).semaphore for what in handed]
     for semaphore in semaphores:
         changes = [without_signals(semaphore), without_awaits(semaphore), signalling(semaphore, lag=1)]
         changes += [awaiting(semaphore, semaphore=9999), awaiting(semaphore, lag=2)]
@@ -136,7 +137,7 @@ def test_ranks_with_late_slices_take_fewer():
     assert layout.kept_chunks == len(shares[0])
 
 
-def request(gpus: int, tokens: int, **more: object) -> Request:
+def request(gpus: int, tokens: int, **more: Any) -> Request:
     numerics = Numerics(state="bfloat16")
     return Request(tokens, tokens, 20 * GIB, gpus * 40 * GIB, numerics=numerics, ranks=gpus, **more)
 
