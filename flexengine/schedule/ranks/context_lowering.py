@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from flexengine.models.spec import LayerSpec
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Signal, Stream
@@ -21,6 +22,16 @@ from flexengine.schedule.ranks.relay_lowering import SharedContext, SharedUpdate
 from flexengine.schedule.ranks.stage_lowering import exchange_squares
 from flexengine.schedule.slots import SlotKey
 from flexengine.schedule.window import slice_bytes, slice_pieces
+
+
+class Moved(NamedTuple):
+    """What is copied to places in the node's memory, along `regions`, or back. number: of the layer's accumulators."""
+
+    name: CommandName
+    content: str
+    regions: list[CopyRegion]
+    what: HandedOn
+    number: int = 0
 
 
 class ChunksContext(SharedContext):
@@ -55,41 +66,37 @@ class ChunksContext(SharedContext):
 
     # -- between neighbours --------------------------------------------------------------------------------------------
 
-    def leave(
-        self, name: CommandName, source: Access, content: str, regions: list[CopyRegion], what: HandedOn, number: int,
-        ends: bool, taken: Signal | None = None,
-    ) -> None:  # fmt: skip
+    def leave(self, moved: Moved, source: Access, ends: bool = True, taken: Signal | None = None) -> None:
         """Copy to places in the node's memory. ends: all that is left of the layer is. taken: raised by who takes it.
 
         The places are free: the first thing that is left in a round awaits that no rank is still in the one before.
         """
         awaits = [self.semaphores.all_have_begun()] if self._begins else []
         self._begins = False
-        places = list(dict.fromkeys(region.target for region in regions))
+        places = list(dict.fromkeys(region.target for region in moved.regions))
         offsets = [self.layout.slots[place].offset for place in places]
         awaits += dict.fromkeys(self._places[offset] for offset in offsets if offset in self._places)
         if taken is not None:
             self._places |= dict.fromkeys(offsets, taken)
-        writes = [Access(place, content) for place in places]
-        self.builder.add_copy(name, Stream.RELAY_OUT, [source], writes, tuple(regions), what)
-        signals = (self.semaphores.handed(what, number),) if ends else ()
+        writes = [Access(place, moved.content) for place in places]
+        copies, what = tuple(moved.regions), moved.what
+        self.builder.add_copy(moved.name, Stream.RELAY_OUT, [source], writes, copies, what)
+        signals = (self.semaphores.handed(what, moved.number),) if ends else ()
         self.builder.between_ranks(-1, awaits=tuple(awaits), signals=signals)
 
-    def take(
-        self, name: CommandName, target: Access, content: str, regions: list[CopyRegion], what: HandedOn,
-        number: int = 0, again: bool = False,
-    ) -> None:  # fmt: skip
+    def take(self, moved: Moved, target: Access, again: bool = False) -> None:
         """Copy from places in the node's memory when another rank has left all of it there, and say so.
 
         Told as a write of the places, too: another rank has changed what they hold. again: it has come before in this
         round, so that nothing is awaited; the stream of relays may be waiting for what is yet to be left.
         """
-        places, stream = dict.fromkeys(region.source for region in regions), Stream.H2D if again else Stream.RELAY_IN
-        writes = [target, *(Access(place, content) for place in places)]
-        self.builder.add_copy(name, stream, [], writes, tuple(regions), what)
+        back, what = tuple(region.reversed for region in moved.regions), moved.what
+        stream = Stream.H2D if again else Stream.RELAY_IN
+        writes = [target, *(Access(place, moved.content) for place in dict.fromkeys(region.source for region in back))]
+        self.builder.add_copy(moved.name, stream, [], writes, back, what)
         if not again:
-            awaits = self.semaphores.handed(what._replace(taken=False), number)._replace(of=what.giver)
-            signals = () if what.what == "window" else (self.semaphores.handed(what, number),)
+            awaits = self.semaphores.handed(what._replace(taken=False), moved.number)._replace(of=what.giver)
+            signals = () if what.what == "window" else (self.semaphores.handed(what, moved.number),)
             self.builder.between_ranks(-1, awaits=(awaits,), signals=signals)
 
 
@@ -120,11 +127,11 @@ class WindowsHandedOn:
         for giver, share in enumerate(self._context.shares[: self._context.rank]):
             slices = range(max(first, share.start), share.stop)
             if slices:
-                regions = [r.reversed for c in slices for r in self._regions(layer, c, c - first)]
+                regions = [r for c in slices for r in self._regions(layer, c, c - first)]
                 target = Access(self._layout.slot("window"), f"window {layer} {first} to {slices[-1]}")
                 what = HandedOn("window", layer, giver, taken=True)
                 name = CommandName("fetch", "window", self._owner(layer), giver)
-                self._context.take(name, target, f"rows {layer} {giver}", regions, what, again=again)
+                self._context.take(Moved(name, f"rows {layer} {giver}", regions, what), target, again)
 
     def leave_rows(self, layer: int, c: int) -> None:
         """Leave the rows of a slice for later ranks."""
@@ -132,16 +139,16 @@ class WindowsHandedOn:
         source = Access(self._layout.slot("window"), f"window {layer} {first} to {c}")
         what = HandedOn("window", layer, self._context.rank, taken=False)
         name, regions = CommandName("offload", "window", self._owner(layer), c), self._regions(layer, c, c - first)
-        self._context.leave(name, source, f"rows {layer} {c}", regions, what, 0, ends=c + 1 == own.stop)
+        self._context.leave(Moved(name, f"rows {layer} {c}", regions, what), source, ends=c + 1 == own.stop)
 
     def take_grads(self, layer: int) -> None:
         """Fetch the gradients of rows of this rank and those before it, from the next."""
         own, giver = self._context.chunks, self._context.rank + 1
         first = self._context.shape.chunks[own[-1]].first_slice
-        regions = [r.reversed for c in range(first, own.stop) for r in self._grad_regions(layer, c - first, giver)]
+        regions = [r for c in range(first, own.stop) for r in self._grad_regions(layer, c - first, giver)]
         target = Access(self._layout.slot("grad_window"), f"grad window {layer} {first} from {own.stop}")
         what, name = HandedOn("grads", layer, giver, taken=True), CommandName("fetch", "window", self._owner(layer))
-        self._context.take(name, target, f"grads {layer} {giver}", regions, what)
+        self._context.take(Moved(name, f"grads {layer} {giver}", regions, what), target)
 
     def leave_grads(self, layer: int) -> None:
         """Leave the gradients of rows of ranks before this one."""
@@ -151,7 +158,7 @@ class WindowsHandedOn:
         regions = [r for c in range(first, own.start) for r in self._grad_regions(layer, c - first, rank)]
         what, name = HandedOn("grads", layer, rank, taken=False), CommandName("offload", "window", self._owner(layer))
         taken = self._context.semaphores.handed(what._replace(taken=True))._replace(of=rank - 1)
-        self._context.leave(name, source, f"grads {layer} {rank}", regions, what, 0, ends=True, taken=taken)
+        self._context.leave(Moved(name, f"grads {layer} {rank}", regions, what), source, taken=taken)
 
     def _owner(self, layer: int) -> str:
         return self._context.model.layers[layer].name
@@ -202,10 +209,7 @@ class ChunksGradients(GradientLowering):
             slot = found[group]
             target = Access(slot, self._accumulated(group, 0))
             what = HandedOn("sums", self._number(layer), order[place - 1], taken=True)
-            regions = [self._region(group, slot, what.giver).reversed]
-            name = CommandName("fetch", "sums", self._context.model.groups[group].name)
-            content = f"sums {what.layer} {group} {what.giver}"
-            self._chunks.take(name, target, content, regions, what, layer.groups.index(group))
+            self._chunks.take(self._moved("fetch", group, slot, what, layer.groups.index(group)), target)
         return {group: found[group] for group in self._trained(layer)}
 
     def finish(self, group: int, part: int, accumulator: int) -> None:
@@ -222,12 +226,14 @@ class ChunksGradients(GradientLowering):
         what, number = HandedOn("sums", self._number(layer), rank, taken=False), layer.groups.index(group)
         taken = self._chunks.semaphores.handed(what._replace(taken=True), number)._replace(of=following[0])
         source = Access(accumulator, self._accumulated(group, part))
-        name, regions = (
-            CommandName("offload", "sums", self._context.model.groups[group].name),
-            [self._region(group, accumulator, rank)],
-        )
-        content = f"sums {what.layer} {group} {rank}"
-        self._chunks.leave(name, source, content, regions, what, number, ends=True, taken=taken)
+        self._chunks.leave(self._moved("offload", group, accumulator, what, number), source, taken=taken)
+
+    def _moved(self, verb: str, group: int, slot: int, what: HandedOn, number: int) -> Moved:
+        name, content = CommandName(verb, "sums", self._name(group)), f"sums {what.layer} {group} {what.giver}"
+        return Moved(name, content, [self._region(group, slot, what.giver)], what, number)
+
+    def _name(self, group: int) -> str:
+        return self._context.model.groups[group].name
 
     def _fetch_home(self, stored: StoredPiece, back: list[CopyRegion]) -> None:
         super()._fetch_home(stored, back)
