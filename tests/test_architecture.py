@@ -80,6 +80,7 @@ ARROWS: dict[str, set[str]] = {
         "plan",
         "planner",
         "reports",
+        "request",
         "runtime",
         "schedule",
         "wording",

@@ -20,7 +20,7 @@ from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, with_gpus
 from flexengine.hardware.presets import PRESETS, named_profile, with_memory
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import GIB, format_bytes
-from flexengine.models.registry import open_model
+from flexengine.models.registry import ModelSource, open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.options.job import Job
 from flexengine.options.objective import ObjectiveOptions
@@ -45,6 +45,7 @@ from flexengine.request import (
     without_cache,
 )
 from flexengine.run.objective_price import CacheRoom, cache_room, price
+from flexengine.run.trades import Trade, Trades, trades_report
 
 DOES_NOT_FIT = 2
 """Exit status when nothing fits, as for any request that cannot be carried out."""
@@ -89,7 +90,20 @@ def main(argv: Sequence[str]) -> int:
         status = _does_not_fit(asked, profile, error)
         print("" if room.fits else f"  {room.missing(job.max_seq_len)}\n", end="", file=sys.stderr)
         return status
-    return _fits(asked, Picture(plan, model, profile))
+    trades = _trades(asked, source, plan, profile) if flags.trades else None
+    return _fits(asked, Picture(plan, model, profile), trades)
+
+
+def _trades(asked: Asked, source: ModelSource, plan: Plan, profile: HardwareProfile) -> list[Trade]:
+    """What would be faster, each planned by itself."""
+
+    def case(job: Job) -> tuple[ModelSpec, Request]:
+        return described(with_new_tokens(source, job).spec, job), request_of(asked, job, profile)
+
+    network_bytes_per_s = _network_bytes_per_s(asked.flags)
+    return Trades(asked.job, plan, profile, case).planned(
+        lambda model, request: plan_for_ranks(model, request, profile, network_bytes_per_s)
+    )
 
 
 def _plan(asked: Asked, request: Request, profile: HardwareProfile, cache_bytes: int = 0, host_bytes: int = 0) -> Plan:
@@ -112,13 +126,16 @@ def _network_bytes_per_s(flags: argparse.Namespace) -> float:
     return NETWORK_BYTES_PER_S if given is None else given * 1e9 / 8
 
 
-def _fits(asked: Asked, picture: Picture) -> int:
+def _fits(asked: Asked, picture: Picture, trades: list[Trade] | None) -> int:
     priced = price(asked.objective, picture.plan, picture.model, picture.profile)
     objective = "" if priced is None else priced.describe()
     if asked.flags.json:
-        print(json.dumps(as_json(picture) | ({} if priced is None else {"objective": priced.as_json()}), indent=1))
+        more = {} if priced is None else {"objective": priced.as_json()}
+        more |= {} if trades is None else {"trades": [trade._asdict() for trade in trades]}
+        print(json.dumps(as_json(picture) | more, indent=1))
     else:
-        print("\n\n".join([report(picture), *([objective] if objective else [])]))
+        traded = [] if trades is None else [trades_report(trades)]
+        print("\n\n".join([report(picture), *([objective] if objective else []), *traded]))
     if asked.flags.timeline is not None:
         _write(asked, "timeline", step_timeline(picture))
     if asked.flags.html is not None:

@@ -76,6 +76,8 @@ def parse(argv: Sequence[str]) -> Parsed:
         if budget is not None and not budget > 0:
             raise ValueError(f"--compare {case}: a budget must be more than 0 GiB, got {budget:g}")
         _check_largest(f"--compare {case}: a budget", budget, host.most)
+    if arguments.compare and arguments.trades:
+        raise ValueError("--compare prints one table of several plans; leave --trades out, or plan one of them")
     objective = ObjectiveOptions(**from_flags(OBJECTIVE, vars(arguments)))
     check_needs(objective, FlagWords())
     if arguments.compare and objective.objective != "sft":
@@ -208,6 +210,12 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     ):
         suffix = "html" if name == "html" else "json"
         group.add_argument(flag_of(name), type=Path, metavar=f"FILE.{suffix}", help=text)
+    group.add_argument(
+        "--trades",
+        action="store_true",
+        help="also plan what would be faster (other types, larger budgets), and say what each changes; takes as long as"
+        " up to eight plans",
+    )
     group.add_argument(
         "--compare",
         nargs="+",

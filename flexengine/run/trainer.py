@@ -54,6 +54,7 @@ from flexengine.run.saver import STOPPED, RunSaver
 from flexengine.run.steps import Steps, check_objective, take_step
 from flexengine.run.teacher import add_teacher
 from flexengine.run.trackers import open_trackers
+from flexengine.run.trades import trade_lines
 from flexengine.run.training_data import TrainingData, check_sources, open_data
 from flexengine.run.watchers import Watchers
 from flexengine.runtime.engine import Engine
@@ -113,7 +114,8 @@ def _train(
     add_teacher(config, source, checked.data, team)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
-    print("\n".join([planned.brief(), *parts_lines(config, planned), files_line(config)]), flush=True)
+    told_of_plan = [planned.brief(), *trade_lines(config, planned), *parts_lines(config, planned)]
+    print("\n".join([*told_of_plan, files_line(config)]), flush=True)
     if config.verbose:
         print("\n".join([*checked.data.details, planned.describe()]), flush=True)
     with started_run_folder(config, planned, checked.data.records, replace), told:

@@ -80,6 +80,16 @@ def test_underscores_numerics_and_pinned_sizes(run):
     assert all(not row["gpu"] and not row["host"] for row in values["layers"] if row["kind"] == "block")
 
 
+def test_trades_are_told_where_they_are_asked_for(run):
+    status, out, _ = run("--gpu rtx4090 --max-gpu-mem-gib 2 --json --trades")
+    trades = json.loads(out)["trades"]
+    assert status == 0
+    assert all(trade["gain"] >= 0.02 and trade["changes"] for trade in trades)
+    assert [trade["gain"] for trade in trades] == sorted((trade["gain"] for trade in trades), reverse=True)
+    status, _, err = run("--gpu rtx4090 --trades --compare 8 12")
+    assert (status, "leave --trades out" in err) == (2, True)
+
+
 def test_frozen_layers(run):
     _, whole, _ = run("--gpu rtx4090 --json")
     _, out, _ = run("--gpu rtx4090 --json --freeze embed block.0")

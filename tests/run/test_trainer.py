@@ -15,6 +15,7 @@ from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.data import ChatTokenizer
 from flexengine.data.batches import num_targets
 from flexengine.hardware.presets import PRESETS
+from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import MeasuredStep
 from flexengine.models.registry import ASSETS, open_model
 from flexengine.options.train_config import TrainConfig
@@ -64,7 +65,7 @@ class FakeEngine:
     lrs: list = field(default_factory=list)
     reviewed_s: list = field(default_factory=list)
     plan: FakePlan = field(default_factory=FakePlan)
-    profile: object = PRESETS["cpu-test"]
+    profile: HardwareProfile | str = PRESETS["cpu-test"]
     matmul_flops_per_s: float = 1e12
     max_grad_norm: float | None = 1.0
     bad_weight: str = ""
@@ -77,7 +78,8 @@ class FakeEngine:
         return "plan: everything streams\nmachine: a CPU"
 
     def timeline(self):
-        return json.dumps({"traceEvents": [self.plan.chunk_tokens, self.profile]})
+        profile = self.profile if isinstance(self.profile, str) else self.profile.name
+        return json.dumps({"traceEvents": [self.plan.chunk_tokens, profile]})
 
     def train_step(self, input_ids, labels, lr):
         self.batches.append((input_ids, labels))
