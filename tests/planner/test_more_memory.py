@@ -11,6 +11,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from thorough import cases
 
 from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
@@ -50,7 +51,7 @@ def drawn(seed: int) -> tuple[ModelSpec, Request, HardwareProfile]:
     return model, request, slow_link(10 ** random.uniform(8, 10.2))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", cases(range(4), range(2)))
 def test_more_gpu_memory_is_never_slower(seed):
     model, request, profile = drawn(seed)
     least = Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes
@@ -58,7 +59,7 @@ def test_more_gpu_memory_is_never_slower(seed):
     assert_never_slower(steps_s(model, requests, profile))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", cases(range(4), range(2)))
 def test_more_host_memory_is_never_slower(seed):
     model, request, profile = drawn(seed)
     profile = profile.changed(host_base_bytes=0)
@@ -71,6 +72,7 @@ def test_more_host_memory_is_never_slower(seed):
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_more_memory_is_never_slower_for_a_model_of_a_billion_parameters():
     model, profile = open_model("preset:llama-3.2-1b").spec, preset("rtx-4090")
     requests = [Request(2048, 65536, gib * GIB, 60 * GIB, 8192, 32768, graphs="never") for gib in (4, 8, 24)]

@@ -107,6 +107,7 @@ def test_what_fits_without_clipping_fits_with_it_in_steps_that_run_twice():
     assert second.request.clipping
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick_search")
 def test_states_of_8_bits_and_adapters_are_among_the_remedies():
     """All weights of 8B beside 60 GiB of host memory fit with int8 states; frozen weights get no such advice."""

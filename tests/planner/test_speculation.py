@@ -84,13 +84,16 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, float]]:
     return told
 
 
+MORE = {"marks": pytest.mark.thorough}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "profile", "most"),
     [
-        pytest.param((512, 8192, 48, 8192), preset("h200"), 1.05, id="none that waits is good with speculation"),
+        pytest.param((512, 8192, 48, 8192), preset("h200"), 1.05, id="none that waits speculates well", **MORE),
         pytest.param((2048, 8192, 24, 8192), MEASURED, 1.05, id="the best takes longer where it waits"),
-        pytest.param((2048, 16384, 24, 8192), MEASURED, 1.1, id="the best keeps little on the host"),
+        pytest.param((2048, 16384, 24, 8192), MEASURED, 1.1, id="the best keeps little on the host", **MORE),
     ],
 )
 def test_a_step_that_waits_for_updates_is_planned_as_if_they_began_in_backward(size, profile, most, searches):
