@@ -87,6 +87,7 @@ def greedy(folder: str) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_from_nothing_to_answers(capsys):
     data = ("--dataset", "data.jsonl", "--max-seq-len", str(LENGTH))
     on_cpu = ("--dtype", "float32", "--device", "cpu", "--max-gpu-mem-gib", "0.1")

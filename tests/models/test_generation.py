@@ -3,7 +3,8 @@
 import pytest
 import torch
 from engine_helpers import build_engine, peak_bytes, random_batch, same_bits, saved_model, streamed_plan, tiny_config
-from family_configs import CASES, OF_BLOCKS
+from family_configs import CASES, FEW, OF_BLOCKS
+from thorough import cases
 
 from flexengine.models.registry import open_model
 from flexengine.ops.attention.attention import CausalAttention
@@ -41,7 +42,7 @@ def engine_on(folder, cache_bytes=1 << 20, **decisions):
     return build_engine(source, streamed_plan(source.spec, **{**sizes, **decisions}), cache_bytes=cache_bytes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES, {OF_BLOCKS[family] for family in FEW} & {*NAMES}))
 def test_greedy_answers_equal_transformers(name, tmp_path):
     """Chunks of 16 tokens cut the longest prompt, and hold several prompts and new tokens together."""
     config = CASES[name]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from thorough import cases
 
 CSRC = Path(__file__).parents[2] / "csrc"
 PROGRAMS = sorted(path for path in (CSRC / "tests").glob("*.cpp") if "int main(" in path.read_text())
@@ -77,7 +76,7 @@ def build(request, compiler, tmp_path) -> Build:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("build", cases(SANITIZERS, ["address,undefined"]), indirect=True)
+@pytest.mark.thorough  # `make sanitize` has it, too
 def test_no_report(build):
     """All programs in one test, so that the library is compiled once, whoever runs other tests meanwhile."""
 
