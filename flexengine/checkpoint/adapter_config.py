@@ -185,6 +185,7 @@ def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool, ta
     if lora.changes_base or rooted != lora.use_rslora:
         rank = 2 * rank if lora.changes_base else rank
         alpha = lora.scale * (math.sqrt(rank) if rooted else rank)
+    of_text = bool(targets.adapted) and all(_TEXT in name for name in targets.adapted)
     return {
         "peft_type": "LORA",
         "task_type": TASK_TYPES[task],
@@ -202,6 +203,6 @@ def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool, ta
         "init_lora_weights": True,
         "target_modules": sorted(targets.modules),
         "target_parameters": sorted(targets.parameters) or None,
-        "exclude_modules": rf"(?!.*\b{_TEXT}\b).*" if any(_TEXT in name for name in targets.adapted) else None,
+        "exclude_modules": rf"(?!.*\b{_TEXT}\b).*" if of_text else None,
         "modules_to_save": sorted(targets.saved) or None,
     }

@@ -24,6 +24,7 @@ from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters, OfExperts
 from flexengine.ops.base import Op
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
+from flexengine.ops.given_rows import PlaceRows, placing
 from flexengine.ops.linear import Linear
 from flexengine.ops.opaque import OpaqueBlock, OpaqueLinear
 from flexengine.options.lora import ALL_EXPERTS, ALL_LINEAR, EVERYTHING, KINDS, LoRA
@@ -48,9 +49,11 @@ _Target = Linear | GroupedLinear | Router | OpaqueLinear
 
 
 class _Module(NamedTuple):
-    """A module of a linear layer or of experts: its name in the checkpoint, and the rows that it has of the weight.
+    """A module of a linear layer or of experts: its name in the checkpoint, or in transformers if it is in a tower, and
+    the rows that it has of the weight.
 
-    expert: whether it is one of an expert. one_tensor: it holds all experts of a layer. router: it is a router.
+    expert: whether it is one of an expert. one_tensor: it holds all experts of a layer. router: it is a router. tower:
+    it is in a tower.
     """
 
     name: str
@@ -58,6 +61,7 @@ class _Module(NamedTuple):
     expert: bool = False
     one_tensor: bool = False
     router: bool = False
+    tower: bool = False
 
     @property
     def short(self) -> str:
@@ -91,8 +95,12 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         layers[index] = replace(layer, ops=known[key], params=(*layer.params, *there))
         name, together = f"adapter.{layer.name.rpartition('.')[2]}", any(m[0].one_tensor for m in found.values())
         divisions, cut = (1, ()) if together else divided(known[key], params)
-        groups.append(GroupSpec(name, ADAPTER_CLASS, params, divisions=divisions, cut=cut, adapter=True))
-    adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers))
+        if layer.kind == "block":
+            groups.append(GroupSpec(name, ADAPTER_CLASS, params, divisions=divisions, cut=cut, adapter=True))
+        else:  # a tower's are planned as its weights are
+            groups.append(GroupSpec("adapter.tower", f"tower {ADAPTER_CLASS}", params))
+    given = placing(layers[0].ops).given if model.given is not None else None
+    adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers), given=given)
     _check(adapted, lora)
     beneath = set(range(len(model.groups)))
     adapted, whole = with_saved_modules(adapted, lora.modules_to_save)
@@ -141,12 +149,13 @@ def _params(adapters: Adapters, modules: Sequence[_Module], nested: bool) -> lis
 
 
 _Meant = dict[str, frozenset[str]]
-"""Names that targets mean, by target, but for those of all of a kind."""
+"""Names that targets mean, by target, but for those of all of a kind. A single word means modules of the text alone,
+where it has some."""
 
 
 def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA, meant: _Meant) -> dict[_Target, tuple[_Module, ...]]:
     """Find the linear layers, experts and routers of a block that have targets, with these."""
-    of_op = {op: tuple(_modules(model, layer, op)) for op in _adaptable(layer)} if layer.kind == "block" else {}
+    of_op = {op: tuple(_modules(model, layer, op)) for op in _adaptable(layer, lora)}
     # Where modules have the name of a tensor of all experts, it means them alone, as in PEFT.
     linear = {module.short for modules in of_op.values() for module in modules if not module.one_tensor}
     found: dict[_Target, tuple[_Module, ...]] = {}
@@ -159,10 +168,14 @@ def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA, meant: _Meant) -> 
     return found
 
 
-def _adaptable(layer: LayerSpec) -> Iterator[_Target]:
-    """List the ops of a layer, and linear layers inside of opaque ones, that may have adapters."""
-    for op in layer.ops:
-        yield from op.linears if isinstance(op, OpaqueBlock) else [op] if isinstance(op, _Target) else []
+def _adaptable(layer: LayerSpec, lora: LoRA) -> Iterator[_Target]:
+    """List the ops of a layer, and linear layers inside of opaque ones and towers, that these targets may mean."""
+    names = set(lora.targets) - {*KINDS}  # those of a kind are the text's, and a tower is traced to find its own
+    for op in layer.ops if layer.kind == "block" or names else ():
+        if isinstance(op, OpaqueBlock | PlaceRows):
+            yield from op.linears
+        elif isinstance(op, _Target) and layer.kind == "block":
+            yield op
 
 
 def _check_kind(op: _Target, everything: Sequence[_Module], modules: Sequence[_Module], lora: LoRA) -> None:
@@ -190,7 +203,8 @@ def _modules(model: ModelSpec, layer: LayerSpec, op: _Target) -> Iterator[_Modul
     group, name = next((group, name) for local, group, name in layer.params if local == op.weight)
     for source, rows in _spans(_sources(model, group, name), op.out_features, op.transposed):
         kinds = (isinstance(op, GroupedLinear), len(source.shape) == 3, isinstance(op, Router))
-        yield _Module(source.name.removesuffix(".weight"), rows, *kinds)
+        tower = layer.kind != "block"
+        yield _Module(op.name if tower else source.name.removesuffix(".weight"), rows, *kinds, tower)
 
 
 def _spans(
@@ -211,7 +225,8 @@ def _hits(target: str, module: _Module, meant: _Meant) -> bool:
     """Whether a target means a module: all of a kind, its name or the end of it, or an expression for the whole
     name."""
     if target in KINDS:
-        return not module.router and (target == EVERYTHING or module.expert == (target == ALL_EXPERTS))
+        own = not (module.router or module.tower)
+        return own and (target == EVERYTHING or module.expert == (target == ALL_EXPERTS))
     return not meant[target].isdisjoint(_names(module))
 
 
@@ -230,14 +245,16 @@ def _named_by(target: str, names: Collection[str]) -> frozenset[str]:
 
 def _named_by_targets(model: ModelSpec, lora: LoRA) -> _Meant:
     """Find what targets mean. Raises ValueError for one that is no expression, or that no module has."""
-    targets = ((layer, op) for layer in model.blocks for op in _adaptable(layer))
+    targets = ((layer, op) for layer in model.layers for op in _adaptable(layer, lora))
     modules = [module for layer, op in targets for module in _modules(model, layer, op)]
     short = Counter(module.short for module in modules)
     names = {name for module in modules for name in _names(module)}.union(edge_modules(model))
-    meant: _Meant = {}
+    of_tower, meant = {module.name for module in modules if module.tower}, _Meant()
     for target in lora.targets:
         if target not in KINDS:
             meant[target] = _named_by(target, names)
+            own = meant[target] - of_tower
+            meant[target] = own if own and target.isidentifier() else meant[target]
         hit = any(_hits(target, module, meant) for module in modules)
         edges = [module for module in edge_modules(model) if module in meant.get(target, ())]
         trained = [module for module in edges if any(module.endswith(name) for name in lora.modules_to_save)]
@@ -250,8 +267,9 @@ def _named_by_targets(model: ModelSpec, lora: LoRA) -> _Meant:
         if not hit and not trained:
             guess = did_you_mean(target, [ALL_LINEAR, *short])
             there = ", ".join(f"{name} ({count})" for name, count in short.items()) or "none"
+            where = "'s blocks" if model.given is None else ""
             raise ValueError(
-                f"lora target {shown(target)}: no linear layer of {model.name}'s blocks has that name{guess}; there are"
+                f"lora target {shown(target)}: no linear layer of {model.name}{where} has that name{guess}; there are"
                 f" {there}, and {ALL_LINEAR}, {ALL_EXPERTS} or {EVERYTHING} for all of a kind"
             )
     return meant
@@ -281,7 +299,7 @@ class Adapter(NamedTuple):
 
     transposed: the checkpoint holds the weight [in, out]. magnitude: that of the outputs' magnitudes, with DoRA.
     experts: where one tensor holds so many experts' weights, those of A and B hold their adapters; else 0. router:
-    whether it is that of a router.
+    whether it is that of a router. inside: the name of a tower's module in transformers, by which files name it.
     """
 
     weight: WeightSource
@@ -291,6 +309,7 @@ class Adapter(NamedTuple):
     magnitude: WeightSource | None = None
     experts: int = 0
     router: bool = False
+    inside: str = ""
 
     @property
     def parts(self) -> tuple[WeightSource, ...]:
@@ -299,8 +318,8 @@ class Adapter(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module's name in the checkpoint."""
-        return self.weight.name.removesuffix(".weight")
+        """The module's name in the checkpoint, or in a tower."""
+        return self.inside or self.weight.name.removesuffix(".weight")
 
 
 def adapters(model: ModelSpec) -> Iterator[Adapter]:
@@ -313,13 +332,14 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
             magnitudes = _sources(model, *named[own.magnitude]) if own.has_magnitude else [None] * len(adapted)
             experts = own.experts.num_experts if own.experts is not None and own.experts.one_tensor else 0
             for weight, a, b, magnitude in zip(adapted, down, up, magnitudes, strict=True):
-                yield Adapter(weight, a, b, own.transposed, magnitude, experts, own.is_router)
+                inside = "" if layer.kind == "block" else own.name
+                yield Adapter(weight, a, b, own.transposed, magnitude, experts, own.is_router, inside)
 
 
 def adapters_in(ops: Sequence[Op]) -> Iterator[Adapters]:
     """List the adapters of a layer in forward order."""
     for op in ops:
-        if isinstance(op, OpaqueBlock):
+        if isinstance(op, OpaqueBlock | PlaceRows):
             yield from op.adapters
         elif isinstance(op, LoraDown) and not op.for_backward:
             yield op.adapters

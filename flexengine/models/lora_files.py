@@ -13,6 +13,8 @@ from collections.abc import Collection
 from flexengine.models.lora import INNER, STACKED, adapters
 from flexengine.models.saved_modules import saved_names
 from flexengine.models.spec import ModelSpec
+from flexengine.models.wrappers import OLDER
+from flexengine.ops.given_rows import placing
 from flexengine.options.lora import Targets
 
 TRANSLATED = (
@@ -102,9 +104,12 @@ def _taken_for_experts(model: ModelSpec, linear: Collection[str]) -> set[str]:
 
 
 def _weights(model: ModelSpec) -> set[str]:
-    """All modules of the blocks that have a weight, and tensors of all experts of a layer."""
+    """All modules of the blocks that have a weight, and tensors of all experts of a layer; those of a tower that has
+    adapters, too."""
     params = (param for layer in model.blocks for group in layer.groups for param in model.groups[group].params)
-    names = (source.name for param in params if param.kind == "matrix" for source in param.sources)
+    names = [source.name for param in params if param.kind == "matrix" for source in param.sources]
+    if model.given is not None and any(adapter.inside for adapter in adapters(model)):
+        names += [name for name in placing(model.layers[0].ops).weights if name.endswith(".weight")]
     return {name.removesuffix(".weight") for name in names}
 
 
@@ -116,6 +121,7 @@ def _shortest_names(modules: Collection[str], others: Collection[str]) -> set[st
     def name_of(module: str) -> str:
         in_experts = _in_experts(module)
         own = in_experts if in_experts and in_experts not in taken_in_experts else module
+        own = own.replace(OLDER["prefix"], "language_model")  # the end of its name in transformers
         return own if _short(module) in taken else _short(module)
 
     return {name_of(module) for module in modules}

@@ -18,6 +18,7 @@ from flexengine.ops.base import Op, TensorSpec
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
 from flexengine.ops.fp8 import Fp8Linear
+from flexengine.ops.given_rows import PlaceRows
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
 from flexengine.ops.opaque import OpaqueBlock
@@ -25,12 +26,15 @@ from flexengine.ops.rounded_glu import RoundGateUp
 
 
 def with_adapters(ops: tuple[Op, ...], adapters: dict[str, Adapters], dropout: float) -> tuple[Op, ...]:
-    """Give ops, and linear layers of opaque blocks, of these names adapters; experts and routers without dropout."""
+    """Give ops, and linear layers of opaque blocks and towers, of these names adapters.
+
+    Experts and routers have them without dropout.
+    """
     # Ops that backward alone needs do not change the numbers by which dropout draws.
     numbers = accumulate((not op.for_backward for op in ops[:-1]), initial=0)
     found: list[Op] = []
     for op, number in zip(ops, numbers, strict=True):
-        if isinstance(op, OpaqueBlock):
+        if isinstance(op, OpaqueBlock | PlaceRows):
             own = [adapters[linear.name] for linear in op.linears if linear.name in adapters]
             found.append(op.adapted(own) if own else op)
         else:

@@ -8,12 +8,14 @@ the call have their gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
+from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+from flexengine.ops.opaque import OpaqueLinear
 
 Columns = Mapping[str, Tensor]
 """What a tower reads of a batch, by the names that a processor of transformers gives."""
@@ -38,6 +40,15 @@ class Tower(Protocol):
 
     def example(self, rows: int) -> Columns:
         """Columns of one thing, or of equal ones, that give at least so many rows."""
+        ...
+
+    @property
+    def linears(self) -> tuple[OpaqueLinear, ...]:
+        """Its linear layers that may have adapters."""
+        ...
+
+    def adapted(self, adapters: Sequence[Adapters]) -> Tower:
+        """The same, whose linear layers of these names have adapters. They add where A and B are among the weights."""
         ...
 
     def calls(self, columns: Columns, borders: Collection[int] = ()) -> list[TowerCall]:
@@ -79,10 +90,10 @@ class GivenRows:
     """Which tokens get their rows from a tower, and how many a batch may have of them.
 
     token_id: the token that stands for a row. name: what people call its things, for messages. max_tokens: most such
-    tokens of a batch; share: the share of a full batch's tokens that these are. cost_of: what rows cost where these
-    parameters are trained. row_bytes: of columns on the host for a row. depth: rows for a token: that of the
-    embedding, and what is added behind each of the first blocks. num_axes: axes that positions have. block_rows: of a
-    typical thing whose tokens see each other; 0: they see no later ones.
+    tokens of a batch; share: the share of a full batch's tokens that these are. cost_of: what rows of a tower cost
+    where these parameters are trained. row_bytes: of columns on the host for a row. depth: rows for a token: that of
+    the embedding, and what is added behind each of the first blocks. num_axes: axes that positions have. block_rows: of
+    a typical thing whose tokens see each other; 0: they see no later ones.
     """
 
     name: str
@@ -90,7 +101,7 @@ class GivenRows:
     max_tokens: int
     share: float
     tower: Tower
-    cost_of: Callable[[tuple[str, ...]], TowerCost]
+    cost_of: Callable[[Tower, tuple[str, ...]], TowerCost]
     row_bytes: int
     depth: int = 1
     num_axes: int = 1
@@ -100,6 +111,10 @@ class GivenRows:
     def column_bytes(self) -> int:
         """Host bytes of the columns of the largest batch."""
         return self.max_tokens * self.row_bytes
+
+    def cost(self, trained: tuple[str, ...]) -> TowerCost:
+        """What rows cost where these parameters are trained."""
+        return self.cost_of(self.tower, trained)
 
 
 def placing(ops: Iterable[Op]) -> PlaceRows:
@@ -113,6 +128,8 @@ class PlaceRows(Op):
     weights: names of the tower's parameters. Backward computes with them, and so they are there.
     """
 
+    adapters: tuple[Adapters, ...] = ()
+
     def __init__(self, x: str, y: str, width: int, given: GivenRows, weights: tuple[str, ...]) -> None:
         self.name, self.x, self.y, self.width, self.given = "place_rows", x, y, width, given
         self.inputs, self.outputs, self.in_place = (x,), (TensorSpec(y, (width,)),), (x, y)
@@ -121,7 +138,20 @@ class PlaceRows(Op):
     @property
     def cost(self) -> TowerCost:
         """What rows cost."""
-        return self.given.cost_of(self.params if self.has_weight_half else ())
+        return self.given.cost(self.params if self.has_weight_half else ())
+
+    @property
+    def linears(self) -> tuple[OpaqueLinear, ...]:
+        """The tower's linear layers that may have adapters."""
+        return self.given.tower.linears
+
+    def adapted(self, adapters: Sequence[Adapters]) -> Self:
+        """The same op whose tower's linear layers of these names have adapters, as parameters beside its own."""
+        op = copy.copy(self)
+        op.given = replace(self.given, tower=self.given.tower.adapted(adapters))
+        op.adapters = tuple(adapters)
+        op.params = op.weights = (*self.weights, *(name for one in adapters for name in (one.down, one.up)))
+        return op
 
     @property
     def backward_params(self) -> tuple[str, ...]:
@@ -135,7 +165,8 @@ class PlaceRows(Op):
     def forward(self, env: OpEnv) -> None:
         if env.chunk.given is not None:
             rows, y = env.chunk.given, env.t[self.y]
-            rows.store.make(env.p, rows.pieces)
+            added = {name for one in self.adapters for name in (one.down, one.up)} if not env.adapters else ()
+            rows.store.make({name: p for name, p in env.p.items() if name not in added}, rows.pieces)
             y.index_copy_(0, rows.at, rows.values(0, y.device))
 
     def backward_input(self, env: OpEnv) -> None:

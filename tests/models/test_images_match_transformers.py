@@ -3,6 +3,8 @@
 A batch holds a sequence with several images, one with none and one with one, between cut and padded rows.
 """
 
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -21,12 +23,15 @@ from engine_helpers import (
 )
 from family_checks import as_stored
 from family_configs import CASES, experts, gemma3
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from thorough import cases
 
+from flexengine.models.lora import PEFT_PREFIX
 from flexengine.models.registry import open_model
 from flexengine.models.towers.description import SEE_EACH_OTHER, with_images
 from flexengine.models.towers.layouts import Sizes
+from flexengine.optim import AdamW
 from flexengine.options.job import Job
 from flexengine.request import described
 from flexengine.runtime.weights.weight_store import check_checkpoint
@@ -94,6 +99,8 @@ FAMILIES = {
     "smolvlm": ({"text_config": text("llama"), "vision_config": SMOL, "scale_factor": 2}, nested, lambda _: 4),
     "mistral3": ({"text_config": text("mistral"), "vision_config": PIXTRAL, "spatial_merge_size": 2,
                   "vision_feature_layer": -1}, sizes, lambda s: s[0] * s[1] // 196),
+    "mistral3-ministral3": ({"text_config": CASES["ministral3"], "vision_config": PIXTRAL, "spatial_merge_size": 2,
+                             "vision_feature_layer": -1}, sizes, lambda s: s[0] * s[1] // 196),
     "lighton_ocr": ({"text_config": text("qwen3"), "vision_config": PIXTRAL, "spatial_merge_size": 2}, sizes,
                     lambda s: s[0] * s[1] // 196),
     "aya_vision": ({"text_config": text("cohere2", pad_token_id=65), "vision_config": SIGLIP, "downsample_factor": 2,
@@ -253,6 +260,53 @@ def test_plans_change_no_bits_and_text_alone_needs_no_images(case, tmp_path):
         assert [engine.evaluate(plain).loss] * 4 == told
 
 
+@pytest.mark.parametrize("case", ["llava", "gemma3", "qwen3_vl"])
+def test_adapters_of_tower_projector_and_text(case, tmp_path):
+    """Against PEFT, which made them, and which reads what was trained."""
+    saved(case, tmp_path / "base")
+    images, targets = FAMILIES[case][1](3), r".*\.(q_proj|qkv|fc1|linear_fc2|linear_1)"
+    ids, labels = drawn(images, FAMILIES[case][2])
+
+    def loaded():
+        return transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "base", attn_implementation="eager")
+
+    model = get_peft_model(loaded(), LoraConfig(r=3, lora_alpha=5, target_modules=targets)).eval()
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    source = opened(tmp_path / "base", mode="lora", lora_targets=[targets], lora_rank=3, lora_alpha=5.0)
+    plan = streamed_plan(source.spec, chunk_tokens=48, chunks_per_round=2)
+    with build_engine(source, plan, AdamW(lr=1e-2), adapter=tmp_path / "adapter") as engine:
+        loss, _ = reference(model, ids, labels, images)
+        loss.backward()
+        assert engine.fwd_bwd(input_ids=ids, labels=labels, **joined(images)).loss == pytest.approx(
+            loss.item(), abs=1e-5
+        )
+        found = engine.gradients()
+        of = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in of.items()}
+        wanted = {peft_name(n, found): grad for n, grad in grads.items()}
+        assert any("vision" in n or "visual" in n for n in wanted)
+        error, name = worst_error(found, wanted)
+        assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+        engine.step()
+        engine.save_pretrained(tmp_path / "out")
+        after = engine.evaluate(input_ids=ids, labels=labels, **joined(images)).loss
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        again = PeftModel.from_pretrained(loaded(), tmp_path / "out").eval()
+    assert abs(after - loss.item()) > 1e-3
+    assert reference(again, ids, labels, images)[0].item() == pytest.approx(after, abs=1e-5)
+
+
+def peft_name(name, names):
+    """What a file of adapters calls a tensor of PEFT's: by the module's name in the checkpoint."""
+    start, own = PEFT_PREFIX, name.removeprefix(PEFT_PREFIX)
+    others = own.removeprefix("model."), own.replace("model.language_model.", "language_model.model.")
+    return next(f"{start}{other}" for other in (own, *others) if f"{start}{other}" in names)
+
+
 def test_experts_that_lie_input_by_output(tmp_path):
     """As Qwen3-VL's were published; transformers writes them the other way, and reads both."""
     saved("qwen3_vl_moe", tmp_path)
@@ -339,7 +393,7 @@ def test_grids_that_do_not_go_with_tokens(tmp_path):
         (lambda: given.tower(weights, call.columns), ()),
         (lambda: given.tower.backward(weights, list(weights), call.columns, grads, lambda *_: None), tuple(weights)),
     ):
-        assert 0 < peak_bytes(run) <= given.cost_of(trained).peak_bytes
+        assert 0 < peak_bytes(run) <= given.cost(trained).peak_bytes
     with build_engine(alone, make_plan(alone.spec, chunk_tokens=32)) as engine:
         assert engine.evaluate(text_alone).loss == loss
 

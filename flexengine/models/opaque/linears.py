@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,8 +20,14 @@ def linears_of(skeleton: Skeleton, index: int, context: dict[str, Any]) -> tuple
     A weight that a layer multiplies by itself, such as that of all experts, is none.
     """
     layer = skeleton.layers[index]
-    own, described = dict(layer.named_parameters()), [_described(name, m) for name, m in layer.named_modules()]
-    found = {one.name: one for one in described if one is not None and one.weight in own}
+    names = [name for name, _ in layer.named_parameters()]
+    return linears_called(layer, names, lambda: skeleton.call_without_storage(index, context, TOKENS))
+
+
+def linears_called(layer: nn.Module, weights: Collection[str], run: Callable[[], object]) -> tuple[OpaqueLinear, ...]:
+    """The linear layers of a module with these weights whose forward `run` calls."""
+    described = (_described(name, module) for name, module in layer.named_modules())
+    found = {one.name: one for one in described if one is not None and one.weight in weights}
     called: set[str] = set()
 
     def noting(name: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -35,7 +41,7 @@ def linears_of(skeleton: Skeleton, index: int, context: dict[str, Any]) -> tuple
         for name in found:
             module = layer.get_submodule(name)
             stack.enter_context(replaced_forward(module, noting(name, module)))
-        skeleton.call_without_storage(index, context, TOKENS)
+        run()
     return tuple(one for name, one in found.items() if name in called)
 
 

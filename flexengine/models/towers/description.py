@@ -119,7 +119,7 @@ def _given(tower: TransformersTower, layout: Layout, token_id: int, job: Job) ->
         max_tokens=job.max_image_tokens,
         share=min(1.0, job.max_image_tokens / job.max_global_batch_tokens),
         tower=tower,
-        cost_of=lru_cache(maxsize=None)(lambda trained: _cost(tower, layout, trained)),
+        cost_of=lru_cache(maxsize=None)(lambda tower, trained: _cost(tower, layout, trained)),
         row_bytes=-(-_num_bytes(call) // count),
         depth=depth,
         num_axes=NUM_AXES if isinstance(layout, Grids) else 1,

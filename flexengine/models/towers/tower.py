@@ -6,9 +6,10 @@ the meta device, and are called with the weights that are given.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,9 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from flexengine.models.opaque.linears import adding, linears_called, shapes_of
 from flexengine.models.opaque.skeleton import replaced_forward
 from flexengine.models.towers.layouts import Layout
+from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.given_rows import AddGrad, Columns, TowerCall
+from flexengine.ops.opaque import OpaqueLinear
+from flexengine.ops.opaque_cost import traced
 
 Then = Callable[[Tensor], Tensor]
 
@@ -40,8 +45,29 @@ class TransformersTower:
         text = {id(p) for p in model.get_decoder().parameters()} | {id(p) for p in _head(model)}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in text}
         """Shapes of its weights, by name."""
-        self._features = _Features(model)
+        self._features, self._adapters = _Features(model), tuple[Adapters, ...]()
         self._layers = list(_outermost_layers(model, self.shapes))
+
+    @property
+    def linears(self) -> tuple[OpaqueLinear, ...]:
+        """As of `Tower`."""
+        return self._called
+
+    @cached_property
+    def _called(self) -> tuple[OpaqueLinear, ...]:
+        """Linear layers that the forward of a call calls."""
+        zero, call = torch.zeros((), dtype=self.dtype), self._layout.probe(1)
+        weights = {name: zero.expand(shape) for name, shape in self.shapes.items()}
+        columns = {name: c.to(self.dtype) if c.is_floating_point() else c for name, c in call.items()}
+        return linears_called(self._model, self.shapes, lambda: traced(lambda: self(weights, columns)))
+
+    def adapted(self, adapters: Sequence[Adapters]) -> TransformersTower:
+        """As of `Tower`."""
+        tower = copy.copy(self)
+        tower._adapters = tuple(adapters)
+        tower.shapes = {**self.shapes, **{n: shape for one in adapters for n, shape in shapes_of(one)}}
+        tower.__qualname__ = f"{self.__qualname__} {adapters}"
+        return tower
 
     def example(self, rows: int) -> Columns:
         """As of `Tower`."""
@@ -80,7 +106,7 @@ class TransformersTower:
     ) -> None:
         """As of `Tower`. Of layers the inputs are kept; each is run once more for its backward."""
         # what `add` writes may lie in one storage with the weights, and would count as a change of these but for `data`
-        weights = {name: weights[name].data for name in self.shapes}
+        weights = {name: weights[name].data for name in self.shapes if name in weights}
         leaves = {name: weights[name].data.requires_grad_() for name in trained}
         for name, leaf in leaves.items():  # so that those of all weights are never there at once
             leaf.register_post_accumulate_grad_hook(partial(_hand_over, name, add))
@@ -97,8 +123,10 @@ class TransformersTower:
 
     def _call(self, weights: Mapping[str, Tensor], columns: Columns, then: Then) -> Tensor:
         """What `then` makes of the rows [depth, n, D] of a call. Weights are there as long as it runs."""
-        given = {f"model.{name}": weights[name] for name in self.shapes}
-        with _buffers_on(self._model, columns[self.columns[0]].device):
+        added = {name for one in self._adapters for name in (one.down, one.up)}
+        given = {f"model.{name}": weights[name] for name in self.shapes if name not in added}
+        adapters = self._adapters if added <= weights.keys() else ()
+        with _buffers_on(self._model, columns[self.columns[0]].device), adding(self._model, adapters, weights):
             return functional_call(self._features, given, (columns, self._width, then), strict=False)
 
 
