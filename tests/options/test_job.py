@@ -95,7 +95,7 @@ def test_adapters_as_a_value_and_as_an_option_must_agree():
         prepare("preset:demo", lora=LoRA(rank=16), lora_rank=8, **SMALL)
 
 
-@pytest.mark.parametrize("transport", ["relay", "split", "stages"])
+@pytest.mark.parametrize("transport", ["relay", "split", "stages", "context"])
 def test_a_transport_needs_several_gpus(transport):
     with pytest.raises(ValueError, match=f"transport={transport} is about several GPUs, and there is one"):
         prepare("preset:demo", transport=transport, **SMALL)
