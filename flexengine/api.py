@@ -18,7 +18,7 @@ from flexengine.hardware.drive import with_drive
 from flexengine.hardware.memory_usage import cap_allocator, release_unused_heap
 from flexengine.hardware.node_probe import with_ranks_at_work
 from flexengine.hardware.presets import named_profile
-from flexengine.hardware.probe import check_multiplies_fp8, mend, probe
+from flexengine.hardware.probe import check_multiplies, mend, probe
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.hardware.timed_calls import CallRun
 from flexengine.models.group_factors import group_factors
@@ -265,8 +265,7 @@ def _open(path_or_preset: str | Path, job: Job, team: Team | None, needs_weights
         if told := new_head_notice(source.spec):
             logger.warning("%s: %s", source.spec.name, told)
     device = choose_device(job.device if team is None else device_of_rank(job.device, team.ranks))
-    if job.matmul_dtype == "fp8":
-        check_multiplies_fp8(device)
+    check_multiplies(device, job.dtype, job.matmul_dtype)
     return _Opened(source, job, device)
 
 

@@ -29,6 +29,9 @@ DEFAULT_SECONDS = 10.0
 CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
 # A context with every library loaded takes 0.4-1 GiB. More than this is another process that NVML cannot tell apart.
 MAX_CONTEXT_BYTES = 2 * 2**30
+BFLOAT16_SINCE = (8, 0)
+"""Compute capability of the first cards whose tensor cores take bfloat16: a T4 does 2.5 TFLOP/s of its products and 42
+of float16's (https://github.com/zzc0721/torch-performance-test-data, database.md)."""
 BENCHMARKS_HOST_BYTES = 96 * 2**20
 """Host memory that a process which has measured a GPU holds for kernels and libraries of the benchmarks alone. With 64
 MiB left out, 69 processes that found the rates took 87 to 246 MiB less than was predicted, slack included
@@ -121,10 +124,21 @@ def _measured_shape(device: torch.device, shape: ProbeShape) -> ProbeShape:
     return ProbeShape(_nearby_size(shape.hidden_size), _nearby_size(shape.intermediate_size), CPU_HEAD_DIM)
 
 
-def check_multiplies_fp8(device: torch.device) -> None:
-    """Raise ValueError unless the device takes FP8 operands."""
-    if not multiplies_fp8(device):
-        name = torch.cuda.get_device_name(device)
+def check_multiplies(device: torch.device, dtype: str, matmul_dtype: str) -> None:
+    """Raise ValueError unless the device takes operands in the job's dtypes.
+
+    Cards before 2020 compute bfloat16 as they do float32, some at half of its rate, without their tensor cores.
+    """
+    if device.type != "cuda":
+        return
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if dtype == "bfloat16" and capability < BFLOAT16_SINCE:
+        raise ValueError(
+            f"dtype=bfloat16: {name} multiplies no bfloat16, which takes compute capability"
+            f" {'.'.join(map(str, BFLOAT16_SINCE))} or more, and it has {'.'.join(map(str, capability))}; give"
+            " --dtype float32 (dtype='float32')"
+        )
+    if matmul_dtype == "fp8" and not multiplies_fp8(device):
         raise ValueError(f"matmul_dtype=fp8: {name} multiplies no FP8 operands; leave it out")
 
 

@@ -16,7 +16,7 @@ from flexengine.hardware.host_memory import HostMemory
 from flexengine.hardware.measure.cpu import measure_cpu
 from flexengine.hardware.measure.gpu import Rates
 from flexengine.hardware.presets import preset
-from flexengine.hardware.probe import mend, probe, run_probe
+from flexengine.hardware.probe import check_multiplies, mend, probe, run_probe
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.native import library
 
@@ -381,3 +381,18 @@ def test_a_busy_machine_is_said(measurements, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(probe_module, "busy_signs", lambda: "2.4 processes want each core")
     probe(CPU, torch.float32, ProbeShape(64, 96))
     assert "the machine is busy (2.4 processes want each core)" in caplog.text
+
+
+@pytest.mark.parametrize(("capability", "dtype", "refused"), [
+    ((7, 5), "bfloat16", True), ((7, 0), "bfloat16", True), ((8, 0), "bfloat16", False), ((7, 5), "float32", False),
+])  # fmt: skip
+def test_a_card_that_multiplies_no_bfloat16_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str, refused: bool
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if not refused:
+        return check_multiplies(torch.device("cuda"), dtype, "compute")
+    with pytest.raises(ValueError, match=r"Tesla T4 multiplies no bfloat16.* it has 7\.\d; give --dtype float32"):
+        check_multiplies(torch.device("cuda"), dtype, "compute")
+    check_multiplies(torch.device("cpu"), dtype, "compute")
