@@ -5,6 +5,7 @@ import random
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -129,6 +130,19 @@ def streamed_plan(spec: ModelSpec, **decisions: Any) -> Plan:
     """A plan that keeps nothing on the GPU: weights stream, layer inputs wait on the host, the rest is recomputed."""
     blocks = [LayerPlan((), (), "host")] * len(spec.blocks)
     return make_plan(spec, blocks=blocks, **{"groups": [GroupPlan()] * len(spec.groups), **decisions})
+
+
+def chunk_by_chunk(plan: Plan) -> Plan:
+    """The plan whose segments are walked chunk by chunk, where what is made again stays on the GPU."""
+    layers, following = list(plan.layers), [*plan.layers[1:], LayerPlan()]
+    for number, (kept, above) in enumerate(zip(plan.layers, following, strict=True)):
+        if kept.input_again:
+            layers[number] = replace(layers[number], input_home="gpu")
+        if above.input_again:
+            layers[number] = replace(layers[number], keep_gpu=(*kept.keep_gpu, *kept.keep_host), keep_host=())
+    longest = max(2, len(plan.layers))
+    request = replace(plan.request, segment_order="chunks", segment_blocks=longest, hidden_home="auto")
+    return replace(plan, layers=tuple(layers), request=request, weight_slots=longest)
 
 
 class NanEngine(Engine):

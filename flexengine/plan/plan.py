@@ -12,7 +12,7 @@ from typing import Any, Literal
 from flexengine.plan.request import TRANSPORTS, Numerics, Request, TransportName
 
 Home = Literal["gpu", "host"]
-DECIDED = ("graphs", "gpu_updates", "segment_blocks", "hidden_home")
+DECIDED = ("graphs", "gpu_updates", "segment_blocks", "segments", "segment_order", "hidden_home")
 """Fields of a request that say in a plan's request what the planner decided."""
 MOST_ROUNDED = 64
 """Rounds of a step whose sum in 16 bits is within 1% of the exact one: each rounds it again. Random gradients are off

@@ -92,7 +92,9 @@ class Request:
     finds one of them faster, or finds nothing else, and its plan's request then says which. segment_blocks: of so many
     blocks, one after the other, only the first one's input is kept, and backward makes the others' again
     (`schedule/segments.py`); 1 keeps every block's, None is as the planner finds what fits, and its plan's request then
-    says which. hidden_home: where a round's tensor between layers and its gradient wait; auto is on the GPU, or on the
+    says which. segments: only so many of the first blocks' segments are such; None = all. segment_order: whether
+    backward of a segment walks its blocks one by one, all chunks each, or its chunks one by one, all blocks each.
+    hidden_home: where a round's tensor between layers and its gradient wait; auto is on the GPU, or on the
     host where nothing else fits or that is faster, and its plan's request then says host. max_drive_bytes: that
     optimizer states may take on a drive where the host has no room for them; 0 is no drive.
     """
@@ -116,6 +118,8 @@ class Request:
     whole_steps: bool = False
     gpu_updates: Literal["auto", "in_round", "unstored"] = "auto"
     segment_blocks: int | None = None
+    segments: int | None = None
+    segment_order: Literal["layers", "chunks"] = "layers"
     hidden_home: Literal["auto", "host"] = "auto"
     max_drive_bytes: int = 0
 
@@ -128,7 +132,7 @@ class Request:
                 f"max_seq_len={self.max_seq_len} tokens is longer than max_global_batch_tokens="
                 f"{self.max_global_batch_tokens}; no such sequence would fit in a step"
             )
-        for name in ("chunk_tokens", "round_tokens", "round_multiple", "segment_blocks"):
+        for name in ("chunk_tokens", "round_tokens", "round_multiple", "segment_blocks", "segments"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -149,8 +153,16 @@ class Request:
                 (self.segment_blocks or 1) > 1 and not self.may_make_inputs_again,
                 "inputs are made again on one rank, and where recomputation is allowed",
             ),
+            (
+                self.segments_by_chunk and (self.segment_blocks or 1) == 1,
+                "backward walks chunks one by one in segments: segment_blocks is not above 1",
+            ),
             (self.hidden_on_host and self.shares_node, "hidden states wait on the host on one rank"),
             (self.max_drive_bytes > 0 and self.shares_node, "optimizer states lie on a drive on one rank"),
+            (
+                self.hidden_on_host and self.segments_by_chunk,
+                "hidden states that wait on the host are of long sequences, which no chunk takes whole",
+            ),
             (
                 self.gpu_updates == "unstored" and not self.whole_steps,
                 "gradients are stored where a step may be several calls: whole_steps is false",
@@ -180,6 +192,11 @@ class Request:
     def may_update_in_round(self) -> bool:
         """Whether updates may begin inside the last round, before all gradients are known, or from a known norm."""
         return not self.waits_for_norm and not self.shares_node
+
+    @property
+    def segments_by_chunk(self) -> bool:
+        """Whether backward of a segment takes its chunks one by one."""
+        return self.segment_order == "chunks"
 
     @property
     def may_make_inputs_again(self) -> bool:

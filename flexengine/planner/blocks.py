@@ -14,30 +14,36 @@ import numpy as np
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
+from flexengine.plan import Request
 
 
 class BlockKind(NamedTuple):
     """Blocks with the same ops, which frozen and trained ones have not, at like places of segments: one of them, and
     its parameter group.
 
-    again: their input is made again in backward. runs_again: they run again for the next one's input.
+    again: their input is made again in backward. runs_again: they run again for the next one's input. by_chunk: what
+    they keep when they run again is of one chunk.
     """
 
     layer: LayerSpec
     group: int
     again: bool = False
     runs_again: bool = False
+    by_chunk: bool = False
 
 
-def block_kinds(model: ModelSpec, segment_blocks: int = 1) -> tuple[tuple[BlockKind, ...], np.ndarray]:
-    """The kinds of a model's blocks in order of their first, and the kind [L] of every block. segment_blocks: of so
-    many only the first one's input is kept."""
+def block_kinds(model: ModelSpec, request: Request | None = None) -> tuple[tuple[BlockKind, ...], np.ndarray]:
+    """The kinds of a model's blocks in order of their first, and the kind [L] of every block, in the
+    segments of a request."""
     blocks, kinds, found = model.blocks, dict[tuple[tuple[Op, ...], bool, bool], BlockKind](), []
     first = next((i for i, layer in enumerate(blocks) if layer.keeps), len(blocks))
-    again = [i > first and (i - first) % segment_blocks > 0 for i in range(len(blocks))]
+    length = 1 if request is None else request.segment_blocks or 1
+    most = len(blocks) if request is None or request.segments is None else request.segments
+    by_chunk = request is not None and request.segments_by_chunk
+    again = [i > first and (i - first) % length > 0 and (i - first) // length < most for i in range(len(blocks))]
     for layer, *places in zip(blocks, again, [*again[1:], False], strict=True):
         found.append((layer.ops, *places))
-        kinds.setdefault(found[-1], BlockKind(layer, layer.groups[0], *places))
+        kinds.setdefault(found[-1], BlockKind(layer, layer.groups[0], *places, by_chunk=by_chunk))
     number = {key: i for i, key in enumerate(kinds)}
     return tuple(kinds.values()), np.array([number[key] for key in found])
 

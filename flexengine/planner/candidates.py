@@ -65,6 +65,10 @@ class CandidateMemory:
     def __init__(self, tables: SizeTables) -> None:
         self.tables, self.buffers = tables, tables.buffers
         self.budgets = np.array([tables.request.max_gpu_bytes, tables.request.max_host_bytes])
+        self.round_tile_bytes = self.buffers.round_tile_bytes(tables.chunks_per_round)
+        # slots for weights, and for gradients, of the other blocks of a segment beside those that candidates count
+        request = tables.request
+        self.held = (request.segment_blocks or 1) - 1 if request.segments_by_chunk else 0
         self.edge_choices = self.buffers.edge_choices()
         self.edge_residencies = np.array([edge.residencies for edge in self.edge_choices])
         self.share = np.array([edge.share_slots for edge in self.edge_choices])
@@ -116,11 +120,12 @@ class CandidateMemory:
 
     def fixed_gpu_bytes(self, slots: Slots, staged_bytes: int, scratch_bytes: int) -> np.ndarray:
         """GPU bytes [S] beside what blocks hold or keep, when slots and scratch have at most such bytes."""
-        weight, grad = (size * count for size, count in zip(self.buffers.slot_bytes.max(axis=1), slots, strict=False))
+        counts = (count + (self.held if count else 0) for count in slots[:2])
+        weight, grad = (size * count for size, count in zip(self.buffers.slot_bytes.max(axis=1), counts, strict=True))
         block, edges = self.buffers.accumulator_bytes + weight + grad, self.edge_slots[0]
         region = np.where(self.share, np.maximum(block, edges), block + edges) + slots[2] * staged_bytes
         activations = self.tables.activations
-        fixed = activations.fixed_gpu_bytes + activations.round_gpu_bytes + self.buffers.round_tile_bytes
+        fixed = activations.fixed_gpu_bytes + activations.round_gpu_bytes + self.round_tile_bytes
         return fixed + max(activations.scratch_floor, scratch_bytes) + self.edge_gpu + region
 
     def block_slot_bytes(self, candidates: Candidates) -> np.ndarray:
@@ -129,9 +134,13 @@ class CandidateMemory:
         total = np.full(len(residencies), buffers.accumulator_bytes)
         sizes = buffers.slot_bytes[:, buffers.kind_of]
         streams = STREAMS_WEIGHTS[residencies], self.tables.stages_grads.at(residencies)
-        for size, count, streamed in zip(sizes, candidates.slots.T[:2], streams, strict=True):
+        for size, count, streamed in zip(sizes, self.slot_counts(candidates)[:2], streams, strict=True):
             total = total + np.minimum(count, streamed @ buffers.parts_of_blocks) * (size * streamed).max(axis=1)
         return total
+
+    def slot_counts(self, candidates: Candidates) -> np.ndarray:
+        """Weight, gradient and offload slots [3, P] with those that are held."""
+        return candidates.slots.T + np.array([[self.held], [self.held], [0]])
 
     def region_bytes(self, candidates: Candidates) -> np.ndarray:
         """Bytes [P] of a round's slots, over which optimizer tiles lie."""
@@ -150,8 +159,8 @@ class CandidateMemory:
         tiled = tables.needs_tiles.at(residencies).any(axis=1) | self.edge_tiles[candidates.edges]
         tiled |= self.buffers.adapters.uses_tiles
         region, scratch = self.region_bytes(candidates), self.buffers.update_scratch_bytes
-        if self.buffers.round_tile_bytes:
-            region = region + np.where(tiled, self.buffers.round_tile_bytes, scratch)
+        if self.round_tile_bytes:
+            region = region + np.where(tiled, self.round_tile_bytes, scratch)
         else:
             region = np.maximum(region, np.where(tiled, self.buffers.least_tile_bytes, scratch))
         return tables.activations.fixed_gpu_bytes + resident + region
@@ -193,13 +202,13 @@ class CandidateMemory:
         for member in buffers.adapters.members:
             groups[member.number] = member.home
         weight, grad, save = self._used_slots(one)
-        count, tile = buffers.tiles(int(self.region_bytes(one)[0]), SlotCounts().optimizer)
+        count, tile = buffers.tiles(int(self.region_bytes(one)[0]), SlotCounts().optimizer, tables.chunks_per_round)
         size = (tables.chunk_tokens, tables.chunks_per_round)
         return buffers.plan(size, edge, SlotCounts(weight, grad, save, count), tuple(layers), tuple(groups), tile)
 
     def _used_slots(self, one: Candidates) -> Slots:
         """Slots of one candidate's layout: no more weight or gradient slots than parts of blocks need one."""
         residencies, parts = one.choices[0] % NUM_RESIDENCIES, self.buffers.parts_of_blocks
-        weight, grad, save = one.slots[0].tolist()
+        weight, grad, save = self.slot_counts(one)[:, 0].tolist()
         weights, grads = parts @ STREAMS_WEIGHTS[residencies], parts @ self.tables.stages_grads.at(residencies)
-        return max(1, min(weight, int(weights))), max(1, min(grad, int(grads))), save
+        return max(1 + self.held, min(weight, int(weights))), max(1, min(grad, int(grads))), save

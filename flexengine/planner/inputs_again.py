@@ -39,9 +39,15 @@ class InputsAgain:
 
     def num_bytes(self, chunk_tokens: int, chunks_per_round: int) -> int:
         """Bytes of a round's inputs that wait at one time."""
-        return (int(self.places.max(initial=-1)) + 1) * chunks_per_round * self.hidden_bytes(chunk_tokens)
+        return (int(self.places.max(initial=-1)) + 1) * self.chunks(chunks_per_round) * self.hidden_bytes(chunk_tokens)
+
+    def chunks(self, chunks_per_round: int) -> int:
+        """Chunks whose inputs wait at one time, and what else is kept when blocks run again."""
+        return 1 if self._request.segments_by_chunk else chunks_per_round
 
     def home(self, chunk_tokens: int, chunks_per_round: int) -> Home:
         """Where they wait."""
+        if self._request.segments_by_chunk:
+            return "gpu"
         few = self.num_bytes(chunk_tokens, chunks_per_round) <= self._request.max_gpu_bytes // ON_GPU
         return "gpu" if few else "host"

@@ -89,13 +89,21 @@ def keep_options(
         _options(
             kind,
             sets[i],
-            [(number, on_gpu[i], "gpu" if kind.again else home) for number, on_gpu, home in found],
+            [
+                (number, sets[i][number] if kind.by_chunk and kind.runs_again else on_gpu[i], _home(kind, home))
+                for number, on_gpu, home in found
+            ],
             cost,
             hidden_bytes,
             sliced,
         )
         for i, kind in enumerate(kinds)
     )
+
+
+def _home(kind: BlockKind, home: Home) -> Home:
+    """Where a block's input waits from forward, if it does."""
+    return "gpu" if kind.again else home
 
 
 def _splits_side_by_side(

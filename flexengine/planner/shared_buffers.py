@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.models.spec import BLOCK_CLASSES, GroupSpec, ModelSpec
-from flexengine.plan import GroupPlan, LayerPlan, Plan
+from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.adapter_groups import AdapterGroups
 from flexengine.planner.blocks import block_kinds
 from flexengine.planner.cost.cost_model import CostModel
@@ -109,7 +109,7 @@ class SharedBuffers:
         self.adapters = AdapterGroups(model, request, self.streams_adapters)
         others = {*self.block_groups, *(member.number for member in self.adapters.members)}
         self.edge_groups = [g for g in range(len(model.groups)) if g not in others]
-        self.kinds, self.kind_of = block_kinds(model, request.segment_blocks or 1)
+        self.kinds, self.kind_of = block_kinds(model, request)
         self.again = InputsAgain(model, request, self.kinds, self.kind_of)
         self.small = self._small_model()
         self.num_parameters = model.num_trained_parameters
@@ -201,7 +201,7 @@ class SharedBuffers:
         where the first gradient slot that the head needs starts."""
         if edge not in self._edge_slots:
             layout = self._reference(edge, RESIDENT_BOTH)
-            start = layout.place("accumulator", "block").offset
+            start = min(s.offset for s in layout.slots if s.key[:2] == ("accumulator", "block"))
             start += 0 if edge.share_slots else _block_part(layout)
             edges = [s for s in _parameter_slots(layout) if s.key.owner not in BLOCK_CLASSES]
             heads = {SlotKey("grad", self.small.groups[g].slot_class, 0) for g in self.small.layers[-1].groups}
@@ -213,9 +213,11 @@ class SharedBuffers:
     def _reference(self, edge: EdgeChoice, residency: int, unstored: bool | None = None) -> Layout:
         """Lay out the small model with one slot of each kind, to read parameter bytes off. unstored: as of plans, or as
         given."""
-        chunk = max(min(256, self.request.max_seq_len), -(-self.request.max_seq_len // 64))
-        size = (chunk, -(-self.request.max_seq_len // chunk))
-        plan = self._plan(size, edge, SlotCounts(1, 1), residency, keep_all=False, unstored=unstored)
+        longest, whole = self.request.max_seq_len, self.request.segments_by_chunk
+        chunk = longest if whole else max(min(256, longest), -(-longest // 64))
+        plan = self._plan(
+            (chunk, -(-longest // chunk)), edge, SlotCounts(1, 1), residency, keep_all=False, unstored=unstored
+        )
         return Layout(self.small, plan)
 
     # -- activations -------------------------------------------------------------------------------------------------
@@ -323,32 +325,29 @@ class SharedBuffers:
             self._tiles[tile] = align(tile_offsets(layouts, tile, self.request.gpu_updates)["end"])
         return self._tiles[tile]
 
-    @cached_property
-    def tiles_in_round(self) -> tuple[int, int]:
-        """(slots, elements of a tile) for updates inside a round, beside its slots.
-
-        All of a block at once, so that its tiles may arrive while the block below computes, as far as there is room.
-        """
+    def tiles_in_round(self, chunks: int) -> tuple[int, int]:
+        """(slots, elements of a tile) for updates inside rounds of so many chunks, beside their slots: as many tiles of
+        a block as `_tiles_of_block`, as far as there is room."""
         count, room = SLOTS_IN_ROUND, self.request.max_gpu_bytes // TILES_IN_ROUND - self.update_scratch_bytes
         block = max(layout.numel for layout in self.kind_layouts)
-        tile = max(LEAST_TILE, -(-block // (count * LEAST_TILE)) * LEAST_TILE)
+        tiles = _tiles_of_block(self.request, chunks)
+        tile = max(LEAST_TILE, -(-block // (tiles * LEAST_TILE)) * LEAST_TILE)
         while tile > LEAST_TILE and count * self._tile_bytes(tile) > room:
             tile = max(LEAST_TILE, tile // (2 * LEAST_TILE) * LEAST_TILE)
         return count, tile
 
-    @cached_property
-    def round_tile_bytes(self) -> int:
-        """Bytes that updates inside a round take beside its slots; 0 where there are none."""
+    def round_tile_bytes(self, chunks: int) -> int:
+        """Bytes that updates inside rounds of so many chunks take beside their slots; 0 where there are none."""
         if not self.request.updates_in_round:
             return 0
-        count, tile = self.tiles_in_round
+        count, tile = self.tiles_in_round(chunks)
         return count * self._tile_bytes(tile) + self.update_scratch_bytes
 
-    def tiles(self, region_bytes: int, most: int) -> tuple[int, int]:
+    def tiles(self, region_bytes: int, most: int, chunks: int) -> tuple[int, int]:
         """(slots, elements of a tile) for the update: as many of at most `most` slots as fit the round's region, or
         those beside it, the tiles as large as is useful. One smallest tile there is in any case."""
-        if self.round_tile_bytes:
-            return self.tiles_in_round
+        if self.request.updates_in_round:
+            return self.tiles_in_round(chunks)
         room = region_bytes - self.update_scratch_bytes
         count = max(1, min(most, room // self._tile_bytes(LEAST_TILE)))
         tile = 1 << max(0, (self.num_parameters // TILES_PER_MODEL).bit_length() - 1)
@@ -362,6 +361,18 @@ class SharedBuffers:
         homes = _homes_of_edges(self.edge_groups, self.model.layers[0].groups, choices)
         separate_or_shared = (EdgeChoice(share, False, edges) for share in (False, True) for edges in homes)
         return [*separate_or_shared, *(EdgeChoice(True, True, edges) for edges in homes if STREAMED in edges)]
+
+
+def _tiles_of_block(request: Request, chunks: int) -> int:
+    """Tiles that a block's update inside a round of so many chunks is cut into.
+
+    They are updated between the chunks of the block below, and arrive meanwhile: all at once, or of many chunks in
+    every other turn. Chunk by chunk those of a segment's blocks are updated between all chunks but the first of the
+    next segment. Vectors are a tile more.
+    """
+    by_chunk, blocks = request.segments_by_chunk, request.segment_blocks or 1
+    turns = (chunks - 1) / blocks if by_chunk else chunks // 2
+    return max(SLOTS_IN_ROUND, int(SLOTS_IN_ROUND * turns) - 1) if chunks > 3 else SLOTS_IN_ROUND
 
 
 def _homes_of_edges(edges: list[int], embedding: tuple[int, ...], choices: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -116,7 +116,7 @@ class SizeTables:
         counted = self.of_blocks(lambda kind: kind.again_share[side]).at(options).sum(axis=1)
         kept = table.at(options)
         largest = sum(kept[:, places == place].max(axis=1) for place in range(places.max() + 1))
-        return self.chunks_per_round * (largest - counted)
+        return self.buffers.again.chunks(self.chunks_per_round) * largest - self.chunks_per_round * counted
 
     @cached_property
     def option_staged(self) -> PerKind:
@@ -223,7 +223,8 @@ class BlockTables:
         self.use = use._replace(forward=runs * use.forward, backward=runs * (use.backward + kind.runs_again))
         self.again_on_host = tables.home_of_inputs_again == "host"
         mine = buffers.again.places[buffers.kind_of == number]
-        self.sharing = max(1, len(mine) // max(1, len(set(mine.tolist()))))  # blocks that take turns in slots
+        chunks = tables.chunks_per_round // buffers.again.chunks(tables.chunks_per_round)  # that take turns, too
+        self.sharing = chunks * max(1, len(mine) // max(1, len(set(mine.tolist()))))  # uses of slots in turn
         self.residencies, self.options = buffers.kind_residencies[number], options
         self.cost, self.shape, self.sliced = tables.cost, tables.shape, tables.sliced
         self.adapters = buffers.adapters.of_layer(kind.layer)
@@ -247,7 +248,7 @@ class BlockTables:
 
     @cached_property
     def again_share(self) -> tuple[np.ndarray, np.ndarray]:
-        """About the part of these that one of the blocks sharing them takes."""
+        """About the part of these that one of the blocks, and chunks, sharing them takes."""
         gpu, host = self.again_bytes
         return gpu // self.sharing, host // self.sharing
 

@@ -103,8 +103,8 @@ def check_sizes(request: Request) -> None:
 
 
 def _allowed(request: Request, chunks: list[int]) -> list[int]:
-    """The sizes that take the longest sequence whole where layers ask for that: at least one of them."""
-    if not request.whole_sequences:
+    """The sizes that take the longest sequence whole where layers, or segments, ask for that: at least one of them."""
+    if not (request.whole_sequences or request.segments_by_chunk):
         return chunks
     longest, tokens = request.max_seq_len, request.round_tokens
     return [c for c in chunks if c >= longest] or [tokens if tokens is not None else longest]

@@ -107,7 +107,7 @@ class Surrogate:
             costs,
             embedding,
             head,
-            slots=candidates.slots.T,
+            slots=memory.slot_counts(candidates),
             share_edge_slots=share,
             grads_over_weights=memory.grads_over_weights[edges],
             refilled=refilled,
@@ -202,7 +202,7 @@ class Surrogate:
         adapters: Sequence[AdapterGroup] = (),
     ) -> dict[str, np.ndarray]:  # fmt: skip
         """What updates by the GPU inside the last round cost under each of some residencies."""
-        tile = self.buffers.tiles(0, SlotCounts().optimizer)[1]
+        tile = self.buffers.tiles(0, SlotCounts().optimizer, self.tables.chunks_per_round)[1]
         times = np.array([tile_times_in_round(group, home, tile, self.cost) for home in homes])[residency]
         for one in adapters:
             times = times + np.array(tile_times_in_round(one.layout, one.home, tile, self.cost))
@@ -254,7 +254,8 @@ class Surrogate:
         region, least = self.memory.region_bytes(candidates), self.buffers.least_tile_bytes
         found, done = np.zeros(len(region)), np.zeros(len(region))
         regions, which = np.unique(region // least, return_inverse=True)
-        tiles = [self.buffers.tiles(int(n) * least, SlotCounts().optimizer) for n in regions]
+        most, chunks = SlotCounts().optimizer, self.tables.chunks_per_round
+        tiles = [self.buffers.tiles(int(n) * least, most, chunks) for n in regions]
         for tile in set(tiles):
             mine = np.array([t == tile for t in tiles])[which]
             blocks, edges, first_s = self._update_parts(*tile)

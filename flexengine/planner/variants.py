@@ -27,6 +27,7 @@ from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.packing import full_round
 from flexengine.schedule.replays import may_replay
+from flexengine.schedule.segments import may_go_by_chunk
 
 WHOLE_ENOUGH = 0.8
 """Experts in parts are tried where the plan with whole ones is further from the bound than this share: parts cost
@@ -39,6 +40,11 @@ LEAST_IN_ROUND_GAIN = 0.02
 LEAST_AGAIN_GAP = 0.1
 """Inputs are made again, or hidden states wait on the host, which takes more searches, where the best plan is this
 share above the bound."""
+LEAST_BY_CHUNK_GAP, LEAST_RECOMPUTED = 0.05, 0.1
+"""Segments are walked chunk by chunk, which takes more searches, where the best plan is the first share above the bound
+and recomputes for the second: they spare recomputation alone."""
+FEWER_SEGMENTS = 5 / 6
+"""Of segments that are walked so, this share is tried next."""
 LARGE_ADAPTERS = 0.1
 """Plans with adapters on the host are searched where those on the GPU take more than this share of its budget, or where
 no plan with them there fits: to stream small ones frees little, and searching takes as long again."""
@@ -255,8 +261,39 @@ def _fits(model: ModelSpec, request: Request, problem: Problem) -> bool:
     )
 
 
+def _by_chunk_applies(problem: Problem, best: Found | None) -> bool:
+    """Where the best plan is far from the bound as it recomputes, and chunks may take sequences whole."""
+    request = problem.request
+    if best is None or request.segment_blocks is not None or not request.may_make_inputs_again:
+        return False
+    if not may_go_by_chunk(problem.model) or may_be_in_parts(problem.model) or request.hidden_on_host:
+        return False
+    found = best.predicted
+    far = found.speed_of_light_s <= (1.0 - LEAST_BY_CHUNK_GAP) * found.step_s
+    takes_whole = any(chunk >= request.max_seq_len for chunk, _ in chunk_sizes(request))
+    return far and takes_whole and found.recompute_share >= LEAST_RECOMPUTED
+
+
+def _by_chunk(problem: Problem, best: Found | None) -> Found | None:
+    """The fastest plan in segments of two blocks that backward walks chunk by chunk: all blocks in segments, then fewer
+    of the first ones until that does not fit or is slower. Gradients are not stored where they need not be."""
+    assert best is not None, "there is a plan to be faster than"
+    way = ways_of(problem.request)[-1].gpu_updates
+    way = best.plan.request.gpu_updates if way == "auto" else way
+    asked = replace(problem.request, gpu_updates=way, segment_blocks=2, segment_order="chunks", graphs="never")
+    count, found = len(problem.model.blocks) // 2, best
+    while count:
+        fewer = replace(problem, request=replace(asked, segments=count))
+        one = fastest(OF_WHOLE_EXPERTS, fewer) if _fits(problem.model, fewer.request, problem) else None
+        if one is None or one.predicted.step_s >= found.predicted.step_s:
+            break
+        found, count = one, int(count * FEWER_SEGMENTS)
+    return None if found is best else found
+
+
 OF_SEGMENTS = (WHOLE, IN_PARTS, NO_CLIPPING, SECOND_PLANES, UNSTORED, IN_ROUND)
 IN_SEGMENTS = Variant[Problem, Found](_in_segments_applies, _in_segments)
+BY_CHUNK = Variant[Problem, Found](_by_chunk_applies, _by_chunk)
 
 # -- hidden states that wait on the host -------------------------------------------------------------------------------
 
@@ -272,7 +309,7 @@ def _hidden_on_host(problem: Problem, _: Found | None) -> Found | None:
 
 
 HIDDEN_ON_HOST = Variant[Problem, Found](_hidden_on_host_applies, _hidden_on_host)
-OF_ONE_HOME = (*OF_KEPT_INPUTS, IN_SEGMENTS, HIDDEN_ON_HOST)
+OF_ONE_HOME = (*OF_KEPT_INPUTS, IN_SEGMENTS, BY_CHUNK, HIDDEN_ON_HOST)
 """With all adapters on the GPU, or all on the host."""
 
 # -- where adapters live -----------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.region import Region
 from flexengine.schedule.second_planes import SECOND, second_kinds
-from flexengine.schedule.slots import Memory, Slot, SlotKey
+from flexengine.schedule.slots import Memory, Slot
 
 ADAPTER_SLOTS = 2
 """Slots for weights of adapters that stream, and for their gradients: one at work, one on its way."""
@@ -145,7 +145,7 @@ class _HostSlots:
                 continue
             for c in range(sizes.kept_chunks):
                 if kept.input_home == "host" and not sizes.is_handed(layer):
-                    key = SlotKey("input", sizes.segments.owner_of_input(layer), c, "host")
+                    key = sizes.segments.key_of_input(layer, c, "host")
                     region.add_once(key, sizes.hidden_bytes, "offloaded activations", sizes.hidden_bytes)
                 if num_bytes := program.save_host_bytes:
                     key = sizes.segments.key_of_saved("save", layer, c, "host", num_bytes)
@@ -265,7 +265,7 @@ class _GpuSlots:
 
     def _accumulators(self, region: Region, name: str, num_bytes: int, num_parts: int) -> None:
         """Append the slots that gradients of a class are added up in: one, or a ring of several."""
-        count = self._sizes.places.accumulators
+        count = max(self._sizes.places.accumulators, self._sizes.segments.accumulators if name == "block" else 1)
         for k in range(min(count, num_parts)) if count > 1 else (-1,):
             region.add("accumulator", num_bytes, "gradient accumulators", name, k)
 
@@ -321,7 +321,7 @@ class _GpuSlots:
                 continue
             for c in range(self._sizes.kept_chunks):
                 if kept.input_home == "gpu":
-                    key = SlotKey("input", self._sizes.segments.owner_of_input(layer), c)
+                    key = self._sizes.segments.key_of_input(layer, c)
                     region.add_once(key, self._sizes.hidden_bytes, "kept activations", self._sizes.hidden_bytes)
                 if num_bytes := program.save_gpu_bytes:
                     key = self._sizes.segments.key_of_saved("save_gpu", layer, c, "gpu", num_bytes)

@@ -126,7 +126,10 @@ class PlannedSizes:
 
     @property
     def num_hidden_gradients(self) -> int:
-        """Slots for their gradients: one for each of a round's chunks, or those in transit."""
+        """Slots for their gradients: one for each of a round's chunks, or those in transit; chunk by chunk gradients
+        take the slots of hidden states that the head has read."""
+        if self.segments.by_chunk:
+            return 0
         return HIDDEN_GRADIENTS if self.plan.request.hidden_on_host else self.plan.num_chunks
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from itertools import combinations_with_replacement
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,16 @@ def check_surrogate(memory: CandidateMemory, candidate: Candidates) -> None:
 
 
 SEGMENTS = (1, 2, None, 3, 4)
+
+
+def segments_of(seed: int, frozen: tuple[str, ...]) -> dict[str, Any]:
+    """Segments of a request; with whole sequences and all trained, of some seeds chunk by chunk, and of some a few."""
+    found: dict[str, Any] = {"segment_blocks": SEGMENTS[seed % 5]}
+    if seed % 3 and not frozen and (SEGMENTS[seed % 5] or 1) > 1:
+        found |= {"segment_order": "chunks", "segments": None if seed % 2 else 1}
+    return found
+
+
 FROZEN = ((), ("embed", "block.0"), ("embed", "blocks"), ("block.1", "head"), ("blocks", "head"))
 
 
@@ -127,7 +138,7 @@ def test_bytes_by_formula_are_those_of_the_layout(seed, name, frozen):
     count = random.randint(2, 6)
     model = mixed_model(count) if seed % 4 == 3 else small_model(count, tied=seed % 2 == 0, hidden=256)
     model = with_frozen(model, frozen)
-    segments = {"segment_blocks": SEGMENTS[seed % 5]}
+    segments = segments_of(seed, frozen)
     memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics, **segments)
     check_bytes(memory, random_candidate(memory, random))
 
@@ -139,7 +150,7 @@ def test_the_surrogate_is_near_the_simulator(seed, frozen):
     profile = slow_link(random.choice([1e9, 4e9, 1e10]))
     model = with_frozen(mixed_model(8) if seed % 4 == 3 else small_model(8, hidden=256), frozen)
     size = {"seq_len": 32 if seed % 3 else 128, "chunk": 256 if seed % 3 else 64}
-    memory = memory_of(model, profile, **size, segment_blocks=SEGMENTS[seed % 5])
+    memory = memory_of(model, profile, **size, **segments_of(seed, frozen))
     check_surrogate(memory, random_candidate(memory, random))
 
 

@@ -40,6 +40,41 @@ def test_blocks_below_run_again_just_before_a_segments_last(home):
     assert len(inputs) == (4 + 2) * plan.chunks_per_round  # four are kept, and two wait in a segment at the most
 
 
+def chunk_by_chunk(model, plan, **changed):
+    request = replace(plan.request, segment_order="chunks", segment_blocks=3)
+    return Layout(model, replace(plan, request=request, **{"weight_slots": 3, **changed}))
+
+
+def test_a_chunk_passes_a_segment_before_the_next_one_does():
+    model, plan = in_segments({1, 2, 4}, keep_gpu=("rope",))
+    layout = chunk_by_chunk(model, plan)
+    shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    program = lower_round(layout, shape, True)
+    check_program(program, layout.gpu_bytes, layout.host_bytes)
+    calls = [c.args for c in program.commands if c.kind in ("forward_again", "backward")]
+    ran = [(call.layer - 1, call.chunk) for call in calls if model.layers[call.layer].kind == "block"]
+    chunks = range(len(shape.chunks))[::-1]
+    assert ran[: 2 * len(chunks)] == [(block, c) for block in (6, 5) for c in chunks]
+    assert ran[2 * len(chunks) :][:3] == [(3, chunks[0]), (4, chunks[0]), (3, chunks[0])]
+    assert ran[5 * len(chunks) :] == [(block, c) for c in chunks for block in (0, 1, 2, 1, 0)]
+    kept = [s for s in layout.slots if s.category == "kept activations" and not s.key.within]
+    assert len(kept) == (4 + 4) * plan.chunks_per_round + 2 + 2  # of what is made again, and kept then, one chunk's
+    assert len(layout.ring("accumulator", "block")) == 3
+    assert not layout.ring("grad_hidden")
+
+
+def test_what_cannot_go_chunk_by_chunk_is_refused():
+    model, plan = in_segments({1, 2, 4})
+    with pytest.raises(ValueError, match="weight_slots=2"):
+        chunk_by_chunk(model, plan, weight_slots=2)
+    with pytest.raises(ValueError, match=r"keeps on the host what block\.1 makes again"):
+        chunk_by_chunk(*in_segments({1}, input_home="host"))
+    with pytest.raises(ValueError, match="chunks of whole sequences"):
+        chunk_by_chunk(model, replace(plan, request=replace(plan.request, max_seq_len=64), chunk_tokens=32))
+    with pytest.raises(ValueError, match="segment_blocks is not above 1"):
+        replace(plan.request, segment_order="chunks")
+
+
 def test_segments_take_turns_in_slots_of_what_they_keep_only_then():
     model, plan = in_segments({1, 3, 5}, keep_gpu=("rope",), input_home="host")
     slots = Layout(model, plan).slots

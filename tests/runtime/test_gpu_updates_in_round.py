@@ -28,6 +28,7 @@ from flexengine.schedule.layout import Layout
 from tests.engine_helpers import (
     FLOAT32,
     build_engine,
+    chunk_by_chunk,
     make_plan,
     random_batch,
     random_weights,
@@ -81,15 +82,17 @@ def trained(engine, tokens, num_steps=2):
 @settings(SETTINGS, max_examples=18)
 @given(
     model=models(), lengths=batches(), size=sizes(), data=st.data(), rule=st.sampled_from(list(RULES)),
-    stored=st.booleans(), clip=st.sampled_from((None, 0.3, 1e9)), adapted=st.booleans(), seed=st.integers(0, 99),
+    stored=st.booleans(), clip=st.sampled_from((None, 0.3, 1e9)), way=st.sampled_from(("adapted", "by chunk", "usual")),
+    seed=st.integers(0, 99),
 )  # fmt: skip
-def test_any_plan_gives_the_bits_of_the_resident_plan(model, lengths, size, data, rule, stored, clip, adapted, seed):
+def test_any_plan_gives_the_bits_of_the_resident_plan(model, lengths, size, data, rule, stored, clip, way, seed):
     source = random_weights(model)
-    if adapted and rule != "muon":
+    if way == "adapted" and rule != "muon":
         source = source._replace(spec=with_lora(source.spec, LoRA(rank=3)))
     spec, tokens = source.spec, tokens_of(lengths, source.spec)
     chunks = size[1] if stored else 24
-    options = {"chunk_tokens": size[0], "chunks_per_round": chunks, "max_seq_len": MAX_SEQ_LEN, "numerics": RULES[rule]}
+    chunk = max(size[0], MAX_SEQ_LEN) if way == "by chunk" else size[0]
+    options = {"chunk_tokens": chunk, "chunks_per_round": chunks, "max_seq_len": MAX_SEQ_LEN, "numerics": RULES[rule]}
     clip = None if stored else clip
     rules = {"optimizer": Muon(lr=1e-2) if rule == "muon" else AdamW(lr=1e-2), "max_grad_norm": clip}
     resident = build_engine(source, make_plan(spec, **options), **rules)
@@ -99,6 +102,7 @@ def test_any_plan_gives_the_bits_of_the_resident_plan(model, lengths, size, data
     if not stored:
         decisions["groups"] = [unstored(spec, home, group) for group, home in enumerate(decisions["groups"])]
     plan = in_round(make_plan(spec, **options, **decisions), clipping=clip is not None)
+    plan = chunk_by_chunk(plan) if way == "by chunk" else plan
     losses, weights = trained(build_engine(source, plan, order=shuffled_order(seed), **rules), tokens)
     expected, expected_weights = trained(resident, tokens)
     assert losses == expected

@@ -19,6 +19,7 @@ class ActivationLowering:
         self._hidden = SlotRing(self._layout.ring("hidden"))
         self._staging = SlotRing(self._layout.ring("save_host"))
         self._gradients = SlotRing(self._layout.ring("grad_hidden"))
+        self._over_hidden: dict[int, int] = {}  # chunk -> slot of a hidden state that its gradient lies in
         self._inputs: dict[tuple[int, int], int] = {}  # (layer, chunk) -> slot
         self._waiting: dict[tuple[int, int], int] = {}  # the same of inputs that wait on the host
         self._made_again: dict[tuple[int, int], int] = {}  # the same of inputs that backward has made again
@@ -138,6 +139,8 @@ class ActivationLowering:
 
     def gradient(self, index: int, c: int) -> int:
         """The slot of the gradient of layer `index`'s output, which its input's replaces; the head makes the first."""
+        if self._layout.segments.by_chunk:
+            return self._gradient_over_hidden(index, c)
         if not self._context.plan.request.hidden_on_host:
             return self._layout.slot("grad_hidden", index=c)
         slot = self._gradients.take()
@@ -146,6 +149,17 @@ class ActivationLowering:
             regions = [CopyRegion(place, 0, slot, 0, self._hidden_bytes(c))]
             self._builder.copy(self._name("fetch", "grad", index, c), Stream.H2D, f"grad {index + 1} {c}", regions)
         return slot
+
+    def _gradient_over_hidden(self, index: int, c: int) -> int:
+        """The slot of a chunk's gradient among those of hidden states: one that is free when the head makes it. What
+        the head has read is free, and blocks' inputs arrive in what is left."""
+        if c not in self._over_hidden:
+            if not self._over_hidden:
+                read = {self._inputs[index, chunk] for chunk in self._context.chunks}
+                self._hidden = SlotRing([slot for slot in self._hidden.slots if slot not in read])
+            slot, *free = self._hidden.slots
+            self._over_hidden[c], self._hidden = slot, SlotRing([*free, self._inputs[index, c]])
+        return self._over_hidden[c]
 
     def send_gradient(self, index: int, c: int, slot: int) -> None:
         """Send the gradient of layer `index`'s input to the host where it waits there for the layer below."""
@@ -159,7 +173,7 @@ class ActivationLowering:
 
     def _place_of_input(self, index: int, c: int, memory: Memory = "gpu") -> int:
         number = self._context.number_kept(c)
-        return self._layout.slot("input", self._layout.segments.owner_of_input(index), number, memory)
+        return self._layout.slot_of(self._layout.segments.key_of_input(index, number, memory))
 
     def _place_on_gpu(self, index: int, c: int) -> int:
         num_bytes = self._layout.programs[index].save_gpu_bytes

@@ -78,7 +78,8 @@ class GradientLowering:
     def accumulators(self, layer: LayerSpec, begun: bool) -> dict[int, int]:
         """Slots of the accumulators of a layer's trained groups. begun: an earlier stage of the layer had some."""
         classes = {group: self._context.model.groups[group].slot_class for group in self._trained(layer)}
-        return {group: self._layout.slot("accumulator", name) for group, name in classes.items()}
+        place = self._layout.segments.accumulator_of(layer)
+        return {group: self._layout.slot("accumulator", name, place) for group, name in classes.items()}
 
     def finish(self, group: int, part: int, accumulator: int) -> None:
         """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home."""
@@ -126,6 +127,11 @@ class GradientLowering:
             device = self._updated.scales[tile.group].device
             self._tiles.update(tile, Access(device, self._scale_content(tile.group)), grad)
         del self._waiting[:count]
+
+    def has_room(self, layer: LayerSpec, left: int) -> bool:
+        """Whether the gradients of a layer's groups have slots where those of so many layers wait to be updated."""
+        classes = {self._context.model.groups[group].slot_class for group in self._trained(layer)}
+        return all(left < len(self._layout.ring("grad", name)) for name in classes)
 
     def lower_norm(self) -> None:
         """Have the factors on all gradients and their norm, and tell the host where the round speculates."""

@@ -103,9 +103,7 @@ class RoundLowering(LayerWalk):
                 self._forward_layer(index, layer)
         for index in reversed(range(len(self.model.layers))):
             if self.model.layers[index].has_backward:
-                for earlier in self.layout.segments.to_run_again(index):
-                    self._run_again(earlier, self.model.layers[earlier])
-                self._backward_layer(index, self.model.layers[index])
+                self._backward(index)
         self.gradients.update_waiting()
         if self.kind.updates in ("speculative", "norm"):
             self.gradients.lower_norm()
@@ -165,6 +163,49 @@ class RoundLowering(LayerWalk):
             self.activations.offload_again(index, c)
 
     # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _backward(self, index: int) -> None:
+        """Backward of a layer, and what runs again before it; of all of a segment with its last where that goes chunk
+        by chunk."""
+        segments = self.layout.segments
+        if segments.by_chunk and segments.runs_again(index):
+            return
+        if together := segments.together(index):
+            self._backward_together(together)
+            return
+        for earlier in segments.to_run_again(index):
+            self._run_again(earlier, self.model.layers[earlier])
+        self._backward_layer(index, self.model.layers[index])
+
+    def _backward_together(self, blocks: range) -> None:
+        """Run one chunk after the other through all blocks of a segment, forward again and backward."""
+        layers = self.model.layers
+        beside = tuple(group for index in blocks for group in layers[index].groups)
+        stages = {index: self._stages_of(index)[0] for index in blocks}
+        weights = dict[int, dict[int, int]]()  # fetched when they are first needed, inputs of blocks below before them
+
+        def weights_of(index: int) -> dict[int, int]:
+            if index not in weights:
+                weights[index] = self.weights.acquire(layers[index], stages[index], beside=beside)
+            return weights[index]
+
+        accumulators = {index: self.gradients.accumulators(layers[index], begun=False) for index in blocks}
+        order = self.context.chunks[::-1]
+        for number, c in enumerate(order):
+            if number or len(order) == 1:  # tiles arrive behind weights, which have slots when the last segment ends
+                self.gradients.update_waiting(turns=len(order) - number)
+            for index in blocks[:-1]:
+                [at] = stage_parts(self.layout.programs[index].forward_stages)
+                self._run_chunk_again(index, c, at, weights_of(index))
+            for index in reversed(blocks):
+                of_block = (stages[index], weights_of(index), accumulators[index])
+                self._backward_chunk(index, c, *of_block, number == 0, False)
+        for left, index in enumerate(reversed(blocks)):
+            if not self.gradients.has_room(layers[index], left):
+                self.gradients.update_waiting()
+            for group, slot in accumulators[index].items():
+                self.gradients.finish(group, 0, slot)
+            self.gradients.update_complete_groups(index, layers[index])
 
     def _backward_layer(self, index: int, layer: LayerSpec) -> None:
         """Run all chunks of a layer through every stage; then its gradients leave."""

@@ -22,13 +22,15 @@ class WeightLowering:
         self._pools: dict[str, dict[int, tuple[int, int] | None]] = {}  # slot class -> slot -> (group, part) it holds
         self._decoded: dict[int, tuple[int, int]] = {}  # slot with decoded weights -> (group, part) it holds
 
-    def acquire(self, layer: LayerSpec, at: StagePart, groups: tuple[int, ...] | None = None) -> dict[int, int]:
+    def acquire(
+        self, layer: LayerSpec, at: StagePart, groups: tuple[int, ...] | None = None, beside: tuple[int, ...] = ()
+    ) -> dict[int, int]:
         """Slots by group that hold this part of the layer's groups; fetches and decodes what is not there yet.
 
-        groups: those of the layer's that are wanted; None = all.
+        groups: those of the layer's that are wanted; None = all. beside: other groups that are needed at once.
         """
-        wanted = layer.groups if groups is None else groups
-        return {group: self._ready_part(group, self._own(group, at), needed=layer.groups) for group in wanted}
+        wanted, needed = layer.groups if groups is None else groups, (*layer.groups, *beside)
+        return {group: self._ready_part(group, self._own(group, at), needed) for group in wanted}
 
     def reads(self, weights: dict[int, int], part: int) -> list[Access]:
         """What a command reads that computes with these slots."""
