@@ -147,11 +147,9 @@ class PlaceRows(Op):
 
     def adapted(self, adapters: Sequence[Adapters]) -> Self:
         """The same op whose tower's linear layers of these names have adapters, as parameters beside its own."""
-        op = copy.copy(self)
-        op.given = replace(self.given, tower=self.given.tower.adapted(adapters))
-        op.adapters = tuple(adapters)
-        op.params = op.weights = (*self.weights, *(name for one in adapters for name in (one.down, one.up)))
-        return op
+        given = replace(self.given, tower=self.given.tower.adapted(adapters))
+        names = (*self.weights, *(name for one in adapters for name in (one.down, one.up)))
+        return self.changed(given=given, adapters=tuple(adapters), params=names, weights=names)
 
     @property
     def backward_params(self) -> tuple[str, ...]:
