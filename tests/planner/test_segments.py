@@ -63,6 +63,21 @@ def test_a_chunk_passes_a_segment_before_the_next_one_does():
     assert not layout.ring("grad_hidden")
 
 
+@pytest.mark.usefixtures("quick_search")
+def test_chunk_by_chunk_is_planned_for_the_first_blocks():
+    model, profile = small_model(9), slow_link(1e9)
+    segments = {"segment_blocks": 2, "segments": 3, "segment_order": "chunks"}
+    request = Request(64, 1024, 1 << 40, 1 << 40, numerics=FLOAT32, **segments)
+    least = Feasibility(Problem(model, request, profile)).least_gpu().gpu_bytes
+    plan = make_plan(model, replace(request, max_gpu_bytes=2 * least), profile)
+    assert [number for number, kept in enumerate(plan.layers) if kept.input_again] == [2, 4, 6]
+    assert plan.chunk_tokens >= request.max_seq_len
+    assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    layout = Layout(model, plan)
+    program = lower_round(layout, full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round), False)
+    check_program(program, layout.gpu_bytes, layout.host_bytes)
+
+
 def test_what_cannot_go_chunk_by_chunk_is_refused():
     model, plan = in_segments({1, 2, 4})
     with pytest.raises(ValueError, match="weight_slots=2"):
