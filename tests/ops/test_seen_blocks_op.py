@@ -27,14 +27,14 @@ STYLES = {
 by_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
 
 
-def block_op(style, spans=SPANS):
-    return BlockAttention(make(4, 2, 6, style), GIVEN), SeenBlocks(spans, CPU)
+def block_op(style, width=6, device=CPU):
+    return BlockAttention(make(4, 2, width, style), GIVEN), SeenBlocks(SPANS, device)
 
 
 def definition(op, qkv, grad_o):
     """(o, lse, grad_qkv)."""
     n, g, width, style, (tokens, _) = op.num_heads, op.num_kv_heads, op.head_dim, op.style, qkv.shape
-    qkv = qkv.detach().double().requires_grad_()
+    qkv = qkv.detach().double().cpu().requires_grad_()
     heads = qkv.view(tokens, n + 2 * g, width).transpose(0, 1)
     q, k, v = heads[:n], heads[n : n + g].repeat_interleave(2, 0), heads[n + g :].repeat_interleave(2, 0)
     scores = q @ k.transpose(1, 2) * style.scale_of(width)
@@ -48,12 +48,12 @@ def definition(op, qkv, grad_o):
     seen &= (sequence[:, None] == sequence) & (at[:, None] - at < (style.window or tokens))
     scores = scores.masked_fill(~seen, float("-inf"))
     o = (scores.softmax(-1) @ v).transpose(0, 1).reshape(tokens, -1)
-    return o, scores.logsumexp(-1), *torch.autograd.grad(o, qkv, grad_o.double())
+    return o, scores.logsumexp(-1), *torch.autograd.grad(o, qkv, grad_o.double().cpu())
 
 
-def check(h, checks, style, tolerance):
-    op, blocks = block_op(style)
-    qkv, grad_o = random_rows(h, sum(SEQ_LENS), 4, 2, 6)
+def check(h, checks, style, tolerance, width=6):
+    op, blocks = block_op(style, width, h.device)
+    qkv, grad_o = random_rows(h, sum(SEQ_LENS), 4, 2, width)
     o, lse, grad_qkv = definition(op, qkv, grad_o)
     found = h.run(op, replace(h.chunk(SEQ_LENS), blocks=blocks), {"qkv": qkv}, {}, {"o": grad_o})
     checks.close(found.outputs["o"], o, tolerance, "o")
@@ -74,6 +74,13 @@ def test_kernels(make_harness, checks, monkeypatch, own):
     else:
         monkeypatch.setattr(attention, "choose_kernels", lambda *_: PlainKernels())
     check(make_harness("cpu", torch.float32), checks, STYLES["window 4"], 2e-5)
+
+
+@pytest.mark.gpu
+@by_style
+@pytest.mark.parametrize("width", [64, 256])
+def test_on_the_gpu(make_harness, checks, style, width):
+    check(make_harness("cuda", torch.bfloat16), checks, style, 2e-2, width)
 
 
 def test_without_blocks_it_is_causal_attention(harness, checks):
