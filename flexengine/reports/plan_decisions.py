@@ -220,10 +220,12 @@ def _activation_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     blocks: Sequence[LayerPlan | None] = plan.layers[1:-1]
     if model is not None:
         blocks = [kept if block.keeps else None for kept, block in zip(blocks, model.blocks, strict=True)]
-    return [
+    lines = [
         f"block{'' if len(members) == 1 else 's'} {number_ranges(members)}: {kept_words(kept)}"
         for kept, members in positions_by_value(blocks).items()
-    ] + ["hidden states and their gradients wait on the host between layers"] * plan.request.hidden_on_host
+    ]
+    lines += ["blocks of a segment run backward together, chunk by chunk"] * plan.request.segments_by_chunk
+    return lines + ["hidden states and their gradients wait on the host between layers"] * plan.request.hidden_on_host
 
 
 def kept_words(kept: LayerPlan | None) -> str:
