@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from flexengine.options.adapters import AdapterOptions
+from flexengine.options.drive import DriveOptions
 from flexengine.options.images import ImageOptions
 from flexengine.options.option import KeywordWords, Need, Option, Words, check_each_once, check_needs, options_of
 from flexengine.options.task import TaskOptions
@@ -38,7 +39,7 @@ FOR_STATES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(AdapterOptions, TaskOptions, ImageOptions):
+class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
     """What decides the plan of a run, and what decides its bits. Raises ValueError for values that no run can have."""
 
     words: ClassVar[Words] = KeywordWords()
@@ -53,22 +54,6 @@ class Job(AdapterOptions, TaskOptions, ImageOptions):
     ] = None
     max_host_mem_gib: Annotated[
         float | None, Option("host memory budget in GiB (default: what is free less a reserve)", above=0, most=MOST_GIB)
-    ] = None
-    offload_dir: Annotated[
-        str | None,
-        Option(
-            "folder on a drive for optimizer states that the host has no room for, on one GPU; the file there has no"
-            " name, and is gone when the run ends (default: no drive)",
-            decides_plan=False,
-        ),
-    ] = None
-    max_disk_gib: Annotated[
-        float | None,
-        Option(
-            "most GiB that optimizer states take on the drive of --offload-dir (default: 15/16 of what is free there)",
-            above=0,
-            most=MOST_GIB,
-        ),
     ] = None
     device: Annotated[str, Option("auto, cuda, cuda:N or cpu; auto = an NVIDIA GPU if there is one")] = "auto"
     dtype: Annotated[ComputeDtype, Option("dtype of the computation")] = "bfloat16"

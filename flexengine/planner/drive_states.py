@@ -5,11 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from flexengine.models.spec import BLOCK_CLASSES, GroupSpec
 from flexengine.plan import GroupPlan, Plan
+from flexengine.planner.cost.stream_loads import STREAMED, UPDATED_BY_CPU
 from flexengine.planner.problem import Problem
-from flexengine.schedule.drive import drive_bytes
-from flexengine.schedule.group_storage import group_storage
+from flexengine.schedule.drive import BLOCK_BYTES, drive_bytes, staged_offsets
+from flexengine.schedule.group_storage import GroupStorage, group_storage
 from flexengine.schedule.layer_program import align
+
+TILES_ON_DRIVE, LEAST_DRIVE_TILE = 256, 1 << 18
+"""Tiles of all states on a drive, of which some are on the host at once, and the least elements of one: a drive wants
+requests of MiBs."""
+
+
+def numbers_on_drive(group: GroupSpec, on_drive: bool) -> tuple[int, ...]:
+    """The numbers of homes that mean a drive: of edges the one of what streams, as they have none by the CPU."""
+    if group.adapter or not on_drive:
+        return ()
+    return (UPDATED_BY_CPU,) if group.slot_class in BLOCK_CLASSES else (STREAMED, UPDATED_BY_CPU)
+
+
+def drive_tile(num_parameters: int) -> int:
+    """Elements of a tile from a drive: of large models as many as are useful, of small ones a small part of all."""
+    return min(Plan.drive_tile, max(LEAST_DRIVE_TILE, num_parameters // TILES_ON_DRIVE))
+
+
+def staged_bytes(stored: Iterable[GroupStorage], num_parameters: int) -> int:
+    """Host bytes that states take on their way from and to a drive, at the most."""
+    return Plan.drive_slots * (staged_offsets(stored, drive_tile(num_parameters))["end"] + BLOCK_BYTES)
 
 
 def state_bytes(problem: Problem) -> int:

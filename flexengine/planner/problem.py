@@ -47,6 +47,11 @@ class Problem:
     streams_adapters: bool = False
     on_drive: bool = False
 
+    @property
+    def may_update_by_cpu(self) -> bool:
+        """Whether updates by the CPU are others than the device's: of a CPU, only those of states on a drive."""
+        return self.profile.device_type == "cuda" or self.on_drive
+
     def layout(self, plan: Plan) -> Layout:
         """Lay out a plan of the model."""
         return Layout(self.model, plan)

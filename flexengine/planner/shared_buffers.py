@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.models.spec import BLOCK_CLASSES, GroupSpec, ModelSpec
+from flexengine.models.spec import BLOCK_CLASSES, ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.adapter_groups import AdapterGroups
 from flexengine.planner.blocks import block_kinds
@@ -30,10 +30,10 @@ from flexengine.planner.cost.stream_loads import (
     UPDATED_BY_CPU,
     residencies_of,
 )
+from flexengine.planner.drive_states import drive_tile, numbers_on_drive, staged_bytes
 from flexengine.planner.inputs_again import InputsAgain
 from flexengine.planner.keep_options import KeepOptions, keep_options
 from flexengine.planner.problem import Problem
-from flexengine.schedule.drive import BLOCK_BYTES, staged_offsets
 from flexengine.schedule.fixed_slots import host_scalar_bytes, norm_square_bytes
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage, tile_offsets
 from flexengine.schedule.group_uses import group_uses
@@ -72,11 +72,6 @@ class EdgeChoice(NamedTuple):
     residencies: tuple[int, ...]
 
 
-TILES_ON_DRIVE, LEAST_DRIVE_TILE = 256, 1 << 18
-"""Tiles of all states on a drive, of which some are on the host at once, and the least elements of one: a drive wants
-requests of MiBs."""
-
-
 class ActivationBytes(NamedTuple):
     """What a chunk and round size takes whatever is kept.
 
@@ -98,9 +93,8 @@ class SharedBuffers:
 
     def __init__(self, problem: Problem, second_planes: bool = False) -> None:
         self.limits = problem.limits
-        self.model, self.request, self.profile = model, request, profile = (
-            problem.model, problem.request, problem.profile
-        )  # fmt: skip
+        self.model, self.request, self.profile = problem.model, problem.request, problem.profile
+        model, request = problem.model, problem.request
         self.second_planes = second_planes
         self._acc_bytes = max(4, DTYPE_BYTES[request.numerics.compute])
         self.block_layers = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
@@ -116,22 +110,20 @@ class SharedBuffers:
         self.uses = group_uses(model)
         self.kind_layouts = [group_storage(model.groups[kind.group], request.numerics) for kind in self.kinds]
         self.edge_layouts = [group_storage(model.groups[g], request.numerics) for g in self.edge_groups]
-        self.on_drive = problem.on_drive
-        by_cpu = (profile.device_type == "cuda" or self.on_drive) and not any(
-            layout.on_gpu_only for layout in self.kind_layouts
-        )
+        by_cpu = problem.may_update_by_cpu and not any(layout.on_gpu_only for layout in self.kind_layouts)
         # what blocks may have: on the CPU both updates are one, and several ranks share one copy on the host
         self.unstored = request.gpu_updates == "unstored"
         on_gpu = (STREAMED,) if request.shares_node else UNSTORED_RESIDENCIES if self.unstored else GPU_RESIDENCIES
         self.residencies = np.array([*on_gpu, UPDATED_BY_CPU] if by_cpu else on_gpu)
-        self.on_drive = self.on_drive and by_cpu
+        self.on_drive = problem.on_drive and by_cpu
         homes = self._residencies(model)
         self.kind_residencies = [homes[kind.group] for kind in self.kinds]
         self.edge_residencies = [homes[g] for g in self.edge_groups]
         self._tiles: dict[int, int] = {}
         # parts [L] in which parameters cross the link, and host bytes that updates by the CPU take beside planes
         self.parts_of_blocks = np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
-        self.cpu_update_host_bytes = align(host_scalar_bytes(len(model.groups), self._acc_bytes)) + self._staged_bytes()
+        staged = staged_bytes(self.kind_layouts + self.edge_layouts, self.num_parameters) if self.on_drive else 0
+        self.cpu_update_host_bytes = align(host_scalar_bytes(len(model.groups), self._acc_bytes)) + staged
         self._options: dict[tuple[int, SaveSets], tuple[KeepOptions, ...]] = {}
         self._edge_slots: dict[EdgeChoice, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
@@ -153,28 +145,9 @@ class SharedBuffers:
             for g, use in zip(model.groups, group_uses(model), strict=True)
         )
         return [
-            residencies_of(group, unstored and once and group.num_parts == 1, self._on_drive(group))
+            residencies_of(group, unstored and once and group.num_parts == 1, numbers_on_drive(group, self.on_drive))
             for group, once in zip(model.groups, whole, strict=True)
         ]
-
-    def _on_drive(self, group: GroupSpec) -> tuple[int, ...]:
-        """The numbers of homes that mean a drive: of edges the one of what streams, as they have none by the CPU."""
-        if not self.on_drive or group.adapter:
-            return ()
-        return (UPDATED_BY_CPU,) if group.slot_class in BLOCK_CLASSES else (STREAMED, UPDATED_BY_CPU)
-
-    def _staged_bytes(self) -> int:
-        """Host bytes that states take on their way from and to a drive, at the most."""
-        if not self.on_drive:
-            return 0
-        stored = [*self.kind_layouts, *self.edge_layouts]
-        return Plan.drive_slots * (staged_offsets(stored, self._drive_tile)["end"] + BLOCK_BYTES)
-
-    @property
-    def _drive_tile(self) -> int:
-        """Elements of a tile from a drive: of large models as many as are useful, of small ones a small part of all."""
-        wanted = self.num_parameters // TILES_ON_DRIVE if self.on_drive else Plan.drive_tile
-        return min(Plan.drive_tile, max(LEAST_DRIVE_TILE, wanted))
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -301,7 +274,7 @@ class SharedBuffers:
             save_slots=slots.save,
             optimizer_slots=slots.optimizer,
             optimizer_tile=tile,
-            drive_tile=self._drive_tile,
+            drive_tile=drive_tile(self.num_parameters) if self.on_drive else Plan.drive_tile,
             share_edge_slots=edge.share_slots,
             grads_over_weights=edge.grads_over_weights,
             in_parts=any(group.num_parts > 1 for group in self.model.groups),
