@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +63,7 @@ class DriveFile:
             self._close_descriptor()
             raise DriveError(error.errno, self._refusal(error)) from error
         self._tensor: Tensor | None = torch.frombuffer(self._mapping, dtype=torch.uint8)[:num_bytes]
-        self._mapped_is_touched = False
+        self._mapped_is_touched, self._settling = False, threading.Lock()
 
     def _refusal(self, error: OSError) -> str:
         free = ""
@@ -106,11 +107,12 @@ class DriveFile:
 
     def settle(self) -> None:
         """Have the drive hold what was written through the mapping, and memory nothing of it."""
-        if self._mapped_is_touched:
-            self._mapped_is_touched = False
-            self._mapping.flush()
-            advise(self._mapping, "MADV_DONTNEED")
-            self._forget(0, 0)
+        with self._settling:  # whoever moves blocks beside waits for it
+            if self._mapped_is_touched:
+                self._mapping.flush()
+                advise(self._mapping, "MADV_DONTNEED")
+                self._forget(0, 0)
+                self._mapped_is_touched = False
 
     def zero(self, offset_bytes: int, num_bytes: int) -> None:
         """Have bytes read as zero, without writing them where the file system can do that."""
