@@ -56,11 +56,11 @@ class Priced(NamedTuple):
 
 def price(options: ObjectiveOptions, plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Priced | None:
     """Price a step with full sequences; None where the plan's own step is all of it."""
+    if options.objective != "grpo" and not options.compares:
+        return None
     predictor, request = StepPredictor(plan, model, profile), plan.request
     if options.objective == "grpo":
         return _of_groups(options, predictor)
-    if not options.compares:
-        return None
     objective = OBJECTIVES[options.objective]
     lengths = [request.max_seq_len] * (request.max_global_batch_tokens // request.max_seq_len)
     trained = lengths if objective.trains_second else lengths[0::2]

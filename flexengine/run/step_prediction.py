@@ -22,7 +22,7 @@ from flexengine.schedule.packing import PackedChunk, pack, packed_shape
 from flexengine.schedule.programs import lower_evaluation, lower_round
 from flexengine.schedule.ranks.transports import layout_of, transport_of
 from flexengine.schedule.simulator import Rates, simulate
-from flexengine.schedule.step_parts import full_step, simulated_rounds
+from flexengine.schedule.step_parts import full_step, lower_last_round, simulated_rounds
 
 GRID = 8
 """Steps are simulated with compute at multiples of this fraction of full chunks', and interpolated between them. A
@@ -55,7 +55,8 @@ class StepPredictor:
     def _first_round(self, shape: RoundShape) -> Program:
         """A round with all layers, or in stages the layers of one rank, whose chunks compare as those of all do."""
         whole = transport_of(self.plan).full_wave(shape, self.plan.request.ranks)
-        return lower_round(self._layout, whole, first=True)
+        lower = lower_last_round if len(self._full_chunks) == len(shape.chunks) else lower_round
+        return lower(self._layout, whole, first=True)
 
     def step_s(self, lengths: Sequence[int], after_clipping: bool = False) -> float:
         """Predict the seconds of a step on sequences of these lengths; those of the plan for a full batch, and for

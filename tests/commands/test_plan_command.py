@@ -48,7 +48,7 @@ def run(model, capsys):
 
 
 def test_a_config_is_enough(run):
-    status, out, err = run("--gpu cpu-test --max-gpu-mem-gib 0.004")
+    status, out, err = run("--gpu cpu-test --max-gpu-mem-gib 0.8")
     left = "budgets found: host 15.00 GiB; left to the system: 1.00 GiB of host memory\n"
     assert (status, err) == (0, left)
     assert out.startswith("fits: ")
@@ -88,6 +88,11 @@ def test_trades_are_told_where_they_are_asked_for(run):
     assert [trade["gain"] for trade in trades] == sorted((trade["gain"] for trade in trades), reverse=True)
     status, _, err = run("--gpu rtx4090 --trades --compare 8 12")
     assert (status, "leave --trades out" in err) == (2, True)
+
+
+def test_gradients_that_nothing_stores(run):
+    states = "--gpu rtx4090 --max-grad-norm 0 --optimizer-state-dtype int8"
+    assert "groups not stored" in run(f"{states} --max-gpu-mem-gib 0.8")[1]
 
 
 def test_frozen_layers(run):
