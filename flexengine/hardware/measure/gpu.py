@@ -100,7 +100,7 @@ class Rates(NamedTuple):
         """The profile of a machine with these rates; sizes: those of `MemoryProfile`, in their order."""
         memory = MemoryProfile(self.memory_bytes_per_s, *sizes)
         parts = (self.matmul, self.attention, self.link, self.host, memory)
-        return HardwareProfile(name, device_type, "measured", *parts, self.curves)
+        return HardwareProfile(name, device_type, "measured", *parts, curves=self.curves)
 
 
 class HostRates(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.attention.attention import CausalAttention
+from flexengine.ops.attention.kernels import Results, Rows
 from flexengine.ops.attention.reference import attention_backward_reference, attention_forward_reference
 from flexengine.ops.attention.style import AttentionStyle
 from flexengine.ops.base import FLOAT64_BYTES, OpEnv, Work, in_plain_width, wide
@@ -64,20 +65,20 @@ class BlockAttention(CausalAttention):
         (out, lse), at, style, lengths = self._views(env), blocks.queries, self._later_style, blocks.lengths
         rows = self._rows(env.t[self.qkv], blocks)
         kernels = self.serving(env, rows[0], lengths.seq_lens, style)
-        results = out[at], lse[:, at].contiguous()
+        results = Results(out[at], lse[:, at].contiguous())
         grad_out = env.g[self.y].view_as(out)[at]
         if kernels is None:
-            grads = attention_backward_reference(grad_out, *rows, *results, lengths.seq_lens, 0, style=style)
+            grads = attention_backward_reference(grad_out, rows, results, lengths.seq_lens, 0, style=style)
         else:
             rng = env.chunk.constants["attention_rng"]
-            grads = kernels.backward(grad_out, *rows, *results, lengths, rng, style)
+            grads = kernels.backward(grad_out, rows, results, lengths, rng, style)
         places = at, blocks.keys, blocks.keys
         for target, place, grad in zip(self.split(env.g[self.qkv]), places, grads, strict=True):
             target.index_copy_(0, place, wide(target[place]).add_(grad).to(target.dtype))
 
-    def _rows(self, qkv: Tensor, blocks: SeenBlocks) -> tuple[Tensor, Tensor, Tensor]:
+    def _rows(self, qkv: Tensor, blocks: SeenBlocks) -> Rows:
         q, k, v = self.split(qkv)
-        return q[blocks.queries], k[blocks.keys], v[blocks.keys]
+        return Rows(q[blocks.queries], k[blocks.keys], v[blocks.keys])
 
     # -- what it costs -----------------------------------------------------------------------------------------------
 
