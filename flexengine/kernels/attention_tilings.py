@@ -172,7 +172,7 @@ def forward_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Ti
 def query_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Tiling:
     """The tile of the kernel of grad_q, whose loop goes over keys and values."""
     if widths.widest > MANY_COLUMNS:
-        tiling = Tiling(64, 16, 8, 2)
+        tiling = Tiling(64, 32, 8, 1)
     elif widths.widest > 64:
         tiling = Tiling(128, 32 if widths.widest > 192 else 64, 8, 3)
     else:
@@ -184,7 +184,7 @@ def query_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Tili
 def key_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Tiling:
     """The tile of the kernel of grad_k and grad_v, whose loop goes over queries and gradients of outputs."""
     if widths.widest > MANY_COLUMNS:
-        tiling = Tiling(16, 64, 8, 2, passes=2)
+        tiling = Tiling(32, 64, 8, 1, apart=False, passes=2)
     elif widths.widest > 128:
         tiling = Tiling(32, 128, 8, 3, passes=2 if widths.widest > 192 else 1)
     else:
