@@ -292,8 +292,15 @@ def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tu
     job, dtype = opened.job, getattr(torch, opened.job.dtype)
     run = CallRun(opened.device, dtype, job.max_seq_len, profile, job.max_gpu_mem_gib, job.deterministic)
     spec, profile = with_timed_blocks(opened.source.spec, run, partial(_told_by_first, team))
-    folder = opened.job.offload_dir
-    profile = with_drive(profile, folder) if team is None else with_ranks_at_work(profile, team, opened.device, dtype)
+    if job.max_disk_gib is not None and job.offload_dir is None:
+        raise ValueError(
+            f"max_disk_gib={job.max_disk_gib} is for a drive, and none is named; give --offload-dir DIR too"
+        )
+    profile = (
+        with_drive(profile, job.offload_dir)
+        if team is None
+        else with_ranks_at_work(profile, team, opened.device, dtype)
+    )
     return opened._replace(source=opened.source._replace(spec=spec)), profile
 
 

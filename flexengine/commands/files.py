@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from flexengine.checkpoint.atomic import sync_file
 from flexengine.wording import explain_os_error
 
 
@@ -55,6 +54,8 @@ def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:
     A link keeps pointing to its file, which is the one that is replaced; a device or a FIFO is written to as it is.
     Raises ValueError, with the reason and a remedy, when the file system refuses.
     """
+    from flexengine.checkpoint.atomic import sync_file  # noqa: PLC0415, brings torch, which no --help needs
+
     try:
         if _is_special(path):
             write(path)

@@ -175,13 +175,13 @@ class Plan:
     save_slots: int = 2
     optimizer_slots: int = 2
     optimizer_tile: int = 1 << 24
-    drive_slots: int = 4
-    drive_tile: int = 1 << 24
     share_edge_slots: bool = False
     grads_over_weights: bool = False
     in_parts: bool = False
     touched_only: bool = False
     transport: TransportName = "relay"
+    drive_slots: int = 4
+    drive_tile: int = 1 << 24
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:

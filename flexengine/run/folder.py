@@ -41,7 +41,7 @@ from flexengine.run.resuming import AUTO, SAME_RESULTS
 from flexengine.wording import without_folders
 
 NAMED_PLACES = ("model", "adapter", "tokenizer", "teacher", "dataset", "val_dataset", "rewards")
-LOCAL_PLACES = ("output_dir", "resume", "overwrite", "dry_run", "plan_json", "data_cache", "generator")
+LOCAL_PLACES = ("output_dir", "resume", "overwrite", "dry_run", "plan_json", "data_cache", "generator", "offload_dir")
 """Options that say where something lies: which of them tell what made a model, and which mean nothing elsewhere."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}  # int8: a float32 scale for 256
 

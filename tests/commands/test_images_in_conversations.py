@@ -7,7 +7,7 @@ import pytest
 from image_models import IMAGE_TOKENS, write_llava
 from PIL import Image
 
-from flexengine import from_pretrained
+from flexengine import Sampling, from_pretrained
 from flexengine.commands.chat import Conversation
 from flexengine.data import TokenizerOptions, TokenizerProcess
 from flexengine.serving.answering import Answered, Job, _answer
@@ -53,7 +53,7 @@ def test_requests_with_images_are_answered(served, red):
     body = {"messages": [{"role": "user", "content": said}], "max_tokens": 5}
     job = Job(read_request(CHAT, body, Defaults("tiny", images=True)))
     _answer(job, *served)
-    last: Any = list(job.told())[-1]
+    last: Any = list(job.messages())[-1]
     assert isinstance(last, Answered), last
     assert last.answers[0].text == expected
     assert last.num_prompt == len(ids) > IMAGE_TOKENS
@@ -62,7 +62,7 @@ def test_requests_with_images_are_answered(served, red):
 def test_pictures_in_a_chat(served, red, capsys):
     """A first message about none, two pictures of which one is no file, and a message about the other."""
     engine, tokenizer = served
-    conversation = Conversation(engine, tokenizer, 5, {})
+    conversation = Conversation(engine, tokenizer, 5, Sampling())
     conversation.show(str(red), 0)
     conversation.show(f"{red}.gif", 48)
     said = capsys.readouterr().err
@@ -108,6 +108,6 @@ def test_a_damaged_image_is_told_to_who_sent_it(served):
     said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
     job = Job(read_request(CHAT, {"messages": said}, Defaults("tiny", images=True)))
     _answer(job, *served)
-    (told,) = job.told()
+    (told,) = job.messages()
     assert isinstance(told, RequestError)
     assert "the image in the prompt is damaged or none of PNG" in str(told)

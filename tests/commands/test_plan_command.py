@@ -48,7 +48,7 @@ def run(model, capsys):
 
 
 def test_a_config_is_enough(run):
-    status, out, err = run("--gpu cpu-test --max-gpu-mem-gib 0.8")
+    status, out, err = run("--gpu cpu-test --max-gpu-mem-gib 0.004")
     left = "budgets found: host 15.00 GiB; left to the system: 1.00 GiB of host memory\n"
     assert (status, err) == (0, left)
     assert out.startswith("fits: ")
@@ -280,7 +280,7 @@ LARGEST = {
 
 def test_sizes_and_budgets_have_limits():
     sizes = {"max_seq_len", "max_global_batch_tokens", "chunk_tokens", "round_tokens", "round_multiple"}
-    sizes.add("max_image_tokens")
+    sizes |= {"max_image_tokens", "max_disk_gib"}
     assert set(LARGEST) == {*sizes, "max_gpu_mem_gib", "max_host_mem_gib", "lora_rank", "lora_alpha", "lora_dropout"}
 
 

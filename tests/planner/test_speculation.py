@@ -116,7 +116,8 @@ def test_second_planes_are_searched_for_where_they_may_gain(gain, counted, searc
     """8B parameters and 8192 tokens, whose updates inside backward gain more than there is room for."""
     monkeypatch.setattr(variants, "LEAST_LEFT_GAIN", gain)
     model = open_model("preset:llama-3.1-8b").spec
-    request = Request(2048, 8192, 24 * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
+    numerics = Numerics(state="bfloat16")
+    request = Request(2048, 8192, 24 * GIB, 110 * GIB, numerics=numerics, graphs="never", segment_blocks=1)
     make_plan(model, request, MEASURED)
     assert [second_planes for second_planes, _ in searches] == counted
 
@@ -159,7 +160,7 @@ def test_only_the_plan_that_wins_is_searched_as_if_nothing_were_clipped(monkeypa
     monkeypatch.setattr(Search, "may_gain_in_backward", property(lambda self: not calls.append("without clipping")))
     monkeypatch.setattr(Search, "_updating_in_backward", lambda self, second_planes: Unclipped([], inf))
     model = open_model("preset:tiny-llama3-150m").spec
-    request = Request(512, 4096, 2 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
+    request = Request(512, 4096, 2 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"), segment_blocks=1)
     plan = make_plan(model, request, preset("h200"))
     assert calls == ["found, auto", "found, always", "without clipping"]
     assert plan.replays

@@ -15,6 +15,7 @@ from engine_helpers import build_engine, random_batch, saved_model, streamed_pla
 from flexengine.commands.read_run import read_run
 from flexengine.data import IGNORE, TokenizedRecord, hold_out, prepare_sequences
 from flexengine.data.validation import ValidationBatches
+from flexengine.hardware.presets import PRESETS
 from flexengine.models.registry import open_model
 from flexengine.options.train_config import TrainConfig
 from flexengine.plan import Prediction
@@ -54,7 +55,7 @@ class ScriptedEngine:
 
     model = SimpleNamespace(task=None)
 
-    profile, step_count = None, 0
+    profile, step_count, device = PRESETS["cpu-test"], 0, torch.device("cpu")
 
     def __init__(self, losses):
         self.losses, self.evaluated, self.saved, self.max_grad_norm = list(losses), [], [], 1.0

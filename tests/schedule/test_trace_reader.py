@@ -91,7 +91,7 @@ def test_parts_that_repeat_push_the_later_ones_back(programs):
         (lambda t: t["metadata"]["parts"][0].update(repeats=0), "a part runs 0 times, expected 1 to"),
         (lambda t: t["metadata"]["parts"][0].update(seconds=float("nan")), "seconds is 'nan', expected a number"),
         (lambda t: t["metadata"]["parts"][0].update(name=None), "name is 'None', expected a text"),
-        (lambda t: t["traceEvents"][-1].update(tid=9), "an event is of no stream"),
+        (lambda t: t["traceEvents"][-1].update(tid=99), "an event is of no stream"),
         (lambda t: t["traceEvents"][-1].update(tid=[1]), "an event is of no stream"),
         (lambda t: t["traceEvents"][-1].update(args=None), "an event is of no stream, or has no args"),
         (lambda t: t["traceEvents"][-1].update(dur=-1), "dur is '-1', expected a number of at least 0"),
