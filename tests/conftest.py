@@ -37,9 +37,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("alike")
 # A search for garbage goes through all that torch and pytest hold; by default one follows every 700 new objects.
-# While tests are collected all that appears stays, so that none is made until they begin.
 gc.set_threshold(10_000, 10, 10)
-gc.disable()
 torch.set_num_threads(1)  # whatever the environment says: the order of floating-point sums depends on it
 
 
@@ -109,7 +107,6 @@ def _tokenizers_are_imported() -> Iterator[None]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, PLC0415 (with Triton's variable set)
 
     gc.freeze()
-    gc.enable()
     yield
     gc.unfreeze()
 
