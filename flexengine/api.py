@@ -307,7 +307,7 @@ def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tu
 def _plan(
     opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, beside: tuple[int, int], whole_steps: bool
 ) -> Plan:
-    """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free. beside: see above."""
+    """The plan of all ranks. is_here: its memory has to be free. beside: cache, host bytes of `prepare_job`."""
     source, job, device = opened
     request = make_request(
         job, profile, device.type, ranks.local_size, ranks.nodes, source.spec.whole_sequences, whole_steps

@@ -228,24 +228,17 @@ class MeasuredStep:
     card: CardHealth | None = None
 
     def metrics(self) -> StepMetrics:
-        """Compute the rates."""
-        sol_pct = 100.0 * self.speed_of_light_s / self.step_s if self.speed_of_light_s else math.nan
+        """Compute the rates; all but what they are made of stays as it was measured."""
+        measured = dict(vars(self))
+        model_flops, hardware_flops, least_s = (
+            measured.pop(name) for name in ("model_flops", "hardware_flops", "speed_of_light_s")
+        )
         return StepMetrics(
-            step=self.step,
-            loss=self.loss,
-            grad_norm=self.grad_norm,
-            lr=self.lr,
-            num_tokens=self.num_tokens,
-            step_s=self.step_s,
-            predicted_step_s=self.predicted_step_s,
+            **measured,
             tokens_per_s=self.num_tokens / self.step_s,
-            effective_tflops=self.model_flops / self.step_s / TERA,
-            hardware_tflops=self.hardware_flops / self.step_s / TERA,
-            sol_pct=sol_pct,
-            gpu_peak_bytes=self.gpu_peak_bytes,
-            host_peak_bytes=self.host_peak_bytes,
-            details=self.details,
-            card=self.card,
+            effective_tflops=model_flops / self.step_s / TERA,
+            hardware_tflops=hardware_flops / self.step_s / TERA,
+            sol_pct=100.0 * least_s / self.step_s if least_s else math.nan,
         )
 
 

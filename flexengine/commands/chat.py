@@ -117,8 +117,9 @@ class Conversation:
                 show(*part)
 
         stop_ids = self._tokenizer.stop_ids
-        options = {"stop_ids": stop_ids, "images": pixels, "sampling": self._sampling}
-        self._engine.generate([ids], self._max_new_tokens, tell=tell, **options)
+        self._engine.generate(
+            [ids], self._max_new_tokens, stop_ids=stop_ids, tell=tell, sampling=self._sampling, images=pixels
+        )
         for part in thoughts.parts_of(answer.finish(), is_whole=True):
             show(*part)
         self.messages.append({"role": "assistant", "content": answer.text})

@@ -153,8 +153,10 @@ def trade_lines(config: TrainConfig, planned: PlannedRun) -> list[str]:
     if device != "cuda" or planned.plan.request.ranks > 1:
         return []
 
+    source = open_source(config.model, job, needs_weights=False)  # once: no change is about the model itself
+
     def case(job: Job) -> Case:
-        spec = described(open_source(config.model, job, needs_weights=False).spec, job)
+        spec = described(source.spec, job)
         request = make_request(job, profile, device, whole_sequences=spec.whole_sequences, whole_steps=True)
         return spec, request
 

@@ -133,8 +133,8 @@ def _generate(job: Job, engine: Engine, tokenizer: TokenizerProcess) -> Answered
         return texts[index].ended or job.given_up.is_set()
 
     most = asked.max_tokens or longest
-    options = {"stop_ids": tokenizer.stop_ids, "images": pixels, "sampling": asked.sampling}
-    engine.generate(prompts, min(most, longest), tell=tell, **options)
+    stop_ids = tokenizer.stop_ids
+    engine.generate(prompts, min(most, longest), stop_ids=stop_ids, tell=tell, sampling=asked.sampling, images=pixels)
     answers = []
     for index, (ids, found) in enumerate(zip(prompts, texts, strict=True)):
         if rest := found.finish():
