@@ -17,7 +17,7 @@ from flexengine.schedule.lowering.shape import ChunkShape, RoundShape
 from flexengine.schedule.lowering.stored_gradient import StoredPiece
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.ranks.chunk_shares import shares_of
-from flexengine.schedule.ranks.context_semaphores import ContextSemaphores, HandedOn
+from flexengine.schedule.ranks.context_semaphores import ContextSemaphores, HandedOn, ends_of_groups
 from flexengine.schedule.ranks.relay_lowering import SharedContext, SharedUpdate
 from flexengine.schedule.ranks.stage_lowering import exchange_squares
 from flexengine.schedule.slots import SlotKey
@@ -333,13 +333,3 @@ class ContextUpdate(SharedUpdate):
         before = (signal for group in trained[:1] for signal in semaphores.updated_before(group))
         exchange_squares(self.builder, layout, own, semaphores, *before)
         return Access(layout.slot("norm_squares"), "norm squares")
-
-
-def ends_of_groups(layout: Layout) -> Sequence[int]:
-    """By group, the rank on which its gradient ends; -1 where it has none."""
-    found = [-1] * len(layout.groups)
-    for layer in layout.model.layers[::-1]:  # blocks and the embedding come after the head
-        for group in layer.groups:
-            if not layout.model.groups[group].frozen:
-                found[group] = layout.plan.request.ranks - 1 if layer.kind == "head" else 0
-    return found
