@@ -28,7 +28,7 @@ from flexengine.options.option import flag_of
 from flexengine.plan import Plan, PlanError, Request
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import ShortageError
-from flexengine.planner.ranks.plan import beside_one_gpu, plan_for_ranks
+from flexengine.planner.ranks.plan import beside_fewer_gpus, plan_for_ranks
 from flexengine.reports.charts.memory_file import memory_svg
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
@@ -110,7 +110,7 @@ def _plan(asked: Asked, request: Request, profile: HardwareProfile, cache_bytes:
     """The plan of all GPUs. cache_bytes, host_bytes: of the budgets, what it leaves to completions."""
     least = without_cache(request, cache_bytes, host_bytes)
     plan = plan_for_ranks(asked.model, least, profile, _network_bytes_per_s(asked.flags))
-    return with_cache(beside_one_gpu(asked.model, plan, profile), request, cache_bytes, host_bytes)
+    return with_cache(beside_fewer_gpus(asked.model, plan, profile), request, cache_bytes, host_bytes)
 
 
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:

@@ -38,7 +38,7 @@ def peer_s(profile: HardwareProfile, num_bytes: int, within: bool = False) -> fl
     """Seconds of an exchange in which each GPU sends so many bytes to others, as it receives as many.
 
     within: a GPU copies a piece of its own, too. Where the rate between GPUs is not known, they are taken to reach each
-    other over the link.
+    other through the host alone: every byte crosses a link twice.
     """
     if not num_bytes:
         return 0.0
@@ -46,7 +46,7 @@ def peer_s(profile: HardwareProfile, num_bytes: int, within: bool = False) -> fl
     if link.peer_bytes_per_s:
         wait_s = PEER_WAIT_S[link.peer_way] + (WITHIN_WAIT_S if within and link.peer_way == "copies" else 0.0)
         return wait_s + num_bytes / link.peer_bytes_per_s
-    return link.copy_latency_s + num_bytes / min(link.d2h_duplex_bytes_per_s, link.h2d_duplex_bytes_per_s)
+    return link.copy_latency_s + 2 * num_bytes / min(link.d2h_duplex_bytes_per_s, link.h2d_duplex_bytes_per_s)
 
 
 def with_gpus(profile: HardwareProfile, gpus: int, host_bytes_per_s: float | None = None) -> HardwareProfile:

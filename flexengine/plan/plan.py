@@ -121,7 +121,8 @@ class Prediction:
     the plan speculates; else 0. unclipped_s: seconds of the same plan's step without clipping, where it runs its round
     twice for the norm; else 0. free_step_s, least_gpu_bytes: where the request is reproducible, seconds of a step of
     sizes that the planner is free to choose, and the least GPU memory that the sizes of the rule fit in; else 0.
-    one_gpu_step_s: of several ranks, seconds of the same step on one GPU where that is known to be faster; else 0.
+    fewer_gpus, fewer_gpus_step_s: of several ranks, fewer GPUs of a node that are known to take the same step faster,
+    and its seconds on them; else 0.
     drive_bytes: optimizer states on a drive, each of which a step reads and writes once.
     """
 
@@ -140,7 +141,8 @@ class Prediction:
     unclipped_s: float = 0.0
     free_step_s: float = 0.0
     least_gpu_bytes: int = 0
-    one_gpu_step_s: float = 0.0
+    fewer_gpus: int = 0
+    fewer_gpus_step_s: float = 0.0
     drive_bytes: int = 0
 
 
@@ -376,7 +378,10 @@ class Plan:
             for x in raw["layers"]
         )
         groups = tuple(_build(GroupPlan, g) for g in raw["groups"])
-        predicted = _build(Prediction, raw["predicted"])
+        told = dict(raw["predicted"])
+        if alone_s := told.pop("one_gpu_step_s", 0.0):  # as older plans tell it
+            told |= {"fewer_gpus": 1, "fewer_gpus_step_s": alone_s}
+        predicted = _build(Prediction, told)
         return _build(Plan, {**raw, "request": request, "layers": layers, "groups": groups, "predicted": predicted})
 
 

@@ -98,7 +98,7 @@ def _several_gpus(picture: Picture) -> dict[str, Any]:
             "shared_host_bytes": p.shared_host_bytes,
             "host_bytes_per_gpu": host_bytes_of_gpu(picture.plan),
             "exchange_s": p.exchange_s,
-            "faster_one_gpu_step_s": p.one_gpu_step_s or None,
+            "faster_with": {"gpus": p.fewer_gpus, "step_s": p.fewer_gpus_step_s} if p.fewer_gpus else None,
         }
     }
 

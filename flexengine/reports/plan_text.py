@@ -72,7 +72,7 @@ def _answer_lines(picture: Picture) -> list[str]:
         f" {format_bytes(p.host_bytes)} of {format_bytes(request.max_host_bytes)} host memory{node}",
         f"predicted: {format_seconds(p.step_s)} per step, {format_tokens_per_s(picture.tokens_per_s)}{per_gpu},"
         f" effective {format_tflops(picture.effective_flops_per_s)}{light_words(p)}",
-        *one_gpu_lines(picture.plan),
+        *fewer_gpus_lines(picture.plan),
         *clipping_lines(picture.plan),
         *cost_of_rule_lines(picture.plan),
         f"limited by: {p.limiter}",
@@ -169,13 +169,13 @@ def clipping_lines(plan: Plan) -> list[str]:
     return [f"after a step that was clipped: {format_seconds(plan.predicted.after_clipping_s)} per step"]
 
 
-def one_gpu_lines(plan: Plan) -> list[str]:
-    """Tell that one GPU takes the same step faster than several, where that is known."""
-    alone_s = plan.predicted.one_gpu_step_s
-    if not alone_s:
+def fewer_gpus_lines(plan: Plan) -> list[str]:
+    """Tell that fewer GPUs take the same step faster, where that is known."""
+    gpus, step_s = plan.predicted.fewer_gpus, plan.predicted.fewer_gpus_step_s
+    if not gpus:
         return []
-    speed = format_tokens_per_s(plan.request.max_global_batch_tokens / alone_s)
-    return [f"use 1 GPU: faster, {format_seconds(alone_s)} per step, {speed}"]
+    speed = format_tokens_per_s(plan.request.max_global_batch_tokens / step_s)
+    return [f"use {gpus} GPU{'s' if gpus > 1 else ''}: faster, {format_seconds(step_s)} per step, {speed}"]
 
 
 def cost_of_rule_lines(plan: Plan) -> list[str]:

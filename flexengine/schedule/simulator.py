@@ -36,9 +36,10 @@ class Rates(NamedTuple):
     host_bytes_per_s: rate of host memory, which copies take a part of. beside_cpu_bytes_per_s: most that a direction of
     the link moves while the CPU works, as the CPU has the better of host memory; only_beside_cpu_bytes_per_s: the same
     while the other direction is idle, None = as that. comm_s: seconds of a collective, or of work on the stream of
-    collectives. batch_s: seconds of the host to read, pack and write a step's batch. settle_s: seconds of the host from
-    the end of a step's last round, whose loss it reads, to the update's first command. drive_bytes_per_s: of a
-    drive's streams, alone and while the other is at work.
+    collectives. peers_by_host: GPUs reach each other through the host's memory alone, each byte over a link twice.
+    batch_s: seconds of the host to read, pack and write a step's batch. settle_s: seconds of the host from the end of a
+    step's last round, whose loss it reads, to the update's first command. drive_bytes_per_s: of a drive's streams,
+    alone and while the other is at work.
     """
 
     compute_s: Callable[[Command], float]
@@ -51,6 +52,7 @@ class Rates(NamedTuple):
     beside_cpu_bytes_per_s: dict[Stream, float] | None = None
     only_beside_cpu_bytes_per_s: dict[Stream, float] | None = None
     comm_s: Callable[[Command], float] = lambda command: 0.0
+    peers_by_host: bool = False
     batch_s: float = 0.0
     settle_s: float = 0.0
     drive_bytes_per_s: dict[Stream, tuple[float, float]] | None = None

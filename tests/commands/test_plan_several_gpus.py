@@ -16,7 +16,7 @@ from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
 from flexengine.planner.planner import make_plan
 from flexengine.planner.ranks.plan import plan_for_ranks
-from flexengine.reports.plan_text import describe, one_gpu_lines
+from flexengine.reports.plan_text import describe, fewer_gpus_lines
 from flexengine.schedule.ranks.node_exchange import PIECE_ELEMENTS, WIDENED_BYTES
 from flexengine.schedule.timeline import SIMULATED
 from flexengine.schedule.trace_reader import read_trace
@@ -41,7 +41,7 @@ def test_gpus_and_nodes_are_planned_for(capsys, tmp_path):
     assert "several_gpus" not in one
     all_gpus, speed = found["several_gpus"], found["predicted"]["tokens_per_s"]
     assert all_gpus["gpus_per_node"] == all_gpus["nodes"] == 2
-    assert all_gpus["faster_one_gpu_step_s"] is None
+    assert all_gpus["faster_with"] is None
     assert all_gpus["tokens_per_s_per_gpu"] == pytest.approx(speed / 4)
     assert 2 * one["predicted"]["tokens_per_s"] < speed < 4.2 * one["predicted"]["tokens_per_s"]
     assert all_gpus["shared_host_bytes"] + 2 * all_gpus["host_bytes_per_gpu"] == pytest.approx(
@@ -75,9 +75,9 @@ def test_one_gpu_is_advised_where_it_is_faster(capsys, tmp_path):
     alone_s = planned(capsys, *asked)["predicted"]["step_s"]
     path = tmp_path / "plan.json"
     two = planned(capsys, *asked, "--gpus", "2", "--transport", "relay", "--plan-json", str(path))
-    assert two["several_gpus"]["faster_one_gpu_step_s"] == pytest.approx(alone_s, rel=0.01)
+    assert two["several_gpus"]["faster_with"] == {"gpus": 1, "step_s": pytest.approx(alone_s, rel=0.01)}
     assert alone_s < two["predicted"]["step_s"]
-    assert one_gpu_lines(Plan.from_json(path.read_text()))[0].startswith("use 1 GPU: faster, ")
+    assert fewer_gpus_lines(Plan.from_json(path.read_text()))[0].startswith("use 1 GPU: faster, ")
 
 
 @pytest.mark.usefixtures("quick_search")

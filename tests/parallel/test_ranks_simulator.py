@@ -31,6 +31,7 @@ from flexengine.schedule.programs import lower_round, lower_update
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import step_of_rank
 from flexengine.schedule.ranks.simulator import SIGNAL_S, TimedRankRun, simulate_ranks, simulate_runs
+from flexengine.schedule.ranks.split_commands import GatherShares
 from flexengine.schedule.ranks.transports import layouts_of
 from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
@@ -67,6 +68,21 @@ def test_copies_of_all_ranks_share_host_memory():
     for size, seconds in ((1, 10.0), (2, 10.0), (4, 20.0)):
         found = simulate_runs([run_of(b.build(), n) for n in range(size)], size, rates(host_bytes_per_s=20.0))
         assert [rank[0].end_s for rank in found] == pytest.approx([seconds] * size)
+
+
+def test_gpus_without_a_way_of_their_own_exchange_through_link_and_host():
+    """What each of two ranks receives crosses a link and the host's memory twice, beside a fetch on the same link."""
+    runs = list[list[RankRun]]()
+    for rank in range(2):
+        b = builder()
+        copy(b, Stream.H2D, 3, 0)
+        gather = GatherShares(rank, 1, 100, 2)
+        b.add("gather", CommandName("gather"), Stream.COMM, [], [Access(1, "c")], args=gather)
+        runs.append(run_of(b.build()))
+    for by_host, host_bytes_per_s, seconds in ((False, 1e9, 10.0), (True, 1e9, 30.0), (True, 10.0, 60.0)):
+        priced = rates(host_bytes_per_s)._replace(peers_by_host=by_host)
+        found = simulate_runs(runs, 2, priced)
+        assert [rank[0].end_s for rank in found] == pytest.approx([seconds] * 2)
 
 
 def test_streams_of_one_direction_share_the_link():

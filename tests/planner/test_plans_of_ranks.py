@@ -15,7 +15,7 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.plan import Numerics, Request
-from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.planner.ranks.plan import beside_fewer_gpus, plan_for_ranks
 from flexengine.planner.ranks.price import priced_together
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -60,6 +60,26 @@ def test_ranks_without_a_share_of_a_gradient_gather_as_often_as_others():
     assert any(0 in section.counts for group in range(len(spec.groups)) for section in layout.sections(group, 0))
     runs = runs_of_ranks(layout, full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round), 3)
     check_runs(layout, runs, 3)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_fewer_gpus_are_told_of_where_they_take_the_same_step_faster():
+    """Of four ranks whose step is said to take long, as where the host is their limit: two, or one where two lack."""
+    spec, profile = build_model("small", FAMILIES["qwen2"]), preset("cpu-test")
+    sizes = {"chunk_tokens": 16, "round_tokens": 32, "numerics": Numerics("float32", "full", "float32", "float32")}
+    request = Request(16, 64, GIB, 12 * GIB, ranks=4, transport="relay", **sizes)
+    plan = plan_for_ranks(spec, request, profile)
+    alone = {n: plan_for_ranks(spec, replace(request, ranks=n), profile).predicted.step_s for n in (1, 2)}
+    least_s = min(alone.values())
+    for step_s, share in ((1.01 * least_s, 1.0), (1e3, 0.0)):
+        slow = replace(plan.predicted, step_s=step_s, busy_s={"compute": step_s}, recompute_share=1.0 - share)
+        told = beside_fewer_gpus(spec, replace(plan, predicted=slow), profile).predicted
+        tried = {1: alone[1]} if share else alone  # two cannot compute in its time what four are busy with
+        fastest_s = min(tried.values())
+        found = (told.fewer_gpus, told.fewer_gpus_step_s)
+        assert found == ((min(tried, key=tried.__getitem__), fastest_s) if fastest_s < step_s else (0, 0.0))
+    busy = replace(plan.predicted, step_s=1e-9)
+    assert not beside_fewer_gpus(spec, replace(plan, predicted=busy), profile).predicted.fewer_gpus
 
 
 def test_the_cpu_makes_all_updates_where_ranks_would_wait_for_those_of_gpus():

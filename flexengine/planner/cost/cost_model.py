@@ -139,6 +139,7 @@ class CostModel:
             comm_s=lambda command: (
                 self.work_s(command.work) + peer_s(p, command.peer_bytes, command.kind == "exchange")
             ),
+            peers_by_host=not p.link.peer_bytes_per_s,
         )
 
     def cpu_s(self, command: Command) -> float:

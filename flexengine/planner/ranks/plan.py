@@ -19,7 +19,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
 from flexengine.models.in_parts import in_parts
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, Plan, PlanReason, Request
+from flexengine.plan import GroupPlan, Plan, PlanError, PlanReason, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.collector import collector_paused
 from flexengine.planner.cost.memory import process_bytes
@@ -105,21 +105,39 @@ def plan_for_ranks(
     return replace(plan, predicted=predicted)
 
 
-def beside_one_gpu(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan:
-    """Add to a plan what the same step takes on one GPU of a node, with all of its host memory, where that is less.
+def beside_fewer_gpus(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan:
+    """Add to a plan how few GPUs of a node, with all of its host memory, take the same step faster, where some do.
 
-    One GPU is planned only where its bound is below the plan's seconds.
+    One GPU is planned only where its bound is below the plan's seconds; half as many and so on only where they could
+    compute as fast.
     """
     if not plan.request.shares_node:
         return plan
-    request = replace(plan.request, ranks=1, nodes=1, transport="auto")
-    bound_s = speed_of_light_s(model, request, profile)
-    if not 0 < bound_s < plan.predicted.step_s:
-        return plan
-    alone = find_plan(Problem(model, request, profile))
-    if alone is None or alone.predicted.step_s >= plan.predicted.step_s:
-        return plan
-    return replace(plan, predicted=replace(plan.predicted, one_gpu_step_s=alone.predicted.step_s))
+    gpus, least_s, told = plan.request.ranks // 2, plan.predicted.step_s, plan.predicted
+    while gpus >= 1:
+        found = _on_gpus(gpus, model, plan, profile)
+        if found is not None and found.predicted.step_s < least_s:
+            least_s = found.predicted.step_s
+            told = replace(told, fewer_gpus=gpus, fewer_gpus_step_s=least_s)
+        gpus //= 2
+    return replace(plan, predicted=told)
+
+
+def _on_gpus(gpus: int, model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan | None:
+    """The plan of the same step on fewer GPUs of one node; None where none fits or none can be faster."""
+    request, predicted = replace(plan.request, ranks=gpus, nodes=1), plan.predicted
+    if gpus == 1:
+        request = replace(request, transport="auto")
+        bound_s = speed_of_light_s(model, request, profile)
+        return find_plan(Problem(model, request, profile)) if 0 < bound_s < predicted.step_s else None
+    all_gpus = plan.request.ranks * plan.request.nodes
+    once_s = (1.0 - predicted.recompute_share) * predicted.busy_s["compute"]
+    if once_s * all_gpus >= gpus * predicted.step_s:
+        return None
+    try:
+        return plan_for_ranks(model, request, profile)
+    except PlanError:
+        return None
 
 
 def _fastest(node: NodeProblem) -> Plan:

@@ -41,6 +41,9 @@ class CommandWork(NamedTuple):
 def _kind_and_amount(command: Command, program: Program, rates: Rates) -> tuple[int, float]:
     if command.stream is Stream.CPU:
         return CPU, rates.cpu_s(command)
+    if command.stream is Stream.COMM and command.peer_bytes and rates.peers_by_host:
+        latency = rates.copy_latency_s * rates.alone_bytes_per_s[Stream.H2D]
+        return WAYS.index(Stream.H2D), 2 * command.peer_bytes + latency  # out of a GPU, then into another
     if command.stream is Stream.COMM:
         return COMPUTE, rates.comm_s(command)  # as of kernels, nothing changes its speed
     if not command.regions:
