@@ -73,9 +73,9 @@ def weighted(engine: Engine, objective: Objective, rows: AnswerRows) -> Weighted
     Raises: ValueError as `Engine.evaluate`, and where the objective needs a reference and the rows have none.
     """
     rows = _read_rows(engine, objective, rows)
-    columns = _columns(objective, rows)
+    columns = _columns(engine, objective, rows)
     log_probs = [row.requires_grad_() for row in _token_log_probs(engine, columns)]
-    judged = objective.judge(_records(objective, rows, log_probs))
+    judged = objective.judge(_records(objective, rows, columns["labels"], log_probs))
     judged.loss.backward()
     weights = [torch.zeros(len(row)) if row.grad is None else -row.grad for row in log_probs]
     if not objective.trains_second and not rows.columns:  # pixels are not told apart by rows; weights are 0 there
@@ -98,8 +98,9 @@ def train_step(
 def evaluate(engine: Engine, objective: Objective, rows: AnswerRows) -> Found:
     """Compute the loss of a batch of records; nothing changes."""
     rows = _read_rows(engine, objective, rows)
-    log_probs = _token_log_probs(engine, _columns(objective, rows))
-    return _found(objective, objective.judge(_records(objective, rows, log_probs)))
+    columns = _columns(engine, objective, rows)
+    log_probs = _token_log_probs(engine, columns)
+    return _found(objective, objective.judge(_records(objective, rows, columns["labels"], log_probs)))
 
 
 def reference_log_probs(engine: Engine, rows: AnswerRows) -> Tensor:
@@ -135,16 +136,25 @@ def labels_at_end(input_ids: Sequence[int], label: int, pad_token_id: int | None
     return [label if i == last else IGNORE for i in range(len(input_ids))]
 
 
-def _columns(objective: Objective, rows: AnswerRows) -> dict[str, Any]:
-    """The rows as the engine reads them; where prompts are trained, every token of first answers has a label."""
-    labels = list(rows.labels)
+def _columns(engine: Engine, objective: Objective, rows: AnswerRows) -> dict[str, Any]:
+    """The rows as the engine reads them.
+
+    Where prompts are trained, every token of first answers has a label but those that stand for what is no text.
+    """
+    labels, given = list(rows.labels), engine.model.given
     if objective.trains_prompts:
-        labels[0::2] = rows.input_ids[0::2]
+        placed = None if given is None else given.token_id
+        labels[0::2] = [[IGNORE if token == placed else token for token in row] for row in rows.input_ids[0::2]]
     return {"input_ids": rows.input_ids, "labels": labels, **rows.columns}
 
 
-def _records(objective: Objective, rows: AnswerRows, log_probs: Sequence[Tensor]) -> Records:
-    """The sums that the objective is a function of. Raises ValueError where a reference is missing."""
+def _records(
+    objective: Objective, rows: AnswerRows, trained: Sequence[Sequence[int]], log_probs: Sequence[Tensor]
+) -> Records:
+    """The sums that the objective is a function of. trained: labels of the pass that found them.
+
+    Raises ValueError where a reference is missing.
+    """
     if objective.needs_reference and rows.reference is None:
         raise ValueError(
             f"{type(objective).__name__} compares with a reference; give reference=reference_log_probs(engine, rows)"
@@ -153,17 +163,20 @@ def _records(objective: Objective, rows: AnswerRows, log_probs: Sequence[Tensor]
     num_records = len(rows.input_ids) // 2
     wanted = torch.ones(num_records, dtype=torch.bool) if rows.wanted is None else torch.tensor(list(rows.wanted))
     margins = None if rows.margins is None else torch.tensor(list(rows.margins), dtype=torch.float64)
-    return Records(_answers(rows, log_probs, 0), _answers(rows, log_probs, 1), wanted, margins)
+    return Records(*(_answers(rows, trained, log_probs, which) for which in range(2)), wanted, margins)
 
 
-def _answers(rows: AnswerRows, log_probs: Sequence[Tensor], which: int) -> Answers:
+def _answers(
+    rows: AnswerRows, trained: Sequence[Sequence[int]], log_probs: Sequence[Tensor], which: int
+) -> Answers:
     """First (0) or second (1) answers."""
     rows_of_sums = list[list[Tensor]]()
-    for labels, row in zip(rows.labels[which::2], log_probs[which::2], strict=True):
+    own_rows = (column[which::2] for column in (rows.labels, trained, log_probs))
+    for labels, all_labels, row in zip(*own_rows, strict=True):
         found = row[1:].double()  # nothing predicts the first token
-        is_answer = torch.tensor(labels[1:]) != IGNORE
-        counts = torch.tensor([int(is_answer.sum()), len(found)], dtype=torch.float64)
-        rows_of_sums.append([found[is_answer].sum(), counts[0], found.sum(), counts[1]])
+        is_answer, is_text = (torch.tensor(own[1:]) != IGNORE for own in (labels, all_labels))
+        counts = torch.tensor([int(is_answer.sum()), int(is_text.sum())], dtype=torch.float64)
+        rows_of_sums.append([found[is_answer].sum(), counts[0], found[is_text].sum(), counts[1]])
     sums, lengths, text_sums, text_lengths = torch.stack([torch.stack(row) for row in rows_of_sums]).unbind(1)
     reference = None if rows.reference is None else rows.reference[which::2]
     return Answers(sums, lengths, text_sums, text_lengths, reference)

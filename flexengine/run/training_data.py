@@ -36,8 +36,8 @@ from flexengine.wording import without_folders
 REWARD_S = 60.0
 """Longest call of a reward function where none is given."""
 DEMO_FOLDER = ASSETS / "demo"
-WITH_IMAGES = ("sft", "dpo", "ipo", "kto", "simpo")
-"""Objectives whose records may have images: their losses are of answers alone."""
+WITH_IMAGES = ("sft", "dpo", "ipo", "kto", "simpo", "orpo")
+"""Objectives whose records may have images."""
 
 
 @dataclass(frozen=True)

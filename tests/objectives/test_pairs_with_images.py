@@ -9,7 +9,7 @@ from engine_helpers import worst_error
 from image_models import IMAGE_TOKENS, write_llava
 
 from flexengine import from_pretrained
-from flexengine.objectives import DPO, KTO, AnswerRows, evaluate, reference_log_probs, train_step, weighted
+from flexengine.objectives import DPO, KTO, ORPO, AnswerRows, evaluate, reference_log_probs, train_step, weighted
 
 IMAGE_ID = 3
 PROMPT = [1, 5, *[IMAGE_ID] * IMAGE_TOKENS, 7, 8, 9]
@@ -38,26 +38,41 @@ def case(tmp_path_factory):
 
 
 def by_transformers(model, rows):
-    """The log-probability of each row's answer."""
+    """Log-probabilities of each row's tokens, and which of these are its answer's, and which no image's."""
     found = []
     for i, (ids, labels) in enumerate(zip(rows.input_ids, rows.labels, strict=True)):
         given = {"pixel_values": rows.columns["pixel_values"][i : i + 1]} if IMAGE_ID in ids else {}
         logits = model(input_ids=torch.tensor([ids]), **given).logits[0, :-1].log_softmax(-1)
-        wanted = torch.tensor(labels[1:])
-        own = logits.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
-        found.append(own[wanted != -100].sum())
-    return torch.stack(found)
+        tokens = torch.tensor(ids[1:])
+        found.append((logits.gather(1, tokens[:, None])[:, 0], torch.tensor(labels[1:]) != -100, tokens != IMAGE_ID))
+    return found
 
 
-def test_dpo_is_that_of_transformers(case):
+def dpo(texts, reference):
+    """Of answers alone, beside a reference."""
+    ahead = torch.stack([own[answer].sum() for own, answer, _ in texts]) - reference
+    return -torch.nn.functional.logsigmoid(0.3 * (ahead[0::2] - ahead[1::2])).mean()
+
+
+def orpo(texts, _):
+    """Of answers, and of chosen texts whose tokens of images are no targets."""
+    means = torch.stack([own[answer].mean() for own, answer, _ in texts])
+    odds = means - torch.log1p(-means.exp())
+    chosen = torch.cat([own[text] for own, _, text in texts[0::2]])
+    return -chosen.mean() - 0.3 * torch.nn.functional.logsigmoid(odds[0::2] - odds[1::2]).mean()
+
+
+@pytest.mark.parametrize(("objective", "formula"), [(DPO(beta=0.3), dpo), (ORPO(beta=0.3), orpo)])
+def test_losses_are_those_of_transformers(case, objective, formula):
     engine, model, rows, reference = case
-    log_probs = by_transformers(model, rows)
+    texts = by_transformers(model, rows)
+    log_probs = torch.stack([own[answer].sum() for own, answer, _ in texts])
     torch.testing.assert_close(reference.float(), log_probs.detach(), atol=1e-5, rtol=1e-5)
-    ahead = log_probs - rows.reference
-    loss = -torch.nn.functional.logsigmoid(0.3 * (ahead[0::2] - ahead[1::2])).mean()
+    loss = formula(texts, rows.reference)
     model.zero_grad()
     loss.backward()
-    found, columns, weights = weighted(engine, DPO(beta=0.3), rows)
+    assert evaluate(engine, objective, rows).loss == pytest.approx(loss.item(), abs=1e-5)
+    found, columns, weights = weighted(engine, objective, rows)
     assert found.loss == pytest.approx(loss.item(), abs=1e-5)
     engine.fwd_bwd(columns, weights=weights)
     size = sum(float(row.abs().sum()) for row in weights)
