@@ -105,7 +105,8 @@ class _Compiler:
         self.specs = {spec.name: spec for op in ops for spec in op.outputs}
         self.producer = {spec.name: op for op in ops for spec in op.outputs}
         self.renamed = _renamed(ops)
-        lost = [o.name for op in ops if op.name in savable_ops(ops) for o in op.outputs if o.name in self.renamed]
+        savable = savable_ops(ops)
+        lost = [o.name for op in ops if op.name in savable for o in op.outputs if o.name in self.renamed]
         assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
         if x is not None:
             self.specs[x.name] = x

@@ -9,12 +9,14 @@ from itertools import combinations
 from flexengine.ops.base import Op
 
 
+@lru_cache(maxsize=1024)
 def savable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
     """Names of ops with an output that some backward reads: the only ones worth keeping."""
     needed, kept = {t for op in ops for t in (*op.needs_input, *op.needs_weight)}, set(keepable_ops(ops))
     return tuple(op.name for op in ops if op.name in kept and any(o.name in needed for o in op.outputs))
 
 
+@lru_cache(maxsize=1024)
 def keepable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
     """Names of ops whose outputs can be kept: neither ops in parts, nor ops whose outputs these read, nor ops that say
     so.
