@@ -101,6 +101,11 @@ class NativeTransfers:
             row = prepared.operations[index]
             row.target, row.source = address, value
 
+    def set_copies(self, prepared: PreparedOperations, copies: Iterable[tuple[int, Copy]]) -> None:
+        addresses = {id(tensor): byte_address(tensor) for tensor in prepared.tensors}
+        for index, copy in copies:
+            prepared.operations[index] = _row(copy, addresses)
+
     def submit(self, prepared: PreparedOperations, first: int = 0, last: int | None = None) -> None:
         last = prepared.num_operations if last is None else last
         assert 0 <= first <= last <= prepared.num_operations, (first, last, prepared.num_operations)

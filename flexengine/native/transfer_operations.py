@@ -110,6 +110,13 @@ class Transfers(Protocol):
         """Say what prepared operations `Await` and `Raise` mean, by their numbers, from the next submit on."""
         ...
 
+    def set_copies(self, prepared: PreparedOperations, copies: Iterable[tuple[int, Copy]]) -> None:
+        """Put copies in the place of others among prepared operations, by their numbers, from the next submit on.
+
+        They are between tensors that `prepare` got. Raises: ValueError as it does.
+        """
+        ...
+
     def submit(self, prepared: PreparedOperations, first: int = 0, last: int | None = None) -> None:
         """Submit operations [first, last) of those prepared (all by default), in order, each to its stream.
 

@@ -63,6 +63,10 @@ class TorchTransfers:
     def set_words(self, prepared: PreparedOperations, words: Iterable[tuple[int, WordValue]]) -> None:
         raise NotImplementedError("torch's streams cannot wait for words of memory")
 
+    def set_copies(self, prepared: PreparedOperations, copies: Iterable[tuple[int, Copy]]) -> None:
+        for index, copy in copies:
+            prepared.operations[index] = _bind(copy)
+
     def submit(self, prepared: PreparedOperations, first: int = 0, last: int | None = None) -> None:
         before = torch.cuda.current_stream(self.device)
         try:

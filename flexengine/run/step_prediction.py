@@ -14,7 +14,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import CACHES, Plan
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.runtime.decoding import ops_by_sequence
-from flexengine.schedule.commands import Command, LayerCall, Program
+from flexengine.schedule.commands import Command, LayerCall, Program, RowCopy
 from flexengine.schedule.decoding_cache import free_ranges, sequence_cache_bytes
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.lowering import ChunkShape, RoundShape
@@ -38,8 +38,9 @@ Rounds = tuple[tuple[RoundShape, int], ...]
 class StepPredictor:
     """Predicts steps under one plan and profile.
 
-    A round runs the program of full chunks however few tokens these hold: copies stay as they are, compute shrinks. So
-    a batch takes what the programs of its rounds take with all compute shortened to what the batch needs of it.
+    A round runs the program of full chunks however few tokens these hold: copies of weights stay as they are, those of
+    activations move the rows that chunks have, compute shrinks. So a batch takes what the programs of its rounds take
+    with all compute shortened to what the batch needs of it, and with the rows that it has on average.
     """
 
     def __init__(self, plan: Plan, model: ModelSpec, profile: HardwareProfile) -> None:
@@ -48,7 +49,7 @@ class StepPredictor:
         self._cost = CostModel.of(plan.request, profile, plan.chunk_tokens)
         self._full_chunks = [chunk for shape, count in full_step(plan) for _ in range(count) for chunk in shape.chunks]
         self._stages = Counter(_stages(self._first_round(full_step(plan)[0][0])))
-        self._seconds: dict[tuple[Rounds, int], float] = {}
+        self._seconds: dict[tuple[Rounds, int, int], float] = {}
         self._after_clipping = StepPredictor(plan.after_clipping(), model, profile) if plan.speculates else None
         self._one_by_one = StepPredictor(_without_graphs(plan), model, profile) if plan.replays else None
 
@@ -73,15 +74,17 @@ class StepPredictor:
         later = tuple((shape, len(list(run))) for shape, run in groupby(shapes[1:]))
         lowered = [chunk for shape in shapes for chunk in shape.chunks]
         share = self._total_s(chunks, self._chunk_s) / self._total_s(lowered, self._program_s)
-        return self._interpolated(((shapes[0], 1), *later), GRID * share)
+        rows = sum(chunk.tokens for chunk in chunks) / sum(chunk.tokens for chunk in lowered)
+        return self._interpolated(((shapes[0], 1), *later), GRID * share, GRID * rows)
 
     def forward_s(self, lengths: Sequence[int]) -> float:
         """Predict the seconds of a forward pass alone, whose rounds several ranks share."""
         rounds = self._packed(lengths)
         shapes = [packed_shape(found, self.plan.chunk_tokens) for found in rounds]
         real_s = self._total_s([_real_shape(chunk) for found in rounds for chunk in found], self._chunk_s)
-        share = real_s / self._total_s([chunk for shape in shapes for chunk in shape.chunks], self._program_s)
-        rates = self._rates_at(share)
+        lowered = [chunk for shape in shapes for chunk in shape.chunks]
+        rows = sum(lengths) / sum(chunk.tokens for chunk in lowered)
+        rates = self._rates_at(real_s / self._total_s(lowered, self._program_s), rows)
         seconds = {shape: simulate(lower_evaluation(self._layout, shape), rates).total_s for shape in set(shapes)}
         request = self.plan.request
         own_rounds = math.ceil(len(shapes) / (request.ranks * request.nodes))
@@ -95,7 +98,7 @@ class StepPredictor:
         of_tokens = self._priced_s(cost, tokens, 1, stages)
         full = self.plan.chunk_tokens
         share = of_tokens / self._priced_s(self._cost, full, full, stages)
-        return simulate(program, self._rates_at(share)).total_s
+        return simulate(program, self._rates_at(share, tokens / full)).total_s
 
     @property
     def arena_bytes(self) -> int:
@@ -154,32 +157,43 @@ class StepPredictor:
         works = ((count, stage.work(tokens, seq_len, cost.compute_bytes)) for stage, count in found)
         return sum(count * cost.work_s(work) for count, work in works)
 
-    def _interpolated(self, rounds: Rounds, place: float) -> float:
-        """Seconds of a step between two places of the grid."""
+    def _interpolated(self, rounds: Rounds, place: float, rows: float) -> float:
+        """Seconds of a step between places of the grid, by compute and by rows."""
+        below = min(GRID - 1, math.floor(rows))
+        more = rows - below
+        return sum(
+            weight * self._at_rows(rounds, place, at) for at, weight in ((below, 1 - more), (below + 1, more)) if weight
+        )
+
+    def _at_rows(self, rounds: Rounds, place: float, rows: int) -> float:
         below = math.floor(place)
-        low_s, high_s = (self._simulated(rounds, at) for at in (below, below + 1))
+        low_s, high_s = (self._simulated(rounds, at, rows) for at in (below, below + 1))
         return low_s + (place - below) * (high_s - low_s)
 
-    def _simulated(self, rounds: Rounds, place: int) -> float:
-        """Seconds of a step whose compute has this many `GRID`ths of its full length."""
-        key = rounds, place
+    def _simulated(self, rounds: Rounds, place: int, rows: int) -> float:
+        """Seconds of a step whose compute has this many `GRID`ths of its full length, and whose chunks so many of
+        their rows."""
+        key = rounds, place, rows
         if key not in self._seconds:
             if len(self._seconds) >= MOST_SIMULATED:
                 self._seconds.clear()
-            self._seconds[key] = self._simulate(rounds, place / GRID)
+            self._seconds[key] = self._simulate(rounds, place / GRID, rows / GRID)
         return self._seconds[key]
 
-    def _rates_at(self, share: float) -> Rates:
-        """The rates where layers' compute takes this share of that of full chunks."""
+    def _rates_at(self, share: float, rows: float) -> Rates:
+        """The rates where layers' compute takes this share of that of full chunks, and copies of rows move that."""
         rates = self._cost.rates()
 
         def compute_s(command: Command) -> float:
             return rates.compute_s(command) * (share if isinstance(command.args, LayerCall) else 1.0)
 
-        return rates._replace(compute_s=compute_s)
+        def copy_bytes(command: Command) -> float:
+            return command.copy_bytes * (rows if isinstance(command.args, RowCopy) else 1.0)
 
-    def _simulate(self, rounds: Rounds, share: float) -> float:
-        parts = simulated_rounds(self._layout, self._rates_at(share), rounds)
+        return rates._replace(compute_s=compute_s, copy_bytes=copy_bytes)
+
+    def _simulate(self, rounds: Rounds, share: float, rows: float) -> float:
+        parts = simulated_rounds(self._layout, self._rates_at(share, rows), rounds)
         seconds = sum(part.repeats * part.timing.total_s for part in parts)
         if self.plan.updates_on_cpu:
             return seconds

@@ -101,7 +101,7 @@ class RoundRunner:
             self._state.before_update()
         if updates in ("in_round", "clipped"):
             self._state.unusable = HALF_UPDATED  # until the step's own program has ended
-        self._runner.run(program, settings)
+        self._runner.run(program, settings, rows=self._rows())
 
     def evaluate(self, batch: Sequences, token_losses: list[Tensor] | None = None, everywhere: bool = False) -> Tensor:
         """Issue forward of a batch; returns the summed loss [] in float64 on the device.
@@ -132,7 +132,7 @@ class RoundRunner:
     def forward_chunk(self, batch: Sequences, chunk: PackedChunk) -> None:
         """Issue forward of one chunk of whole sequences or pieces of them; nothing is kept."""
         self._write(batch, [chunk], None)
-        self._runner.run(self.forward_program(), measured=False)
+        self._runner.run(self.forward_program(), measured=False, rows=self._rows())
 
     def next_token_logits(self) -> Tensor:
         """Logits [V] of the token after the last one that `evaluate` ran, float32 on the CPU."""
@@ -160,7 +160,7 @@ class RoundRunner:
     def _forward(self, batch: Sequences, chunks: list[PackedChunk], balance: ExpertBalance | None) -> None:
         program = self.programs.of_rounds([packed_shape(chunks, self._plan.chunk_tokens)], EVALUATION)
         self._write(batch, chunks, balance)
-        self._runner.run(program, measured=False)
+        self._runner.run(program, measured=False, rows=self._rows())
 
     def _write(self, batch: Sequences, chunks: list[PackedChunk], balance: ExpertBalance | None) -> None:
         """Put a round's tokens where its program reads them."""
@@ -168,6 +168,10 @@ class RoundRunner:
         self._layers.chunks = self._batches.write(batch, chunks)
         for chunk in self._layers.chunks:
             chunk.balance = balance
+
+    def _rows(self) -> list[int]:
+        """Tokens of the chunks that were written last."""
+        return [chunk.tokens for chunk in self._layers.chunks]
 
     def _number_rows(self, round_number: int) -> None:
         """Number the rows of a round of training within the step, which decides what dropout draws."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
-from flexengine.ops.base import Work
+from flexengine.ops.base import TensorSpec, Work
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.slots import Slot
 from flexengine.schedule.stored_pieces import Piece
@@ -164,6 +164,22 @@ class StoredRun(NamedTuple):
     number: int
     before: int
     whole: int
+
+
+class RowCopy(NamedTuple):
+    """Arguments of a copy of a chunk's activations: regions of a full chunk, one for each tensor, with its spec.
+
+    A run moves the rows that its chunk has. Nobody reads the others: ops see tensors of the chunk's tokens.
+    """
+
+    chunk: int
+    tensors: tuple[tuple[CopyRegion, TensorSpec], ...]
+    compute_bytes: int
+
+    def regions(self, tokens: int) -> list[CopyRegion]:
+        """What is moved of a chunk of so many tokens."""
+        width = self.compute_bytes
+        return [region._replace(num_bytes=spec.num_bytes(tokens, width)) for region, spec in self.tensors]
 
 
 class SlotOffset(NamedTuple):

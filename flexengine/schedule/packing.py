@@ -1,12 +1,16 @@
-"""Packs whole sequences into chunks, and chunks into rounds. It depends on chunk and round sizes, never on memory.
+"""Packs whole sequences into chunks, and chunks into rounds. It depends on the batch and on chunk and round sizes,
+never on memory.
 
-Sequences keep their order. A chunk takes whole sequences while they fit; a sequence longer than a chunk becomes
-consecutive chunks of its own in one round.
+A chunk takes whole sequences while they fit; a sequence longer than a chunk becomes consecutive chunks of its own in
+one round. Sequences of one length fill round after round. Others are divided over as few rounds, all of nearly as many
+tokens: weights cross the link in every round, and a round that is nearly empty would wait for nothing else. Sequences
+keep their order, unless another one makes fewer rounds.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -63,7 +67,7 @@ def pack(
     """Pack sequences of the given lengths into rounds of chunks. No chunk holds a sequence of no tokens.
 
     round_multiple: the number of rounds is a multiple of it where there are units enough, and rounds are filled evenly,
-    so that ranks that take rounds in turn have equal work. 1 fills round after round.
+    so that ranks that take rounds in turn have equal work.
     Raises ValueError for a sequence that does not fit in a round.
     """
     units = _units(seq_lens, chunk_tokens)
@@ -74,7 +78,10 @@ def pack(
                 f"a sequence of {longest} tokens does not fit in a round of {chunk_tokens * chunks_per_round} tokens"
             )
     if round_multiple == 1:
-        return [_packed(members) for members in _in_order(units, chunks_per_round)]
+        rounds = _in_order(units, chunks_per_round)
+        if len(set(seq_lens) - {0}) > 1:
+            rounds = _balanced(seq_lens, chunk_tokens, chunks_per_round, len(rounds))
+        return [_packed(members) for members in rounds]
     return [_packed(members) for members in _even(units, chunks_per_round, round_multiple)]
 
 
@@ -88,14 +95,66 @@ def _packed(units: list[Unit]) -> list[PackedChunk]:
     return chunks
 
 
-def _in_order(units: list[Unit], chunks_per_round: int) -> list[list[Unit]]:
-    """Fill round after round."""
+def _in_order(units: list[Unit], chunks_per_round: int, most_tokens: int | None = None) -> list[list[Unit]]:
+    """Fill round after round, each with at most so many tokens, or with one unit that has more."""
     rounds: list[list[Unit]] = [[]]
+    chunks = tokens = 0
     for unit in units:
-        if sum(map(len, rounds[-1])) + len(unit) > chunks_per_round:
+        chunks, tokens = chunks + len(unit), tokens + _tokens(unit)
+        if rounds[-1] and (chunks > chunks_per_round or (most_tokens is not None and tokens > most_tokens)):
             rounds.append([])
+            chunks, tokens = len(unit), _tokens(unit)
         rounds[-1].append(unit)
     return rounds
+
+
+def _balanced(seq_lens: list[int], chunk_tokens: int, chunks_per_round: int, num_rounds: int) -> list[list[Unit]]:
+    """At most `num_rounds` rounds, as many as those in order; of as few chunks as make them equally long, all with
+    nearly as many tokens."""
+    tokens, longest = sum(seq_lens), max(seq_lens)
+    if num_rounds > -(-tokens // (chunk_tokens * chunks_per_round)) and longest <= chunk_tokens:
+        fitted = _best_fit(seq_lens, chunk_tokens)
+        if -(-len(fitted) // chunks_per_round) < num_rounds:
+            return _of_equal_tokens(fitted, chunks_per_round, -(-len(fitted) // chunks_per_round))
+    chunks = sum(map(len, _units(seq_lens, chunk_tokens)))
+    most_chunks = num_rounds * -(-chunks // num_rounds)
+
+    def is_enough(limit: int) -> bool:
+        """Whether chunks of so many tokens hold all, in as many rounds."""
+        units = _units(seq_lens, chunk_tokens, limit)
+        few = sum(map(len, units)) <= max(chunks, most_chunks)
+        return few and len(_in_order(units, chunks_per_round)) <= num_rounds
+
+    least = -(-tokens // max(chunks, most_chunks))
+    limit = least + bisect_left(range(least, chunk_tokens), True, key=is_enough)
+    return _of_equal_tokens(_units(seq_lens, chunk_tokens, limit), chunks_per_round, num_rounds)
+
+
+def _of_equal_tokens(units: list[Unit], chunks_per_round: int, num_rounds: int) -> list[list[Unit]]:
+    """Units in order in at most so many rounds, of which the one with the most tokens has as few as can be."""
+    tokens = sum(map(_tokens, units))
+    least = -(-tokens // num_rounds)
+
+    def is_enough(most_tokens: int) -> bool:
+        return len(_in_order(units, chunks_per_round, most_tokens)) <= num_rounds
+
+    return _in_order(units, chunks_per_round, least + bisect_left(range(least, tokens), True, key=is_enough))
+
+
+def _best_fit(seq_lens: list[int], chunk_tokens: int) -> list[Unit]:
+    """Chunks of whole sequences, each put, the longest first, where it leaves the least room."""
+    rooms, members = list[int](), list[list[int]]()
+    for i in sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i)):
+        if not seq_lens[i]:
+            continue
+        fits = [(room, c) for c, room in enumerate(rooms) if room >= seq_lens[i]]
+        if not fits:
+            rooms.append(chunk_tokens)
+            members.append([])
+        room, c = min(fits, default=(chunk_tokens, len(rooms) - 1))
+        rooms[c] = room - seq_lens[i]
+        members[c].append(i)
+    return [[[SequenceRange(i, 0, seq_lens[i]) for i in sorted(of_chunk)]] for of_chunk in sorted(members, key=min)]
 
 
 def _even(units: list[Unit], chunks_per_round: int, multiple: int) -> list[list[Unit]]:
@@ -126,8 +185,12 @@ def _tokens(unit: Unit) -> int:
     return sum(part.length for chunk in unit for part in chunk)
 
 
-def _units(seq_lens: list[int], chunk_tokens: int) -> list[Unit]:
-    """Chunks that must stay together: one chunk of whole sequences, or all slices of a long one."""
+def _units(seq_lens: list[int], chunk_tokens: int, most_tokens: int | None = None) -> list[Unit]:
+    """Chunks that must stay together: one chunk of whole sequences, or all slices of a long one.
+
+    most_tokens: of a chunk of several whole sequences; None: it is filled.
+    """
+    most_tokens = most_tokens or chunk_tokens
     units: list[Unit] = []
     room = 0
     for i, length in enumerate(seq_lens):
@@ -141,7 +204,7 @@ def _units(seq_lens: list[int], chunk_tokens: int) -> list[Unit]:
             room -= length
         else:
             units.append([[SequenceRange(i, 0, length)]])
-            room = chunk_tokens - length
+            room = most_tokens - length
     return units
 
 

@@ -110,12 +110,14 @@ class ProgramBuilder:
             readers[own] = index
         return waits
 
-    def copy(self, name: CommandName, stream: Stream, content: str, regions: list[CopyRegion]) -> Command:
+    def copy(
+        self, name: CommandName, stream: Stream, content: str, regions: list[CopyRegion], args: Any = None
+    ) -> Command:
         """Append a copy of `content` along `regions`, adjoining regions merged."""
         merged = merge_regions(regions)
         reads = [Access(s, content) for s in dict.fromkeys(r.source for r in merged)]
         writes = [Access(s, content) for s in dict.fromkeys(r.target for r in merged)]
-        return self.add_copy(name, stream, reads, writes, merged)
+        return self.add_copy(name, stream, reads, writes, merged, args)
 
     def between_ranks(self, index: int, awaits: tuple[Signal, ...] = (), signals: tuple[Signal, ...] = ()) -> None:
         """Have an appended command await semaphores of other ranks and raise own ones, beside those it does."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from flexengine.schedule.commands import (
@@ -39,7 +40,7 @@ class Rates(NamedTuple):
     collectives. peers_by_host: GPUs reach each other through the host's memory alone, each byte over a link twice.
     batch_s: seconds of the host to read, pack and write a step's batch. settle_s: seconds of the host from the end of a
     step's last round, whose loss it reads, to the update's first command. drive_bytes_per_s: of a drive's streams,
-    alone and while the other is at work.
+    alone and while the other is at work. copy_bytes: that a command moves across the link.
     """
 
     compute_s: Callable[[Command], float]
@@ -56,6 +57,7 @@ class Rates(NamedTuple):
     batch_s: float = 0.0
     settle_s: float = 0.0
     drive_bytes_per_s: dict[Stream, tuple[float, float]] | None = None
+    copy_bytes: Callable[[Command], float] = attrgetter("copy_bytes")
 
 
 OTHER_DIRECTION = {Stream.H2D: Stream.D2H, Stream.D2H: Stream.H2D}
@@ -190,7 +192,7 @@ class _Simulation:
         if STREAMS[i] in DRIVE_STREAMS:
             return float(command.copy_bytes)
         latency = self.rates.copy_latency_s * max(1, len(command.regions))
-        return command.copy_bytes + latency * self.rates.alone_bytes_per_s[DIRECTIONS[STREAMS[i]]]
+        return self.rates.copy_bytes(command) + latency * self.rates.alone_bytes_per_s[DIRECTIONS[STREAMS[i]]]
 
     def _speed(self, i: int) -> float:
         stream = STREAMS[i]

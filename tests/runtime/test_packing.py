@@ -22,6 +22,29 @@ def test_no_batch_makes_more_chunks_than_are_promised(longest, chunk_tokens, see
     assert chunks <= most_chunks(longest, batch_tokens, chunk_tokens)
 
 
+def rounds_in_order(lengths, chunk_tokens, chunks_per_round):
+    """Rounds that take chunk after chunk, full ones, as those of equal sequences do; written out once more."""
+    units = []
+    for number, length in enumerate(lengths):
+        if length > chunk_tokens:
+            slices = [min(chunk_tokens, length - start) for start in range(0, length, chunk_tokens)]
+            units.append([PackedChunk((SequenceRange(number, 0, tokens),), 0, 0) for tokens in slices])
+        elif units and units[-1][0].first_slice < 0 and units[-1][0].tokens + length <= chunk_tokens:
+            units[-1] = [PackedChunk((*units[-1][0].ranges, SequenceRange(number, 0, length)))]
+        else:
+            units.append([PackedChunk((SequenceRange(number, 0, length),))])
+    rounds = [[]]
+    for unit in units:
+        if len(rounds[-1]) + len(unit) > chunks_per_round:
+            rounds.append([])
+        rounds[-1] += unit
+    return rounds
+
+
+def tokens_of(chunks):
+    return sum(chunk.tokens for chunk in chunks)
+
+
 def ranges(rounds):
     return [[[tuple(p) for p in chunk.ranges] for chunk in chunks] for chunks in rounds]
 
@@ -45,6 +68,18 @@ def test_a_long_sequence_becomes_slices_of_its_own():
         PackedChunk((SequenceRange(1, 16, 4),), 1, 3),
         PackedChunk((SequenceRange(2, 0, 2),)),
     ]
+
+
+def test_rounds_of_unequal_sequences_have_nearly_equal_tokens():
+    lengths = [40, 60, 50, 30, 20, 30, 40, 60]
+    assert [tokens_of(chunks) for chunks in pack(lengths, chunk_tokens=300, chunks_per_round=1)] == [180, 150]
+    sliced = pack([700, 90, 80, 70, 60, 50], chunk_tokens=200, chunks_per_round=4)
+    assert [[chunk.tokens for chunk in chunks] for chunks in sliced] == [[200, 200, 200, 100], [170, 180]]
+
+
+def test_another_order_where_it_makes_fewer_rounds():
+    rounds = pack([5, 6, 3, 2], chunk_tokens=8, chunks_per_round=1)
+    assert ranges(rounds) == [[[(0, 0, 5), (2, 0, 3)]], [[(1, 0, 6), (3, 0, 2)]]]
 
 
 def test_slices_stay_in_one_round():
@@ -74,11 +109,16 @@ def test_rounds_of_equal_structure_share_a_shape():
     chunk_tokens=st.integers(1, 60),
     spare=st.integers(0, 3),
 )
-def test_every_token_appears_once_in_order(lengths, chunk_tokens, spare):
+def test_every_token_appears_once_in_as_few_rounds_as_in_order(lengths, chunk_tokens, spare):
     chunks_per_round = -(-max(lengths) // chunk_tokens) + spare
     rounds = pack(lengths, chunk_tokens, chunks_per_round)
     found = [(p.sequence, t) for r in rounds for c in r for p in c.ranges for t in range(p.start, p.start + p.length)]
-    assert found == [(i, t) for i, n in enumerate(lengths) for t in range(n)]
+    assert sorted(found) == [(i, t) for i, n in enumerate(lengths) for t in range(n)]
+    in_order = rounds_in_order(lengths, chunk_tokens, chunks_per_round)
+    assert len(rounds) <= len(in_order)
+    if len(rounds) == len(in_order):
+        assert found == sorted(found)
+        assert max(map(tokens_of, rounds)) <= max(map(tokens_of, in_order))
     for chunks in rounds:
         assert 1 <= len(chunks) <= chunks_per_round
         for number, chunk in enumerate(chunks):

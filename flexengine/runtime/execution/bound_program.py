@@ -28,7 +28,8 @@ from flexengine.native.transfer_operations import (
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.execution.notifier import CompletionNotifier
-from flexengine.schedule.commands import HOST_STREAMS, Command, Program, Signal, Stream
+from flexengine.runtime.execution.row_copies import RowCopies, Rows, most_regions
+from flexengine.schedule.commands import HOST_STREAMS, Command, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.following import host_commands
 from flexengine.schedule.slots import Memory
 
@@ -74,6 +75,29 @@ NO_FENCE = HostFence(lambda command: None, ())
 """A fence for no command."""
 
 
+class Copies(NamedTuple):
+    """What copies of a program are for the transfer engine."""
+
+    program: Program
+    arenas: Mapping[str, Tensor]
+    streams: Streams
+
+    def __call__(self, command: Command, regions: tuple[CopyRegion, ...]) -> Iterator[Copy]:
+        """A copy for each region, and empty ones where other rows would have more of them."""
+        slots = self.program.slots
+        empty = [region._replace(num_bytes=0) for region in command.copies[:1]]
+        for region in (*regions, *empty * (most_regions(command) - len(regions))):
+            target, source = slots[region.target], slots[region.source]
+            yield Copy(
+                self.streams[command.stream],
+                self.arenas[target.memory],
+                target.offset + region.target_offset,
+                self.arenas[source.memory],
+                source.offset + region.source_offset,
+                region.num_bytes,
+            )
+
+
 class BoundProgram:
     """One program over the arenas, ready to be issued again and again; `close` when it has run for the last time.
 
@@ -95,6 +119,8 @@ class BoundProgram:
         self._notifier: CompletionNotifier | None = None
         self._cpu_work: CpuWork | None = None
         self._arenas = _whole_arenas(program, arenas)
+        self._row_copies, self._copies = RowCopies(program), Copies(program, self._arenas, streams)
+        self._first_copy: dict[int, int] = {}  # by command, the operation of its first region
         told = {command.index for command in self._signalling}
         self._signals = self._create_signals(told.union(*(command.waits for command in program.commands)))
         self._joins = dict(zip(streams, transfers.create_events(len(streams)), strict=True))
@@ -162,6 +188,12 @@ class BoundProgram:
                 word = WordValue(self._device_address(address), value)
                 changes += [(operation, word) for operation in of_word]
         self._transfers.set_words(self._prepared, changes)
+
+    def set_rows(self, rows: Rows) -> None:
+        """Say how many rows each chunk has in the next run: copies of activations move no others."""
+        for command, regions in self._row_copies.change(rows):
+            copies = enumerate(self._copies(command, regions), self._first_copy[command.index])
+            self._transfers.set_copies(self._prepared, copies)
 
     def _device_address(self, address: int) -> int:
         if address not in self._addresses:
@@ -258,7 +290,8 @@ class BoundProgram:
             if words is not None:
                 self._add_words(operations, command.awaits, Await(self._streams[command.stream]), words)
             operations += self._before(command)
-            operations += self._copies(command)
+            self._first_copy[command.index] = len(operations)
+            operations += self._copies(command, command.copies)
             call_at = len(operations)
             operations += self._after(command)
             if words is not None:
@@ -284,19 +317,6 @@ class BoundProgram:
     def _before(self, command: Command) -> Iterator[Operation]:
         if self._clock:
             yield Record(self._streams[command.stream], self._clock[2 * command.index])
-
-    def _copies(self, command: Command) -> Iterator[Operation]:
-        stream, slots = self._streams[command.stream], self.program.slots
-        for region in command.copies:
-            target, source = slots[region.target], slots[region.source]
-            yield Copy(
-                stream,
-                self._arenas[target.memory],
-                target.offset + region.target_offset,
-                self._arenas[source.memory],
-                source.offset + region.source_offset,
-                region.num_bytes,
-            )
 
     def _after(self, command: Command) -> Iterator[Operation]:
         if self._clock:

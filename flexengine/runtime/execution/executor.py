@@ -24,6 +24,7 @@ from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.execution.drive_copies import with_drive
 from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.execution.notifier import CompletionNotifier
+from flexengine.runtime.execution.row_copies import Rows
 from flexengine.schedule.commands import DIRECTIONS, HOST_STREAMS, Command, Program, Stream, streams_of
 from flexengine.schedule.following import cpu_waits
 
@@ -108,24 +109,24 @@ class Executor:
         self._cpu_threads = update_threads()
         self._cpu_waits: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
 
-    def run(self, program: Program, handler: Handler, timed: bool = False, hooks: CommandHooks | None = None) -> None:
+    def run(
+        self, program: Program, handler: Handler, timed: bool = False, hooks: CommandHooks | None = None,
+        rows: Rows = (),
+    ) -> None:  # fmt: skip
         """Issue all commands of a program; on CUDA returns before they have run.
 
         Commands of the CPU run on a thread of their own, until `synchronize` or a later program needs what they leave.
-
         Order: `handler` is called by that thread, too, for commands of the CPU; what it looks at then must not change
         before `finish_cpu_work`.
         timed: note when every command starts and ends, for `timings`; costs two events per command on CUDA.
-        hooks: of one of several ranks, what commands await and signal.
+        hooks: of one of several ranks, what commands await and signal. rows: of chunks, which copies move; none: all.
         """
         if timed:
             self._timings = self._began_s = None  # a run that is interrupted leaves no times
             self._timed_program = program
         fence = self._fence(program)
-        if self.on_cuda:
-            self._run_streams(program, handler, timed, fence, hooks)
-        else:
-            self._run_in_order(program, handler, timed, fence, hooks or NO_HOOKS)
+        run = self._run_streams if self.on_cuda else self._run_in_order
+        run(program, handler, timed, fence, hooks, rows)
         if timed:
             self.finish_cpu_work()
 
@@ -234,11 +235,12 @@ class Executor:
     # -- on CUDA -----------------------------------------------------------------------------------------------------
 
     def _run_streams(
-        self, program: Program, handler: Handler, timed: bool, fence: HostFence, hooks: CommandHooks | None
+        self, program: Program, handler: Handler, timed: bool, fence: HostFence, hooks: CommandHooks | None, rows: Rows
     ) -> None:
         self._finish_telling()
         words = None if hooks is None else self._words_of(program, hooks)
         bound = self._last_bound[program] = self._bind(program, timed, words)
+        bound.set_rows(rows)
         if words is not None:
             bound.set_words(words)
 
@@ -299,9 +301,9 @@ class Executor:
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
     def _run_in_order(
-        self, program: Program, handler: Handler, timed: bool, fence: HostFence, hooks: CommandHooks
+        self, program: Program, handler: Handler, timed: bool, fence: HostFence, hooks: CommandHooks | None, rows: Rows
     ) -> None:
-        copies, later = self._in_order.bind(program), list[Command]()
+        copies, later, hooks = self._in_order.bind(program, rows), list[Command](), hooks or NO_HOOKS
         indices = range(len(program.commands)) if self.order is None else self.order(program)
         clock = [(0.0, 0.0)] * len(program.commands)
         begin = time.perf_counter()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.bound_program import Call
-from flexengine.schedule.commands import Command, Program
+from flexengine.runtime.execution.row_copies import RowCopies, Rows
+from flexengine.schedule.commands import Command, CopyRegion, Program
 
 Copies = dict[int, list[tuple[Tensor, Tensor]]]
 """By command, byte views (target, source) of what it copies."""
@@ -17,18 +20,16 @@ class InOrder:
 
     def __init__(self, arenas: Arenas) -> None:
         self._arenas = arenas
-        self._copies: dict[Program, Copies] = {}
+        self._copies: dict[Program, tuple[Copies, RowCopies]] = {}
 
-    def bind(self, program: Program) -> Copies:
-        """What the copies of a program move."""
+    def bind(self, program: Program, rows: Rows = ()) -> Copies:
+        """What the copies of a program move, for chunks of so many rows."""
         if program not in self._copies:
-            self._copies[program] = {
-                c.index: [(self._bytes(program, r.target, r.target_offset, r.num_bytes),
-                           self._bytes(program, r.source, r.source_offset, r.num_bytes)) for r in c.copies]
-                for c in program.commands
-                if c.copies
-            }  # fmt: skip
-        return self._copies[program]
+            found = {c.index: self._views(program, c.copies) for c in program.commands if c.copies}
+            self._copies[program] = found, RowCopies(program)
+        copies, of_rows = self._copies[program]
+        copies |= {command.index: self._views(program, regions) for command, regions in of_rows.change(rows)}
+        return copies
 
     def forget(self, program: Program) -> None:
         """Drop what is bound to a program that will not run again."""
@@ -41,6 +42,15 @@ class InOrder:
                 target.copy_(source)
         else:
             handler(command)
+
+    def _views(self, program: Program, regions: Iterable[CopyRegion]) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (
+                self._bytes(program, r.target, r.target_offset, r.num_bytes),
+                self._bytes(program, r.source, r.source_offset, r.num_bytes),
+            )
+            for r in regions
+        ]
 
     def _bytes(self, program: Program, slot: int, offset: int, num_bytes: int) -> Tensor:
         place = program.slots[slot]

@@ -6,6 +6,7 @@ import time
 
 from flexengine.models.spec import ModelSpec
 from flexengine.runtime.execution.executor import Executor
+from flexengine.runtime.execution.row_copies import Rows
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Program
 from flexengine.schedule.timeline import TimedRun
@@ -42,10 +43,10 @@ class StepMeasurement:
         self.began_at_s = time.time()
         self._executor.start_clock()
 
-    def add(self, program: Program) -> None:
-        """Add the times of a program that ran timed. Blocks until it has ended."""
+    def add(self, program: Program, rows: Rows = ()) -> None:
+        """Add the times of a program that ran timed, with so many rows. Blocks until it has ended."""
         times_s = self._executor.timings()
-        add_totals(self.totals, program, times_s, self._model)
+        add_totals(self.totals, program, times_s, self._model, rows)
         if self._keeps_runs:
             self._runs.append(TimedRun(program, self._executor.began_s(), times_s))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from flexengine.ops.base import TensorSpec
 from flexengine.plan import Home
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream, Subject
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, RowCopy, Stream, Subject
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.slots import Memory
 
@@ -19,6 +20,7 @@ class ActivationLowering:
         self._hidden = SlotRing(self._layout.ring("hidden"))
         self._staging = SlotRing(self._layout.ring("save_host"))
         self._gradients = SlotRing(self._layout.ring("grad_hidden"))
+        self._hidden_spec = TensorSpec("hidden", (context.model.hidden_size,))
         self._over_hidden: dict[int, int] = {}  # chunk -> slot of a hidden state that its gradient lies in
         self._inputs: dict[tuple[int, int], int] = {}  # (layer, chunk) -> slot
         self._waiting: dict[tuple[int, int], int] = {}  # the same of inputs that wait on the host
@@ -78,14 +80,14 @@ class ActivationLowering:
         self.offload_saved(index, c, areas)
 
     def _offload_to(self, place: int, subject: Subject, index: int, c: int, slot: int) -> None:
-        regions = [CopyRegion(slot, 0, place, 0, self._hidden_bytes(c))]
-        self._builder.copy(self._name("offload", subject, index, c), Stream.D2H, f"{subject} {index} {c}", regions)
+        name = self._name("offload", subject, index, c)
+        self._copy_hidden(name, Stream.D2H, f"{subject} {index} {c}", slot, place)
 
     def offload_saved(self, index: int, c: int, areas: dict[str, int]) -> None:
         """Send a chunk's kept outputs to the host where the plan says so."""
         if "save_host" in areas:
-            regions = self._save_regions(index, c, areas["save_host"], self._place_on_host(index, c))
-            self._builder.copy(self._name("offload", "save", index, c), Stream.D2H, f"save_host {index} {c}", regions)
+            name = self._name("offload", "save", index, c)
+            self._copy_saved(name, Stream.D2H, index, areas["save_host"], self._place_on_host(index, c))
 
     # -- forward again -----------------------------------------------------------------------------------------------
 
@@ -121,8 +123,8 @@ class ActivationLowering:
             reads.append(Access(areas["save_gpu"], f"save_gpu {index} {c}"))
         if program.save_host_bytes:
             areas["save_host"] = self._staging.take()
-            regions = self._save_regions(index, c, self._place_on_host(index, c), areas["save_host"])
-            self._builder.copy(self._name("fetch", "save", index, c), Stream.H2D, f"save_host {index} {c}", regions)
+            name = self._name("fetch", "save", index, c)
+            self._copy_saved(name, Stream.H2D, index, self._place_on_host(index, c), areas["save_host"])
             reads.append(Access(areas["save_host"], f"save_host {index} {c}"))
         return areas, reads
 
@@ -133,8 +135,7 @@ class ActivationLowering:
 
     def _fetch_from(self, place: int, index: int, c: int) -> int:
         slot = self._hidden.take()
-        regions = [CopyRegion(place, 0, slot, 0, self._hidden_bytes(c))]
-        self._builder.copy(self._name("fetch", "input", index, c), Stream.H2D, f"input {index} {c}", regions)
+        self._copy_hidden(self._name("fetch", "input", index, c), Stream.H2D, f"input {index} {c}", place, slot)
         return slot
 
     def gradient(self, index: int, c: int) -> int:
@@ -146,8 +147,7 @@ class ActivationLowering:
         slot = self._gradients.take()
         if self._context.model.layers[index].kind != "head":
             place = self._layout.slot("hidden", index=c, memory="host")
-            regions = [CopyRegion(place, 0, slot, 0, self._hidden_bytes(c))]
-            self._builder.copy(self._name("fetch", "grad", index, c), Stream.H2D, f"grad {index + 1} {c}", regions)
+            self._copy_hidden(self._name("fetch", "grad", index, c), Stream.H2D, f"grad {index + 1} {c}", place, slot)
         return slot
 
     def _gradient_over_hidden(self, index: int, c: int) -> int:
@@ -188,8 +188,20 @@ class ActivationLowering:
     def _hidden_bytes(self, c: int) -> int:
         return self._context.shape.chunks[c].tokens * self._context.model.hidden_size * self._layout.compute_bytes
 
-    def _save_regions(self, index: int, c: int, source: int, target: int) -> list[CopyRegion]:
-        """One region per kept tensor: the rows that the chunk really has."""
-        tokens, width = self._context.shape.chunks[c].tokens, self._layout.compute_bytes
-        places = self._layout.programs[index].saved_host
-        return [CopyRegion(source, p.offset, target, p.offset, p.spec.num_bytes(tokens, width)) for p in places]
+    # -- copies of the rows that a chunk really has ------------------------------------------------------------------
+
+    def _copy_hidden(self, name: CommandName, stream: Stream, content: str, source: int, target: int) -> None:
+        """Append a copy of a chunk's hidden state, or of its gradient."""
+        region = CopyRegion(source, 0, target, 0, self._hidden_bytes(name.chunk))
+        rows = RowCopy(name.chunk, ((region, self._hidden_spec),), self._layout.compute_bytes)
+        self._builder.copy(name, stream, content, [region], rows)
+
+    def _copy_saved(self, name: CommandName, stream: Stream, index: int, source: int, target: int) -> None:
+        """Append a copy of what a layer keeps of a chunk on the host: one region per tensor."""
+        tokens, width = self._context.shape.chunks[name.chunk].tokens, self._layout.compute_bytes
+        tensors = tuple(
+            (CopyRegion(source, place.offset, target, place.offset, place.spec.num_bytes(tokens, width)), place.spec)
+            for place in self._layout.programs[index].saved_host
+        )
+        rows, content = RowCopy(name.chunk, tensors, width), f"save_host {index} {name.chunk}"
+        self._builder.copy(name, stream, content, [region for region, _ in tensors], rows)
