@@ -389,7 +389,7 @@ def check_optimizer(optimizer: object) -> None:
 
 def _check_same_plan(planned: PlannedRun, job: Job) -> None:
     """Raise ValueError for a change that the plan does not know of."""
-    if planned.plan.request.clipping != (job.max_grad_norm is not None):
+    if planned.plan.request.clipping != (job.max_grad_norm is not None or job.numerics.scales_loss):
         made = "with" if planned.plan.request.clipping else "without"
         raise ValueError(
             f"max_grad_norm={job.max_grad_norm}, but the plan was made {made} clipping; give prepare the same"

@@ -271,7 +271,7 @@ def make_request(
         whole_steps=whole_steps,
         graphs=job.cuda_graphs,
         numerics=job.numerics,
-        clipping=job.max_grad_norm is not None,
+        clipping=job.max_grad_norm is not None or job.numerics.scales_loss,
         ranks=ranks,
         nodes=nodes,
         max_drive_bytes=drive_budget(job.offload_dir, job.max_disk_gib, ranks * nodes),

@@ -54,6 +54,13 @@ class Fields:
             raise self._wrong(name, "a finite number")
         return value
 
+    def power_of_two(self, name: str) -> float:
+        """A power of two."""
+        value = self.number(name)
+        if math.frexp(value)[0] != 0.5:
+            raise self._wrong(name, "a power of two")
+        return value
+
     def text(self, name: str) -> str:
         """A text that is not empty."""
         value = self.values.get(name)
@@ -108,7 +115,10 @@ def _check_engine(engine: Fields) -> None:
     """Raise CheckpointError unless the engine's part has every field, of its type."""
     engine.text("model")
     engine.fields("optimizer").text("name")
-    engine.fields("numerics")
+    if engine.fields("numerics").values.get("compute") == "float16":
+        scale = engine.fields("loss_scale")
+        scale.power_of_two("scale")
+        scale.whole("good_steps")
     for name, least in {"step_count": 0, "seed": 0, "chunk_tokens": 1, "round_tokens": 1}.items():
         engine.whole(name, least)
     if "round_multiple" in engine.values:

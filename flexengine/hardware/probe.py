@@ -136,7 +136,7 @@ def check_multiplies(device: torch.device, dtype: str, matmul_dtype: str) -> Non
         raise ValueError(
             f"dtype=bfloat16: {name} multiplies no bfloat16, which takes compute capability"
             f" {'.'.join(map(str, BFLOAT16_SINCE))} or more, and it has {'.'.join(map(str, capability))}; give"
-            " --dtype float32 (dtype='float32')"
+            " --dtype float16 (dtype='float16')"
         )
     if matmul_dtype == "fp8" and not multiplies_fp8(device):
         raise ValueError(f"matmul_dtype=fp8: {name} multiplies no FP8 operands; leave it out")

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-FLOATS = (torch.bfloat16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def bit_pattern(tensor: Tensor) -> Tensor:
-    """The bits of bfloat16 as int16, which kernels round and join by hand; float32 as it is."""
+    """The bits of bfloat16 as int16, which kernels round and join by hand; others as they are."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 

@@ -26,13 +26,14 @@ def cross_entropy_(
     write_grad: bool,
     soft_cap: float = 0.0,
     weights: Tensor | None = None,
+    grad_factor: float = 1.0,
 ) -> None:
     """losses[i] = logsumexp(logits[i]) - logits[i, labels[i]]; with write_grad, logits become their gradient.
 
     soft_cap: logits count as soft_cap * tanh(logits / soft_cap) where it is not 0; the gradient is that of the logits.
-    weights: factors on the losses and their gradients.
+    weights: factors on the losses and their gradients; grad_factor: on the gradients alone.
 
-    Shapes: logits [B, V] in bf16 or fp32, rows may be strided; labels [B] int64; losses and weights [B]
+    Shapes: logits [B, V] in bf16, fp16 or fp32, rows may be strided; labels [B] int64; losses and weights [B]
     fp32. Any V.
     The gradient is that of the SUM of the losses: weight * (softmax - onehot), rounded once. Label -100: loss 0 and a
     row of zeros. A label outside 0..V-1 other than -100 gives a NaN loss, so that it is noticed.
@@ -52,6 +53,7 @@ def cross_entropy_(
     block = min(_BLOCK, next_power_of_2(vocab_size))
     _cross_entropy_kernel[(num_tokens,)](
         logits, labels, losses if weights is None else weights, losses, vocab_size, logits.stride(0), float(soft_cap),
+        float(grad_factor),
         WEIGHTS=weights is not None, CAP=soft_cap != 0, IGNORE=IGNORE_LABEL, WRITE_GRAD=write_grad, BLOCK=block,
         num_warps=16 if block >= 4096 else 4,
     )  # fmt: skip
@@ -59,7 +61,7 @@ def cross_entropy_(
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, labels_ptr, weights_ptr, losses_ptr, vocab_size, row_stride, soft_cap,
+    logits_ptr, labels_ptr, weights_ptr, losses_ptr, vocab_size, row_stride, soft_cap, grad_factor,
     WEIGHTS: tl.constexpr, CAP: tl.constexpr, IGNORE: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -95,6 +97,7 @@ def _cross_entropy_kernel(
         weight = _weight(weights_ptr + row, WEIGHTS)
         tl.store(losses_ptr + row, weight * (tl.log(total) + (maximum - label_logit)))
         if WRITE_GRAD:
+            weight *= grad_factor
             inverse_total = 1.0 / total
             coming = _load_tile(row_ptr, whole - BLOCK, whole, BLOCK)
             if whole < vocab_size:

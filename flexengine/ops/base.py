@@ -158,8 +158,8 @@ class ChunkContext:
     [num_seqs+1] int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T]
     float32 is written by the head. attention_choices: kernels that are preferred on CUDA for shapes that were measured;
     attention: for other shapes. balance: what routers report to, where experts are balanced. weights [T], in the dtype
-    of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy. dropout: what it
-    draws. given: rows of a tower. axes [axes, T]: positions in several axes. blocks: which tokens see later ones.
+    of losses: factors on the losses; None = 1. custom_loss: in place of the cross-entropy. grad_factor: on gradients
+    alone. dropout: what it draws. given: rows of a tower. axes [axes, T]: positions. blocks: who sees later tokens.
     """
 
     tokens: int
@@ -177,6 +177,7 @@ class ChunkContext:
     dropout: DropoutDraws | None = None
     weights: Tensor | None = None
     custom_loss: CustomLoss | None = None
+    grad_factor: float = 1.0
     given: PlacedRows | None = None
     axes: Tensor | None = None
     blocks: SeenBlocks | None = None
@@ -375,10 +376,8 @@ class Op(ABC):
         return 0
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        """Bytes that a call takes from the allocator on the CPU, where the plain path runs, at the most.
-
-        It is what the plain path takes in float64, at half the width: 16 bits are widened, which takes as much again.
-        """
+        """Bytes that a call takes from the allocator on the CPU at the most: the plain path's in float64, at half
+        the width. 16 bits are widened, which takes as much again."""
         return in_plain_width(self.workspace_bytes(tokens, FLOAT64_BYTES), compute_bytes)
 
     def plain_window_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:

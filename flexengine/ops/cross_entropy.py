@@ -56,26 +56,28 @@ def cross_entropy_(
     write_grad: bool,
     soft_cap: float = 0.0,
     weights: Tensor | None = None,
+    grad_factor: float = 1.0,
 ) -> None:
     """losses [B] = -log softmax(logits [B, V])[label], 0 where label is -100; optionally logits <- their gradient.
 
     With a soft cap C, logits count as C * tanh(logits / C) (Gemma Team 2024, "Gemma 2"). weights [B], in the dtype of
-    losses: factors on losses and gradients."""
+    losses: factors on losses and gradients. grad_factor: on gradients alone."""
     if use_kernel(logits) and logits.dtype != torch.float64:
         from flexengine.kernels import cross_entropy  # noqa: PLC0415 (Triton is imported when first used)
 
-        return cross_entropy.cross_entropy_(logits, labels, losses, write_grad, soft_cap, weights)
+        return cross_entropy.cross_entropy_(logits, labels, losses, write_grad, soft_cap, weights, grad_factor)
     step = max(1, PLAIN_ELEMENTS // logits.shape[-1])
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
         factors = None if weights is None else weights[rows]
-        _plain_cross_entropy_(logits[rows], labels[rows], losses[rows], write_grad, soft_cap, factors)
+        own_factor = grad_factor if write_grad else None
+        _plain_cross_entropy_(logits[rows], labels[rows], losses[rows], own_factor, soft_cap, factors)
 
 
 def _plain_cross_entropy_(
-    logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool, soft_cap: float, weights: Tensor | None
+    logits: Tensor, labels: Tensor, losses: Tensor, grad_factor: float | None, soft_cap: float, weights: Tensor | None
 ) -> None:
-    """Do what `cross_entropy_` does, with temporaries as large as the logits."""
+    """Do what `cross_entropy_` does, with temporaries as large as the logits; grad_factor None: write no gradient."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     share = torch.tanh(wide / soft_cap) if soft_cap else None
     if share is not None:
@@ -84,10 +86,10 @@ def _plain_cross_entropy_(
     targets = labels.clamp(min=0)[:, None]
     lse = torch.logsumexp(wide, dim=-1)
     losses.copy_(torch.where(active, lse - wide.gather(1, targets)[:, 0], torch.zeros_like(lse)))
-    factors = active if weights is None else active * weights
     if weights is not None:
         losses *= weights
-    if write_grad:
+    if grad_factor is not None:
+        factors = active * grad_factor if weights is None else active * weights * grad_factor
         grad = torch.exp(wide - lse[:, None])
         grad.scatter_add_(1, targets, -torch.ones_like(grad[:, :1]))
         if share is not None:
@@ -164,9 +166,11 @@ class LMHeadLoss(Op):
         labels, losses = chunk.labels[rows], chunk.losses[rows]
         weights = None if chunk.weights is None else chunk.weights[rows]
         if chunk.custom_loss is None:
-            return cross_entropy_(logits, labels, losses, write_grad, self.soft_cap, weights)
+            return cross_entropy_(logits, labels, losses, write_grad, self.soft_cap, weights, chunk.grad_factor)
         custom = chunk.custom_loss.of_rows(rows)
-        return custom_loss_(custom, logits, labels, weights, losses, write_grad, self.soft_cap)
+        return custom_loss_(
+            custom, logits, labels, weights, losses, write_grad, self.soft_cap, grad_factor=chunk.grad_factor
+        )
 
     def logits_of(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """Logits [T, V] of x [T, D], for samples: what the losses are made of. weights: the layer's parameters."""

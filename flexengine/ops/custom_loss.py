@@ -65,10 +65,12 @@ def custom_loss_(
     losses: Tensor,
     write_grad: bool,
     soft_cap: float = 0.0,
+    grad_factor: float = 1.0,
 ) -> None:
     """losses [B] = the function's sums, each in the first row of its call, 0 elsewhere; optionally logits <- gradient.
 
-    Shapes: logits [B, V], labels [B] int64, weights [B] or None. Rows whose label is -100 get no gradient.
+    Shapes: logits [B, V], labels [B] int64, weights [B] or None. Rows whose label is -100 get no gradient. grad_factor
+    multiplies the gradient alone.
     Order: every call of the function waits for the device, which counts the tokens that have a loss.
     Raises: ValueError when the function returns no sum.
     """
@@ -92,7 +94,7 @@ def custom_loss_(
         losses[first] = total.detach()
         if write_grad:
             (grad,) = torch.autograd.grad(total, given)
-            part.index_copy_(0, active, grad.to(part.dtype))
+            part.index_copy_(0, active, grad.mul_(grad_factor).to(part.dtype))
 
 
 def _wide(logits: Tensor) -> Tensor:

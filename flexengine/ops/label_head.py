@@ -38,7 +38,7 @@ class LabelHead(LMHeadLoss):
         share = -share if chunk.weights is None else -share * chunk.weights[rows]
         torch.mul(logits[:, 0], share, out=losses)
         if write_grad:
-            logits[:, 0].copy_(share)
+            logits[:, 0].copy_(share * chunk.grad_factor)
         return None
 
     def _accumulate(self, env: OpEnv, logits: Tensor, h: Tensor, first: bool) -> None:

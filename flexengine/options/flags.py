@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from flexengine.options.option import FlagWords, Option
-from flexengine.options.other_names import FLOAT16, HALF
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -48,8 +47,6 @@ def add_flag(
 
 def _read_choice(option: Option, text: str) -> str:
     """Read one of the choices in any of its spellings."""
-    if text.lower() in HALF and option.name.endswith("dtype"):
-        raise argparse.ArgumentTypeError(FLOAT16)
     return option.normalised(text)
 
 

@@ -18,7 +18,8 @@ from flexengine.options.option import KeywordWords, Need, Option, Words, check_e
 from flexengine.options.task import TaskOptions
 from flexengine.plan import MOST_ROUNDED, Numerics, rounds_of_step
 
-ComputeDtype = Literal["bfloat16", "float32", "float64"]
+ComputeDtype = Literal["bfloat16", "float16", "float32", "float64"]
+GradDtype = Literal["bfloat16", "float32", "float64"]
 StorageDtype = Literal["float32", "bfloat16"]
 ADAPTER_LR = 1e-4
 """AdamW's learning rate where only adapters are trained and none is given."""
@@ -32,9 +33,10 @@ MOST_GIB = 2**20
 LARGEST_SEED = 2**32 - 1
 FOR_WIDE = (Need("dtype", ("float64",), of=("float64",)),)
 FOR_BF16 = (Need("dtype", ("bfloat16",), of=("bfloat16", "bf16", "fp8")),)
+NARROW = ("bfloat16", "float16", "float32")
 FOR_STATES = (
     Need("optimizer", ("adamw", "muon"), of=("int8",), why="is for adamw and muon"),
-    Need("dtype", ("bfloat16", "float32"), of=("bfloat16", "int8"), why="is for narrower types than float64 keeps"),
+    Need("dtype", NARROW, of=("bfloat16", "int8"), why="is for narrower types than float64 keeps"),
 )
 
 
@@ -56,16 +58,18 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
         float | None, Option("host memory budget in GiB (default: what is free less a reserve)", above=0, most=MOST_GIB)
     ] = None
     device: Annotated[str, Option("auto, cuda, cuda:N or cpu; auto = an NVIDIA GPU if there is one")] = "auto"
-    dtype: Annotated[ComputeDtype, Option("dtype of the computation")] = "bfloat16"
+    dtype: Annotated[
+        ComputeDtype, Option("dtype of the computation; float16 = with a loss scale, for cards without bfloat16")
+    ] = "bfloat16"
     master_dtype: Annotated[
         StorageDtype,
         Option("precision of the master weights; bfloat16 = rounded stochastically, no extra bytes", needs=FOR_BF16),
     ] = "float32"
     grad_dtype: Annotated[
-        ComputeDtype | None,
+        GradDtype | None,
         Option(
-            "dtype in which gradients are stored (default: that of --dtype, but float32 where --round-tokens makes more"
-            " than 64 rounds of a step, whose sum bfloat16 would leave off by over 1%)",
+            "dtype in which gradients are stored (default: that of --dtype, but float32 beside float16, and where"
+            " --round-tokens makes more than 64 rounds of a step, whose sum bfloat16 would leave off by over 1%)",
             needs=FOR_WIDE,
         ),
     ] = None
@@ -259,20 +263,21 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
 
     @property
     def numerics(self) -> Numerics:
-        """The dtypes as a plan states them: a bf16 weight with an exact fp32 master is split into two halves."""
+        """The dtypes as a plan states them: a bf16 weight is half of its fp32, a float16 one lies beside it."""
         grad, base, keep = self.grad_dtype or self._summing_dtype, self.stored_base, self.keep_dtype
         if self.dtype != "bfloat16":
             state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
-            return Numerics(self.dtype, "full", grad, state, optimizer=self.optimizer, base=base, keep=keep)
+            master = "beside" if self.dtype == "float16" else "full"
+            return Numerics(self.dtype, master, grad, state, optimizer=self.optimizer, base=base, keep=keep)
         master = "split" if self.master_dtype == "float32" else "stochastic"
         state = self.optimizer_state_dtype
         return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base, keep)
 
     @property
-    def _summing_dtype(self) -> ComputeDtype:
+    def _summing_dtype(self) -> GradDtype:
         """What gradients are stored in by default: it follows from what was asked, never from a budget."""
         if self.dtype != "bfloat16" or self.round_tokens is None:
-            return self.dtype
+            return "float32" if self.dtype == "float16" else self.dtype  # whose range sums of scaled gradients exceed
         chunk = self.chunk_tokens or self.round_tokens
         chunks = max(1, self.round_tokens // chunk)
         rounds = rounds_of_step(self.max_seq_len, self.max_global_batch_tokens, chunk, chunks)

@@ -18,7 +18,7 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
-from flexengine.options.other_names import FLOAT16, HALF, spelled
+from flexengine.options.other_names import spelled
 from flexengine.wording import shown
 
 
@@ -160,8 +160,7 @@ class Option:
             return
         if self.choices:
             if value not in self.choices:
-                reason = f"; {FLOAT16}" if value in HALF else ""
-                raise ValueError(words.unknown_choice(self, value) + reason)
+                raise ValueError(words.unknown_choice(self, value))
             return
         problem = self._wrong_type(value)
         if problem:

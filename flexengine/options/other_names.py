@@ -95,7 +95,6 @@ RANKS = (
     "--gpus starts a process for each GPU of this machine, and torchrun those of several; how they share weights is"
     " planned, or pinned by --transport"
 )
-FLOAT16 = "float16 is not offered, as it needs loss scaling; --dtype bfloat16 is the default"
 QLORA = {"mode": "lora", "base_dtype": "nf4"}
 ADAMW = {"optimizer": "adamw"}
 ADAMW_INT8 = {"optimizer": "adamw", "optimizer_state_dtype": "int8"}
@@ -106,7 +105,7 @@ OPTIMIZERS = {
     "hybrid_muon_adamw": {"optimizer": "muon"},
 }
 MODES = {"full": {"mode": "full"}, "lora": {"mode": "lora"}, "qlora": QLORA}
-HALF = dict.fromkeys(("fp16", "float16", "half"), FLOAT16)
+HALF: Mapping[str, Any] = {"dtype": "float16"}
 BY_VALUE: dict[str, Mapping[str, Mapping[str, Any] | str]] = {
     "use_muon": {"true": {"optimizer": "muon"}, "false": {}},
     "strategy": MODES,
@@ -120,9 +119,9 @@ BY_VALUE: dict[str, Mapping[str, Mapping[str, Any] | str]] = {
     **{name: {"true": {"device": "cpu"}, "false": {}} for name in ("use_cpu", "no_cuda")},
     "bnb_4bit_quant_type": {"nf4": {"base_dtype": "nf4"}, "fp4": "give --base-dtype nf4, mxfp4 or fp8"},
     "bf16": {"true": {"dtype": "bfloat16"}, "auto": {"dtype": "bfloat16"}, "false": {}},
-    "fp16": {"true": FLOAT16, "false": {}},
+    "fp16": {"true": HALF, "false": {}},
     "mixed_precision": {
-        **{"bf16": {"dtype": "bfloat16"}, "no": {"dtype": "float32"}, **HALF},
+        **{"bf16": {"dtype": "bfloat16"}, "no": {"dtype": "float32"}, "fp16": HALF},
         "fp8": {"dtype": "bfloat16", "matmul_dtype": "fp8"},
     },
     "optim": {"adamw": ADAMW, **OPTIMIZERS, **{name: {"optimizer": name} for name in ("sgd", "lion", "muon")}},
@@ -238,7 +237,7 @@ OTHERWISE = {
 }
 """What to do instead, for names that have no counterpart."""
 DTYPES = {"bf16": "bfloat16", **dict.fromkeys(("fp32", "f32", "float"), "float32")}
-DTYPES |= dict.fromkeys(("fp64", "f64", "double"), "float64")
+DTYPES |= dict.fromkeys(("fp64", "f64", "double"), "float64") | dict.fromkeys(("fp16", "f16", "half"), "float16")
 SPELLINGS: dict[str, Mapping[str, str]] = {
     **dict.fromkeys(("dtype", "master_dtype", "grad_dtype", "optimizer_state_dtype"), DTYPES),
     "base_dtype": {"bfloat16": "bf16", "4bit": "nf4", "float8_e4m3fn": "fp8"},

@@ -28,20 +28,26 @@ class Numerics:
     """Types that decide results; a plan is made for them and never changes them.
 
     compute: dtype of weights and activations in compute; master: `split` (bf16 + 16-bit remainder = exact fp32), `full`
-    (the weight itself is the master) or `stochastic` (bf16 with stochastic rounding); grad and state: storage dtypes;
-    matmul: what the linear layers of blocks multiply, `compute` or `fp8`; optimizer: the name of what updates, which
-    decides the rules of all parameters; base: what frozen linear layers of blocks are stored in, `compute` or a format
-    of fewer bytes; keep: what backward reads gate and up of gated FFNs in, `compute` or `fp8`.
+    (the weight itself is the master), `stochastic` (bf16 with stochastic rounding) or `beside` (float16 and its fp32,
+    with gradients computed times a loss scale); grad and state: storage dtypes; matmul: what the linear layers of
+    blocks multiply, `compute` or `fp8`; optimizer: the name of what updates, which decides the rules of all parameters;
+    base: what frozen linear layers of blocks are stored in, `compute` or a format of fewer bytes; keep: what backward
+    reads gate and up of gated FFNs in, `compute` or `fp8`.
     """
 
     compute: str = "bfloat16"
-    master: Literal["split", "full", "stochastic"] = "split"
+    master: Literal["split", "full", "stochastic", "beside"] = "split"
     grad: str = "bfloat16"
     state: str = "float32"
     matmul: Literal["compute", "fp8"] = "compute"
     optimizer: str = "adamw"
     base: Literal["compute", "fp8", "nf4", "int8", "mxfp4"] = "compute"
     keep: Literal["compute", "fp8"] = "compute"
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are computed times a loss scale, so that no update counts before all are known finite."""
+        return self.compute == "float16"
 
     @property
     def cpu_update(self) -> str:
@@ -145,6 +151,7 @@ class Request:
         if self.max_drive_bytes < 0:
             raise ValueError(f"max_drive_bytes must not be negative, got {self.max_drive_bytes}")
         conflicts = (
+            (self.numerics.scales_loss and not self.clipping, "float16 gradients count together: give clipping=True"),
             (
                 self.updates_in_round and not self.may_update_in_round,
                 "the GPU updates inside a round on one rank, and clipped gradients only where they are not stored",

@@ -288,8 +288,7 @@ class SharedBuffers:
     @cached_property
     def update_scratch_bytes(self) -> int:
         """Bytes of temporaries of the update of the largest matrix, where matrices are multiplied; else 0."""
-        compute_bytes = DTYPE_BYTES[self.request.numerics.compute]
-        return align(max(layout.update_scratch_bytes(compute_bytes) for layout in self.kind_layouts))
+        return align(max(layout.update_scratch_bytes(self.request.numerics) for layout in self.kind_layouts))
 
     def _tile_bytes(self, tile: int) -> int:
         """Bytes of an optimizer slot for tiles of at most so many elements, as far as matrices may be cut."""

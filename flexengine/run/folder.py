@@ -43,7 +43,8 @@ from flexengine.wording import without_folders
 NAMED_PLACES = ("model", "adapter", "tokenizer", "teacher", "dataset", "val_dataset", "rewards")
 LOCAL_PLACES = ("output_dir", "resume", "overwrite", "dry_run", "plan_json", "data_cache", "generator", "offload_dir")
 """Options that say where something lies: which of them tell what made a model, and which mean nothing elsewhere."""
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}  # int8: a float32 scale for 256
+ELEMENT_BYTES = {"float64": 8, "float32": 4, **dict.fromkeys(("bfloat16", "float16"), 2), "int8": 1 + 4 / 256}
+"""Bytes of an element of stored weights and states; int8 has a float32 scale for 256."""
 
 
 def check_run_folder(config: TrainConfig, replace: bool) -> None:
@@ -146,7 +147,7 @@ def check_disk(config: TrainConfig, source: ModelSource) -> None:
 def _checkpoint_bytes(config: TrainConfig, source: ModelSource) -> int:
     """Bytes of a checkpoint, as if every parameter were trained and a matrix."""
     numerics = config.numerics
-    weight = 4 if numerics.master == "split" else ELEMENT_BYTES[numerics.compute]
+    weight = {"split": 4, "beside": 6}.get(numerics.master) or ELEMENT_BYTES[numerics.compute]
     return round(source.spec.num_parameters * (weight + 2 * ELEMENT_BYTES[numerics.state]))
 
 

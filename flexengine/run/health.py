@@ -25,6 +25,15 @@ MOST_NAMED = 10
 """Bad steps that are listed by number."""
 
 
+def finds_scale(metrics: StepMetrics, update: StepOutput) -> bool:
+    """Whether a step was skipped because its loss scale was too large, which finds the right one.
+
+    Below a scale of 1 what overflows is not the scaled gradient, and a loss that is not finite was not scaled at all.
+    """
+    scale = update.loss_scale
+    return update.skipped and scale is not None and scale >= 1.0 and math.isfinite(metrics.loss)
+
+
 class RunHealth:
     """Follows the steps of one run. most_in_a_row: bad steps after which it ends; None = it never ends for them."""
 
@@ -32,7 +41,7 @@ class RunHealth:
         self.engine, self._steps, self.most_in_a_row = engine, steps, most_in_a_row
         self.bad_steps: list[int] = []
         self.in_a_row = 0
-        self.num_steps = 0
+        self.num_steps = self.scaled_down = 0
         self.good_batch: Batch | None = None
         self.good_step = 0
 
@@ -43,6 +52,7 @@ class RunHealth:
             "in_a_row": self.in_a_row,
             "num_steps": self.num_steps,
             "good_step": self.good_step,
+            "scaled_down": self.scaled_down,
         }
 
     def restore(self, state: Mapping[str, Any], batch_of: Callable[[int], Batch]) -> None:
@@ -50,12 +60,19 @@ class RunHealth:
         found = Fields(state, "the checkpoint's count of bad steps")
         self.bad_steps, self.in_a_row = found.wholes("bad_steps"), found.whole("in_a_row")
         self.num_steps, self.good_step = found.whole("num_steps"), found.whole("good_step")
+        self.scaled_down = found.whole("scaled_down") if "scaled_down" in state else 0
         if self.in_a_row and self.good_step:
             self.good_batch = batch_of(self.good_step)
 
     def after_step(self, batch: Batch, metrics: StepMetrics, update: StepOutput) -> None:
         """Called when a step has ended."""
         self.num_steps += 1
+        if finds_scale(metrics, update):
+            logger.info(
+                "step %d skipped its update: float16 overflows at a loss scale of %g", metrics.step, update.loss_scale
+            )
+            self.scaled_down += 1
+            return
         if update.skipped:
             clipped = self.engine.max_grad_norm is not None
             what = "its update" if clipped else "the update of layers with such a gradient"
@@ -84,14 +101,15 @@ class RunHealth:
 
     def describe(self) -> str:
         """Describe the bad steps in one line; empty when there were none."""
+        scaled = f"loss scale: lowered by {self.scaled_down} of {self.num_steps} steps" if self.scaled_down else ""
         if not self.bad_steps:
-            return ""
+            return scaled
         named = ", ".join(map(str, self.bad_steps[:MOST_NAMED])) + (", ..." if len(self.bad_steps) > MOST_NAMED else "")
         kept = " The last ones are among them; the model still works on other batches." if self.in_a_row else ""
         return (
             f"skipped: {len(self.bad_steps)} of {self.num_steps} steps, whose loss or gradient was not finite"
             f" (step {named}).{kept}"
-        )
+        ) + (scaled and f"\n{scaled}")
 
 
 class NotFinite(NamedTuple):

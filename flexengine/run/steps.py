@@ -198,7 +198,7 @@ def take_step(
     start_s = time.perf_counter()
     taken = steps.train(engine, batch, lr)
     step_s, health = time.perf_counter() - start_s, card.health()
-    peaks = engine.memory_peaks()
+    peaks, scale = engine.memory_peaks(), taken.update.loss_scale
     measured = MeasuredStep(
         step=step,
         loss=taken.loss,
@@ -212,7 +212,7 @@ def take_step(
         speed_of_light_s=expected.speed_of_light_s,
         gpu_peak_bytes=peaks.gpu_bytes,
         host_peak_bytes=peaks.host_bytes,
-        details=dict(taken.details),
+        details={**taken.details, **({} if scale is None else {"loss_scale": scale})},
         card=health,
     )
     return measured.metrics(), taken.update

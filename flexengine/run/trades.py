@@ -68,7 +68,7 @@ def changes_of(job: Job, profile: HardwareProfile, largest: Request) -> Iterator
     if numerics.master == "split":
         changes = "rounds weights to bfloat16 by chance after every update"
         yield Change("--master-dtype bfloat16", {"master_dtype": "bfloat16"}, changes)
-    if job.max_grad_norm is not None:
+    if job.max_grad_norm is not None and not numerics.scales_loss:  # which waits for all gradients in any case
         yield Change("--max-grad-norm 0", {"max_grad_norm": None}, "clips no gradients")
     for place, name, free in (
         ("GPU", "max_gpu_mem_gib", largest.max_gpu_bytes),

@@ -20,6 +20,7 @@ DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
     "int16": torch.int16,
     "int32": torch.int32,
     "int64": torch.int64,

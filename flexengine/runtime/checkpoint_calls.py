@@ -10,6 +10,7 @@ from flexengine.checkpoint.provenance import made_by
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.state_files import STATE_FILE, STATE_INDEX_FILE, read_description
 from flexengine.checkpoint.state_writer import StateSave
+from flexengine.optim.loss_scale import LossScale
 from flexengine.runtime.engine_parts import EngineParts
 from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.ranks.dealt_states import gather_states
@@ -87,6 +88,8 @@ class CheckpointCalls(EngineParts):
         self.executor.synchronize()
         self.planes.fetch()
         self.state.start_accumulation()
+        if self.state.loss_scale is not None:
+            self.state.loss_scale = LossScale(**found["engine"]["loss_scale"])
         self.state.step_count, self.state.unusable = found["engine"]["step_count"], ""
         return found["run"]
 
@@ -129,7 +132,7 @@ class CheckpointCalls(EngineParts):
             self._save = None
 
     def _describe(self, run_state: Mapping[str, Any] | None = None) -> str:
-        return describe_state(self.plan, self._training(), self.state.step_count, run_state)
+        return describe_state(self.plan, self._training(), self.state, run_state)
 
     def _training(self) -> dict[str, Any]:
         """What a checkpoint of this engine must have been saved with."""

@@ -19,6 +19,7 @@ from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
 from flexengine.ops.custom_loss import LossFunction
 from flexengine.optim import Optimizer
+from flexengine.optim.loss_scale import LossScale
 from flexengine.plan import Plan, Request
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
@@ -87,7 +88,8 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
         self.arenas.open_drive(self.settings.offload_dir, layout.drive_bytes)
         self.executor = Executor(device, self.arenas, self.settings.order)
-        self.state, self.measurement = StepState(), StepMeasurement(self.executor, self.model)
+        self.state = StepState(LossScale() if plan.request.numerics.scales_loss else None)
+        self.measurement = StepMeasurement(self.executor, self.model)
         self.context.join(self.arenas, gpu_bytes)
         self.state.on_failure = partial(self.context.give_up, self.state)
         self.buffers = empty_buffers(layout, device)
@@ -160,6 +162,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         """
         sequences = self._read(batch, columns, loss)
         self.steps.start()
+        self.state.scale_gradients(sequences.loss_weight)
         return self.steps.forward_backward(sequences)
 
     @training_call
@@ -168,8 +171,9 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
 
         lr overrides the optimizer's for this step. divisor: what the sum of the losses is divided by, instead of the
         target tokens or the sum of the sizes of their weights. A gradient norm that is not finite skips the update and
-        leaves every weight and state as it was; without clipping, only those of the layers whose own gradient is not
-        finite, and the step counts (for AdamW's bias correction).
+        leaves every weight and state as it was, and under float16 halves the loss scale; without clipping (and in other
+        dtypes), only those of the layers whose own gradient is not finite, and the step counts (for AdamW's bias
+        correction).
         Raises ValueError when there are no gradients, lr is negative, or divisor is not above 0.
         """
         self.state.require_gradients("step() without gradients: call fwd_bwd(batch) first")
@@ -195,6 +199,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         """
         sequences = self._read(batch, columns, loss)
         self._agree(lr, divisor)
+        self.state.scale_gradients(sequences.loss_weight)
         settings = self._update_settings(lr, self.state.loss_weight + sequences.loss_weight, divisor)
         self.steps.start()
         return self.steps.train_step(sequences, settings)
@@ -208,8 +213,13 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         if divisor is not None and not 0 < divisor < math.inf:
             raise ValueError(f"divisor must be a finite number above 0, got {divisor}")
         step, seed = self.step_count + 1, self.settings.seed
-        weight = loss_weight if divisor is None else divisor
-        return update_settings(self.optimizer, lr, self.settings.max_grad_norm, weight, step, seed)
+        weight = (loss_weight if divisor is None else divisor) * self.state.grad_factor
+        most = self.settings.max_grad_norm
+        if most is None and self.plan.request.numerics.scales_loss:
+            most = (
+                math.inf
+            )  # clips nothing, and waits for all gradients as clipping does: all are finite, or none counts
+        return update_settings(self.optimizer, lr, most, weight, step, seed)
 
     # -- changing the plan ---------------------------------------------------------------------------------------------
 

@@ -30,12 +30,13 @@ class StepOutput(NamedTuple):
     """One optimizer step: the global gradient norm before clipping, and whether an update was skipped for it.
 
     skipped: True when a gradient was not finite. seconds: since the first fwd_bwd of the step began; updates on the CPU
-    may go on after them.
+    may go on after them. loss_scale: what float16 gradients were scaled by; None in other dtypes.
     """
 
     grad_norm: float
     skipped: bool
     seconds: float
+    loss_scale: float | None = None
 
 
 class EvaluateOutput(NamedTuple):

@@ -105,7 +105,8 @@ class ReadingCalls(EngineParts):
         self.state.require_gradients("there are no gradients: call fwd_bwd(batch) first")
         self.executor.synchronize()
         self.planes.write_back("grad")
-        return self.context.gradients(self.weights, self.state.num_rounds, 1.0 / self.state.loss_weight)
+        scale = 1.0 / (self.state.loss_weight * self.state.grad_factor)
+        return self.context.gradients(self.weights, self.state.num_rounds, scale)
 
     @one_caller
     def save_pretrained(

@@ -167,7 +167,7 @@ class RoundRunner:
         self._runner.wait_for_batch()
         self._layers.chunks = self._batches.write(batch, chunks)
         for chunk in self._layers.chunks:
-            chunk.balance = balance
+            chunk.balance, chunk.grad_factor = balance, self._state.grad_factor
 
     def _rows(self) -> list[int]:
         """Tokens of the chunks that were written last."""

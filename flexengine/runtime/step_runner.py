@@ -163,8 +163,10 @@ class StepRunner:
             skipped = not math.isfinite(grad_norm)
             self._state.bad_layer = self._bad_layer() if skipped else ""
         self._runner.measurement.active = False
-        seconds = self._state.finish_step(counts=not skipped or settings.max_grad_norm is None)
-        return StepOutput(grad_norm, skipped, seconds)
+        seconds, scale = self._state.finish_step(
+            counts=not skipped or settings.max_grad_norm is None, finite=not skipped
+        )
+        return StepOutput(grad_norm, skipped, seconds, scale)
 
     def _bad_layer(self) -> str:
         """Name the group whose gradient was the first that is not finite. Waits for the device."""
@@ -179,7 +181,9 @@ class StepRunner:
         balancing, device = self._layout.model.balancing, self._executor.device
         if balancing is None:
             return None
-        return ExpertBalance.of_batch(balancing, batch.num_tokens, batch.loss_weight, device)
+        balance = ExpertBalance.of_batch(balancing, batch.num_tokens, batch.loss_weight, device)
+        balance.grad_factor = self._state.grad_factor
+        return balance
 
     def _grad_norm(self, program: Program, norm_known: bool) -> float:
         """The gradient norm of the last update. Waits for the device, not for updates on the CPU.

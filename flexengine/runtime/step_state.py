@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from flexengine.optim.loss_scale import LossScale
 from flexengine.runtime.execution.executor import Executor
 
 HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
@@ -27,12 +28,14 @@ class StepState:
     while it can. merged: adapters are in the weights, so that nothing may be trained or saved. under_way: a call
     changes the gradients; what it leaves is dropped unless it ends by clearing this. bad_layer: whose gradient made the
     last step skip its update; empty when none did. running: the call that runs, under the key "call"; empty while none
-    does. before_update: called before stored weights or states change; it blocks while somebody reads them. on_failure:
+    does. loss_scale: of float16 gradients; None in other dtypes. grad_factor: what stored gradients are multiplied by.
+    before_update: called before stored weights or states change; it blocks while somebody reads them. on_failure:
     called with what interrupted a call, before the device is waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss_scale: LossScale | None = None) -> None:
         self.step_count = 0
+        self.loss_scale, self.grad_factor = loss_scale, 1.0
         self.unusable = ""
         self.merged = False
         self.under_way = False
@@ -67,13 +70,21 @@ class StepState:
         self.started_s = time.perf_counter()
         return True
 
-    def finish_step(self, counts: bool) -> float:
-        """End a step; returns its seconds. counts: whether AdamW's bias correction counts it."""
+    def scale_gradients(self, loss_weight: float) -> None:
+        """Choose the factor of a step's gradients where this batch, of such a weight, is the step's first."""
+        if self.loss_scale is not None and not self.has_gradients:
+            self.grad_factor = self.loss_scale.factor(loss_weight)
+
+    def finish_step(self, counts: bool, finite: bool = True) -> tuple[float, float | None]:
+        """End a step; returns its seconds and loss scale. counts: whether AdamW's bias correction counts it."""
         self.step_count += counts
-        seconds = time.perf_counter() - self.started_s
+        seconds, scale = time.perf_counter() - self.started_s, None
+        if self.loss_scale is not None:
+            scale = self.loss_scale.scale
+            self.loss_scale.end_step(finite)
         self.start_accumulation()
         self.unusable = ""  # last: an interrupt up to here leaves an engine that refuses to go on
-        return seconds
+        return seconds, scale
 
     def require_usable(self, merged: bool = False) -> None:
         """Raise ValueError when an interruption or `close` ended the engine, or, unless `merged`, after `merge`."""

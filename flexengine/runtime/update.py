@@ -42,6 +42,14 @@ def update_settings(
     return UpdateSettings(optimizer, lr, max_grad_norm, loss_weight, step, seed)
 
 
+def apart(planes: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The planes as rules take them, with the masters as weights; and where float16 weights lie beside those."""
+    if planes["weights"].dtype != torch.float16:
+        return planes, None
+    computed, master = planes["weights"], planes["remainder"]
+    return {kind: plane for kind, plane in planes.items() if kind != "remainder"} | {"weights": master}, computed
+
+
 class UpdateRunner:
     """Runs `clip`, `scale` and `update` commands."""
 
@@ -145,8 +153,9 @@ class UpdateRunner:
             scale = unclipped_scale(s.loss_weight, self.wide)
         else:
             scale = (self.host_scale if command.stream is Stream.CPU else self.scale)(tile.group)
+        planes, computed = apart(self._views(segment, tile.count, tile.planes, slots))
         update = Update(
-            self._views(segment, tile.count, tile.planes, slots),
+            planes,
             grad_scale=scale,
             settings=s.optimizer,
             lr=s.lr * self.lr_factors[tile.group],
@@ -160,7 +169,10 @@ class UpdateRunner:
         if tile.targets is None:
             segment.rule.update(update)
         else:
-            update_into(segment.rule, update, self._views(segment, tile.count, tile.targets, slots))
+            planes, computed = apart(self._views(segment, tile.count, tile.targets, slots))
+            update_into(segment.rule, update, planes)
+        if computed is not None:
+            computed.copy_(planes["weights"])
 
     def _views(self, segment: Segment, count: int, places: Mapping[str, SlotOffset], slots: tuple) -> dict[str, Tensor]:
         """Views of `count` elements of those planes of a segment that have a place."""

@@ -16,7 +16,7 @@ from flexengine.schedule.parts import Part, Run, parts_of
 from flexengine.schedule.slots import PlaneKind
 from flexengine.schedule.stored_pieces import RunBytes, StoredPieces, stored_pieces
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,12 @@ class GroupStorage:
         """Whether the CPU cannot update the group, as some of its matrices are multiplied."""
         return any(segment.matrices for segment in self.segments)
 
-    def update_scratch_bytes(self, compute_bytes: int) -> int:
-        """Bytes of temporaries that the update of a matrix takes at the most."""
+    def update_scratch_bytes(self, numerics: Numerics) -> int:
+        """Bytes of temporaries that the update of a matrix takes at the most, in the dtype that rules get weights in.
+
+        Beside float16 that is float32, as small gradients would be 0 in float16.
+        """
+        compute_bytes = DTYPE_BYTES["float32" if numerics.master == "beside" else numerics.compute]
         rules = [(s.rule.scratch_bytes, s.matrices) for s in self.segments if s.rule is not None]
         return max((size(*shape, compute_bytes) for size, shapes in rules if size for shape in shapes), default=0)
 
@@ -169,7 +173,8 @@ _KNOWN: dict[tuple, GroupStorage] = {}  # groups of equal shape share one value,
 def group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
     """How a group is stored under these numerics.
 
-    Vectors always keep float32 states and, beside bf16 weights, the exact remainder. A frozen group has weights alone.
+    Vectors always keep float32 states and, beside bf16 weights, the exact remainder. Beside trained float16 weights the
+    remainder is their float32 in whole. A frozen group has weights alone.
     """
     params = tuple((p.name, p.shape, p.kind, p.storage, _matrices(p)) for p in group.params)
     if numerics.optimizer == "muon" or numerics.state == IN_BLOCKS:
@@ -256,6 +261,8 @@ def _planes(segment: str, group: GroupSpec, numerics: Numerics) -> list[Plane]:
         return planes
     if is_split(segment, numerics):
         planes.append(Plane("remainder", 0, "int16"))
+    elif numerics.master == "beside":
+        planes.append(Plane("remainder", 0, "float32"))
     rule = _rule(segment, group, numerics)
     planes += [Plane(state.kind, 0, state.dtype, state.block) for state in rule.states]
     return [*planes, Plane("grad", 0, numerics.grad)]

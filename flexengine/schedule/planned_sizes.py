@@ -198,7 +198,7 @@ class PlannedSizes:
     def update_scratch_bytes(self) -> int:
         """Bytes of temporaries of the GPU's updates."""
         groups = (g for g, home in zip(self.groups, self.homes, strict=True) if home.update == "gpu")
-        return max((group.update_scratch_bytes(self.compute_bytes) for group in groups), default=0)
+        return max((group.update_scratch_bytes(self.plan.request.numerics) for group in groups), default=0)
 
     def dealt_states(self, stored: GroupStorage) -> DealtStates:
         """Where ranks keep the states of a group if they divide them."""

@@ -90,7 +90,7 @@ FLAGS = (
         "step_of_a_billion_tokens", ["--max-global-batch-tokens", str(10**9)], ("is at most 268435456, got 1000000000",)
     ),
     Case("name_of_another_system", ["--zero-stage", "3"], ("--zero-stage is not an option: memory is planned here",)),
-    Case("unknown_dtype", ["--dtype", "float16"], ("--dtype: float16 is not offered.*bfloat16",)),
+    Case("dtype_that_is_not_offered", ["--dtype", "fp8"], ("--dtype: .*fp8.*bfloat16.*float16",)),
     Case("cool_down_before_the_end_of_warm_up", ["--lr-warmup-pct", "0.9"], ("0.8 is before the end.*0.9",)),
     Case(
         "percent_in_place_of_a_fraction",

@@ -157,8 +157,7 @@ def test_names_and_values_of_others_in_python():
     assert seen("m", max_gpu_mem_bytes=2**30).max_gpu_mem_gib == 1.0
     with pytest.raises(TypeError, match=r"seen\(\): batch_size is not an option: .* give max_global_batch_tokens"):
         seen("m", batch_size=8)  # pyright: ignore
-    with pytest.raises(ValueError, match=r"dtype='float16' is not supported; .*float16 is not offered"):
-        seen("m", dtype=torch.float16)  # pyright: ignore
+    assert seen("m", dtype=torch.float16).numerics.master == "beside"  # pyright: ignore
 
 
 def test_a_misspelt_keyword_is_guessed():

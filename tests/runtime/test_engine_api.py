@@ -169,8 +169,8 @@ def test_a_bad_learning_rate_is_refused(engine, lr):
 BAD_REQUESTS = {
     "preset": ({"path_or_preset": "preset:nope"}, "unknown preset 'nope'; known presets: "),
     "folder": ({"path_or_preset": "/no/such/folder"}, "no such folder"),
-    "dtype": ({"dtype": "fp33"}, "dtype='fp33' is not supported; choose bfloat16, float32, float64"),
-    "half": ({"dtype": "float16"}, "dtype='float16' is not supported"),
+    "dtype": ({"dtype": "fp33"}, "dtype='fp33' is not supported; choose bfloat16, float16, float32, float64"),
+    "gradients in half": ({"grad_dtype": "float16"}, "grad_dtype='float16' is not supported"),
     "master_dtype": ({"master_dtype": "float64"}, "master_dtype='float64'.*choose float32, bfloat16"),
     "grad_dtype": ({"grad_dtype": "int8"}, "grad_dtype='int8'"),
     "state dtype": ({"optimizer_state_dtype": "fp8"}, "optimizer_state_dtype='fp8'"),

@@ -53,6 +53,7 @@ NUMERICS = {
     "bf16, exact master, bf16 states": Numerics("bfloat16", "split", "bfloat16", "bfloat16"),
     "bf16, exact master, fp32 gradients": Numerics("bfloat16", "split", "float32", "float32"),
     "bf16, stochastic rounding": Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16"),
+    "float16": Numerics("float16", "beside", "float32", "bfloat16"),
 }
 FP8 = Numerics("bfloat16", "split", "bfloat16", "float32", "fp8")
 ROPES = (None, {"rope_type": "linear", "factor": 2.0})

@@ -27,6 +27,7 @@ from flexengine.runtime.weights import loading, staging
 
 SPLIT = Numerics("bfloat16", "split", "bfloat16", "float32")
 STOCHASTIC = Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16")
+BESIDE = Numerics("float16", "beside", "float32", "float32")
 CONFIG = tiny_config(attention_bias=True, mlp_bias=True)
 PLANS = {"resident": make_plan, "streamed": streamed_plan}
 
@@ -47,6 +48,8 @@ def engine_of(source, numerics, plan=streamed_plan, **options):
         (torch.float16, SPLIT),
         (torch.float64, FLOAT64),
         (torch.bfloat16, STOCHASTIC),
+        (torch.float32, BESIDE),
+        (torch.bfloat16, BESIDE),
     ],
     ids=lambda x: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else f"{x.compute}-{x.master}",
 )

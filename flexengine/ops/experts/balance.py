@@ -28,13 +28,14 @@ class ExpertBalance:
     """Adds up each expert's rows and probabilities [E], in float64, over all layers and tokens of a batch.
 
     factor: of the loss as a sum over target tokens, factor * sum of rows * probabilities. collecting: forward adds to
-    both; else they are known from an earlier forward of the whole batch.
+    both; else they are known from an earlier forward of the whole batch. grad_factor: as of a chunk.
     """
 
     rows: Tensor
     probabilities: Tensor
     factor: float
     collecting: bool = True
+    grad_factor: float = 1.0
 
     @staticmethod
     def of_batch(balancing: Balancing, num_tokens: int, loss_weight: float, device: torch.device) -> ExpertBalance:
@@ -50,7 +51,7 @@ class ExpertBalance:
 
     def gradient(self) -> Tensor:
         """Gradient [E] of every token's probabilities, once all rows are known."""
-        return self.factor * self.rows
+        return self.factor * self.grad_factor * self.rows
 
     def loss(self) -> Tensor:
         """The loss times target tokens [], in float64, as sums over tokens are."""

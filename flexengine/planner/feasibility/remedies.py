@@ -243,11 +243,12 @@ def _type_changes(request: Request) -> Iterator[_Change]:
         yield _Change("--optimizer-state-dtype bfloat16", {"state": "bfloat16"})
     if numerics.state in ("float32", "bfloat16") and numerics.optimizer in IN_BLOCKS and numerics.compute != "float64":
         yield _Change("--optimizer-state-dtype int8", {"state": "int8"})
-    if numerics.grad == "float32" and numerics.compute == "bfloat16":
+    if numerics.grad == "float32" and numerics.compute in ("bfloat16", "float16"):
         yield _Change("--grad-dtype bfloat16", {"grad": "bfloat16"})
     if numerics.master == "split":
         yield _Change("--master-dtype bfloat16", {"master": "stochastic"})
-    if request.clipping and request.whole_steps and not request.shares_node:
+    waits = request.clipping and not numerics.scales_loss
+    if waits and request.whole_steps and not request.shares_node:
         yield _Change("--max-grad-norm 0", {}, clipping=False)
 
 

@@ -46,6 +46,8 @@ class CheckpointLoader:
             if elsewhere:
                 load_staged(self._reader, elsewhere, self._store.arenas.device)
             for run in self._store.own().values():
+                if run.source.decode is None and run.whole and not run.param.absent:
+                    self._store.round_masters(run)
                 if not run.whole:
                     if not self._keep(run):
                         self._store.store_spans(run, self._store.values(self._reader, run.source.name))
@@ -94,6 +96,8 @@ class CheckpointLoader:
         """
         weight, remainder = self._store.master(run)
         count = math.prod(run.source.shape_in_file)
+        if remainder is not None and remainder.dtype == torch.float32:  # the master in whole, of which weights follow
+            return ReadRequest(name, remainder[:count])
         if run.frozen and run.split and dtype != torch.bfloat16:
             remainder = torch.empty(run.count, dtype=torch.int16, device="meta")
         return ReadRequest(name, weight[:count], None if remainder is None else remainder[:count])

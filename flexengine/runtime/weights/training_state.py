@@ -22,6 +22,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.runtime.arena import DTYPES
 from flexengine.runtime.ranks.dealt_states import DealtTensor
+from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.staging import load_staged, on_host
 from flexengine.runtime.weights.weight_store import SourceRun, WeightStore
 from flexengine.schedule.group_storage import Plane
@@ -147,21 +148,23 @@ def describe_adapters(model: ModelSpec) -> dict[str, Any]:
 
 
 def describe_state(
-    plan: Plan, training: Mapping[str, Any], step_count: int, run_state: Mapping[str, Any] | None = None
+    plan: Plan, training: Mapping[str, Any], state: StepState, run_state: Mapping[str, Any] | None = None
 ) -> str:
     """Describe an engine's state as JSON.
 
-    training: `training_of` and `describe_adapters` of the engine. run_state: what the caller adds, such as where its
-    data stands.
+    training: `training_of` and `describe_adapters` of the engine. state: its count of steps and loss scale. run_state:
+    what the caller adds, such as where its data stands.
     """
     engine = {
         "model": plan.model,
-        "step_count": step_count,
+        "step_count": state.step_count,
         **training,
         "chunk_tokens": plan.chunk_tokens,
         "round_tokens": plan.round_tokens,
         "round_multiple": plan.round_multiple,
     }
+    if state.loss_scale is not None:
+        engine["loss_scale"] = asdict(state.loss_scale)
     return json.dumps({"format_version": FORMAT_VERSION, "engine": engine, "run": dict(run_state or {})}, indent=1)
 
 

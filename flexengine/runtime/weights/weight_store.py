@@ -106,6 +106,11 @@ def _equal_values(reader: CheckpointReader, *names: str) -> bool:
     return True
 
 
+def _exact(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 of weights and what lies beside them: their lower halves, or beside float16 the masters in whole."""
+    return join_fp32(weight, remainder) if remainder.dtype == torch.int16 else remainder
+
+
 def empty_buffers(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     """The model's buffers by name, with what they hold where there is no checkpoint."""
     dtype, sources = wide_dtype(layout), layout.model.buffers
@@ -247,6 +252,8 @@ class WeightStore:
         target = weight[start : start + piece.numel()]
         if not split:
             target.copy_(piece)
+            if remainder is not None:  # a float32 master in whole
+                remainder[start : start + piece.numel()].copy_(piece)
             return
         piece = piece.float()
         halves = torch.empty_like(piece, dtype=torch.bfloat16), torch.empty_like(piece, dtype=torch.int16)
@@ -254,6 +261,12 @@ class WeightStore:
         target.copy_(halves[0])
         if remainder is not None:
             remainder[start : start + piece.numel()].copy_(halves[1])
+
+    def round_masters(self, run: SourceRun) -> None:
+        """Give the weights of a tensor the values of masters that lie beside them in whole."""
+        weight, remainder = self.master(run)
+        if remainder is not None and remainder.dtype == torch.float32:
+            weight.copy_(remainder)
 
     def clear_states(self) -> None:
         """Zero the optimizer states of every parameter."""
@@ -301,16 +314,16 @@ class WeightStore:
         for start in range(first, run.count, PIECE_ELEMENTS):
             piece = slice(start, min(start + PIECE_ELEMENTS, run.count))
             value = weight[piece].cpu()  # weight and remainder may live on different sides
-            exact = value if remainder is None else join_fp32(value, remainder[piece].cpu())
+            exact = value if remainder is None else _exact(value, remainder[piece].cpu())
             yield exact.to(dtype or self._exact_dtype(run))
 
     def _exact_dtype(self, run: SourceRun) -> torch.dtype:
         """The dtype that holds the values of a tensor exactly, float32 at least."""
         if not run.whole:
             compute = DTYPES[self.layout.plan.request.numerics.compute]
-            return torch.float32 if compute == torch.bfloat16 else compute
+            return torch.float32 if compute.itemsize == 2 else compute
         weight, remainder = self.master(run)
-        return torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype
+        return torch.float32 if remainder is not None or weight.dtype.itemsize == 2 else weight.dtype
 
     def read_gradient(self, name: str, scale: float) -> Tensor:
         """The stored gradient of a Hugging Face tensor times `scale`, float32 (float64) on the CPU."""
