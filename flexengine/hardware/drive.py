@@ -1,4 +1,4 @@
-"""What a folder's drive offers for optimizer states: free bytes, and rates past the page cache, measured."""
+"""What a folder's drive offers: free bytes, and rates past the page cache, measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def free_bytes(folder: str | Path) -> int:
 
 
 def drive_budget(folder: str | None, gib: float | None, ranks: int) -> int:
-    """Bytes that optimizer states may take on a drive: as many GiB as are given, or a share of a folder's free bytes.
+    """Bytes that planes may take on a drive: as many GiB as are given, or a share of a folder's free bytes.
 
     Raises: ValueError for several ranks.
     """
@@ -43,8 +43,8 @@ def drive_budget(folder: str | None, gib: float | None, ranks: int) -> int:
         return 0
     if ranks > 1:
         raise ValueError(
-            f"optimizer states lie on a drive where one GPU trains, and there are {ranks}; leave --offload-dir and"
-            " --max-disk-gib out"
+            f"optimizer states and weights lie on a drive where one GPU trains, and there are {ranks}; leave"
+            " --offload-dir and --max-disk-gib out"
         )
     if folder is None or gib is not None:
         return int((gib or 0) * 2**30)

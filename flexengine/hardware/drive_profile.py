@@ -1,4 +1,4 @@
-"""The part of a hardware profile that is about the drive which optimizer states may lie on."""
+"""The part of a hardware profile that is about the drive which planes may lie on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexengine.hardware.parts import DRIVE_FIELDS, Part
 
 @dataclass(frozen=True)
 class DriveProfile(Part):
-    """Bytes per second of the drive that optimizer states may lie on, past the page cache in large requests: alone, and
+    """Bytes per second of the drive that planes may lie on, past the page cache in large requests: alone, and
     while it is read and written at once. 0 where nobody measured it.
     """
 

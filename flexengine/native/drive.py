@@ -72,8 +72,8 @@ class DriveFile:
             free = f", of which {size_text(place.f_bavail * place.f_frsize)} are free"
         why = os.strerror(error.errno or 0)
         return (
-            f"{self.folder} has no {size_text(self.num_bytes)} for optimizer states{free}: {why}. Free some,"
-            " name another folder with --offload-dir, or give more host memory"
+            f"{self.folder} has no {size_text(self.num_bytes)} for what --offload-dir is to hold{free}: {why}. Free"
+            " some, name another folder with --offload-dir, or give more host memory"
         )
 
     def _make_direct(self) -> bool:
@@ -194,7 +194,7 @@ class DriveFile:
         place = f"the drive of {self.folder}"
         return DriveError(
             error_number,
-            f"optimizer states on {place} could not be {what} at byte {offset_bytes}: {why}. The"
+            f"what lies on {place} could not be {what} at byte {offset_bytes}: {why}. The"
             " step is lost; resume from the last checkpoint, with another folder if the drive fails again",
         )
 

@@ -17,15 +17,15 @@ class DriveOptions:
     offload_dir: Annotated[
         str | None,
         Option(
-            "folder on a drive for optimizer states that the host has no room for, on one GPU; the file there has no"
-            " name, and is gone when the run ends (default: no drive)",
+            "folder on a drive for optimizer states and frozen weights that the host has no room for, on one GPU; the"
+            " file there has no name, and is gone when the run ends (default: no drive)",
             decides_plan=False,
         ),
     ] = None
     max_disk_gib: Annotated[
         float | None,
         Option(
-            "most GiB that optimizer states take on the drive of --offload-dir (default: 15/16 of what is free there)",
+            "most GiB that all of it takes on the drive of --offload-dir (default: 15/16 of what is free there)",
             above=0,
             most=MOST_DISK_GIB,
         ),

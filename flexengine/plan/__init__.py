@@ -1,6 +1,7 @@
 """Every decision as a frozen value, what is asked, and how the planner says no; imports nothing else of the package."""
 
-from flexengine.plan.plan import CACHES, MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan, Prediction, rounds_of_step
+from flexengine.plan.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan, rounds_of_step
+from flexengine.plan.prediction import CACHES, Prediction
 from flexengine.plan.request import Numerics, PlanError, PlanReason, Request
 
 __all__ = [

@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from flexengine.plan.prediction import CACHES, Prediction
 from flexengine.plan.request import TRANSPORTS, Numerics, Request, TransportName
 
 Home = Literal["gpu", "host"]
@@ -59,9 +60,10 @@ class GroupPlan:
     which take the place of the first ones where nothing is. grads "none": in a step of one round the GPU updates from
     the gradient as backward leaves it, so that it has no home; with clipping once an earlier run has found the norm.
     states "drive": masters' lower halves and the rule's states lie on a drive, from which the CPU's update brings them.
+    weights "drive": what is frozen is read from a drive whenever the GPU uses it.
     """
 
-    weights: Home = "host"
+    weights: Literal["gpu", "host", "drive"] = "host"
     grads: Literal["gpu", "host", "none"] = "host"
     states: Literal["gpu", "host", "dealt", "drive"] = "host"
     update: Literal["gpu", "cpu", "none"] = "gpu"
@@ -80,6 +82,8 @@ class GroupPlan:
             raise ValueError("optimizer states on the GPU need the weights there too")
         if self.states == "drive" and (self.update != "cpu" or self.speculative):
             raise ValueError("optimizer states on a drive need an update on the CPU that waits for the norm")
+        if self.weights == "drive" and self.trained:
+            raise ValueError("weights on a drive are read alone, so they must be frozen")
         if self.states == "dealt" and (self.update != "gpu" or "gpu" in (self.weights, self.grads)):
             raise ValueError("dealt optimizer states need an update on the GPU, and weights and gradients on the host")
 
@@ -103,47 +107,18 @@ class GroupPlan:
         """Whether the GPU updates what does not live there altogether, and so passes through tile slots."""
         return self.update == "gpu" and "host" in (self.grads, self.states)
 
+    @property
+    def uses_drive(self) -> bool:
+        """Whether some plane lies on a drive."""
+        return "drive" in (self.weights, self.states)
+
+    def off_the_drive(self) -> GroupPlan:
+        """The same home with the host's memory in place of a drive."""
+        return replace(self, **{kind: "host" for kind in ("weights", "states") if getattr(self, kind) == "drive"})
+
     def of_frozen(self) -> GroupPlan:
         """The same home for weights that are not trained."""
         return GroupPlan(weights=self.weights, update="none")
-
-
-CACHES = "caches of sequences"
-"""The category of GPU bytes that sequences have beside a plan's slots while they are generated."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound.
-
-    shared_host_bytes: of the host's bytes, those that several ranks have once for all. exchange_s: seconds of the step
-    in which several nodes add up their gradients. after_clipping_s: seconds of a step after one that was clipped, where
-    the plan speculates; else 0. unclipped_s: seconds of the same plan's step without clipping, where it runs its round
-    twice for the norm; else 0. free_step_s, least_gpu_bytes: where the request is reproducible, seconds of a step of
-    sizes that the planner is free to choose, and the least GPU memory that the sizes of the rule fit in; else 0.
-    fewer_gpus, fewer_gpus_step_s: of several ranks, fewer GPUs of a node that are known to take the same step faster,
-    and its seconds on them; else 0.
-    drive_bytes: optimizer states on a drive, each of which a step reads and writes once.
-    """
-
-    step_s: float = 0.0
-    speed_of_light_s: float = 0.0
-    busy_s: dict[str, float] = field(default_factory=dict)
-    recompute_share: float = 0.0
-    gpu_bytes: int = 0
-    host_bytes: int = 0
-    gpu_categories: dict[str, int] = field(default_factory=dict)
-    host_categories: dict[str, int] = field(default_factory=dict)
-    limiter: str = ""
-    shared_host_bytes: int = 0
-    exchange_s: float = 0.0
-    after_clipping_s: float = 0.0
-    unclipped_s: float = 0.0
-    free_step_s: float = 0.0
-    least_gpu_bytes: int = 0
-    fewer_gpus: int = 0
-    fewer_gpus_step_s: float = 0.0
-    drive_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,11 +171,13 @@ class Plan:
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if self.uses_drive and self.shares_node:
-            raise ValueError("optimizer states lie on a drive only where one rank trains")
+            raise ValueError("weights and optimizer states lie on a drive only where one rank trains")
         if any(home.speculative for home in self.groups) and not self.may_speculate:
             raise ValueError("updates are speculative on one rank, and on ranks of one node that walk layers together")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
+        if self.touched_only and self.reads_weights:
+            raise ValueError("touched_only fetches experts from the host's memory, and weights lie on a drive")
         self._check_transport()
         if self.makes_inputs_again and (self.owns_blocks or self.replays):
             raise ValueError(
@@ -274,8 +251,13 @@ class Plan:
 
     @property
     def uses_drive(self) -> bool:
-        """True when the optimizer states of some group lie on a drive."""
-        return any(home.states == "drive" for home in self.groups)
+        """True when some group has planes on a drive."""
+        return any(home.uses_drive for home in self.groups)
+
+    @property
+    def reads_weights(self) -> bool:
+        """True when weights of some group lie on a drive."""
+        return any(home.weights == "drive" for home in self.groups)
 
     @property
     def updates_in_backward(self) -> bool:

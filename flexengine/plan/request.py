@@ -102,7 +102,7 @@ class Request:
     backward of a segment walks its blocks one by one, all chunks each, or its chunks one by one, all blocks each.
     hidden_home: where a round's tensor between layers and its gradient wait; auto is on the GPU, or on the
     host where nothing else fits or that is faster, and its plan's request then says host. max_drive_bytes: that
-    optimizer states may take on a drive where the host has no room for them; 0 is no drive.
+    optimizer states and frozen weights may take on a drive where the host has no room; 0 is no drive.
     """
 
     max_seq_len: int

@@ -26,7 +26,7 @@ from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, spe
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import process_bytes
 from flexengine.planner.cost.save_sets import SaveSets, frontier, side_by_side
-from flexengine.planner.drive_states import states_on_host
+from flexengine.planner.drive_states import planes_on_host
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.problem import Problem
 from flexengine.planner.shared_buffers import SharedBuffers
@@ -194,7 +194,7 @@ class Search:
     def touched_only(self, plan: Plan, estimate: StepEstimate) -> Priced:
         """Fetch only touched experts where that is faster and a full round leaves some untouched."""
         shape = full_round(self.request, plan.chunk_tokens, plan.chunks_per_round)
-        if least_touched_share(self.model, shape.num_tokens) >= MOST_TOUCHED:
+        if plan.reads_weights or least_touched_share(self.model, shape.num_tokens) >= MOST_TOUCHED:
             return plan, estimate
         sparing = replace(plan, touched_only=True)
         found = self.pricer.step(self.problem.layout(sparing))
@@ -212,10 +212,10 @@ class Search:
         return (by_cpu, found) if found.step_s < estimate.step_s else (plan, estimate)
 
     def off_the_drive(self, plan: Plan, estimate: StepEstimate) -> Priced:
-        """Keep the states on the host that it has room for: of what forward needs first, or of what backward ends."""
+        """Keep what the host has room for there: of what forward needs first, or of what backward ends."""
         best = plan, estimate
         for groups in (range(len(plan.groups)), reversed(range(len(plan.groups)))):
-            fewer = states_on_host(self.problem, plan, groups)
+            fewer = planes_on_host(self.problem, plan, groups)
             if fewer is not plan:
                 found = self.pricer.step(self.problem.layout(fewer))
                 best = (fewer, found) if found.step_s < best[1].step_s else best
@@ -293,6 +293,7 @@ class Search:
             after_clipping_s=self._after_clipping_s(plan),
             unclipped_s=self._unclipped_s(plan),
             drive_bytes=layout.drive_bytes,
+            drive_written_bytes=layout.drive_written_bytes,
             **process_bytes(layout, self.profile)._asdict(),
         )
         return replace(plan, predicted=prediction)

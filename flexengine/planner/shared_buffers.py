@@ -30,7 +30,7 @@ from flexengine.planner.cost.stream_loads import (
     UPDATED_BY_CPU,
     residencies_of,
 )
-from flexengine.planner.drive_states import drive_tile, numbers_on_drive, staged_bytes
+from flexengine.planner.drive_states import drive_tile, numbers_on_drive, staged_bytes, staged_weights
 from flexengine.planner.inputs_again import InputsAgain
 from flexengine.planner.keep_options import KeepOptions, keep_options
 from flexengine.planner.problem import Problem
@@ -122,8 +122,9 @@ class SharedBuffers:
         self._tiles: dict[int, int] = {}
         # parts [L] in which parameters cross the link, and host bytes that updates by the CPU take beside planes
         self.parts_of_blocks = np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
-        staged = staged_bytes(self.kind_layouts + self.edge_layouts, self.num_parameters) if self.on_drive else 0
-        self.cpu_update_host_bytes = align(host_scalar_bytes(len(model.groups), self._acc_bytes)) + staged
+        of_all, scalars = self.kind_layouts + self.edge_layouts, host_scalar_bytes(len(model.groups), self._acc_bytes)
+        self.cpu_update_host_bytes = align(scalars) + self.on_drive * staged_bytes(of_all, self.num_parameters)
+        self.staged_weight_bytes = self.on_drive * staged_weights(self.kind_layouts)
         self._options: dict[tuple[int, SaveSets], tuple[KeepOptions, ...]] = {}
         self._edge_slots: dict[EdgeChoice, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
@@ -215,7 +216,7 @@ class SharedBuffers:
                 _bytes_of(layout, "hidden states", "key/value window") + again.get("gpu", 0),
                 layout.place("scratch").num_bytes,
                 host_required_bytes(layout, self.profile)
-                + self.spilled_bytes[1]
+                + (self.spilled_bytes[1] + self.staged_weight_bytes)
                 + self.adapters.host_bytes_beyond(self.small)
                 + again.get("host", 0),
             )

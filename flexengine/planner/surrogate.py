@@ -22,6 +22,7 @@ from flexengine.planner.cost.stream_loads import (
     STREAMED,
     TileTimes,
     cpu_update_s,
+    drive_slowdown,
     gpu_update_s,
     issue_s,
     tile_times,
@@ -167,7 +168,8 @@ class Surrogate:
         staged = options.staged_bytes[option]
         gradients = kind.use.gradients + sum(one.use.gradients for one in kind.adapters)
         inputs = options.host_bytes[option] - staged
-        weights = STREAMS_WEIGHTS[residency] * planes["weights"]
+        slowdowns = np.array([drive_slowdown(home, cost) for home in kind.residencies])
+        weights = STREAMS_WEIGHTS[residency] * slowdowns[residency] * planes["weights"]
         streams = tables.streams_grads.by_kind[number][residency]
         copies_s, beside = copy_s * kind.copies[option], self._copies_of_adapters(kind.adapters)
         forward_s = sum(s.forward_issue_s for s in kind.seconds) / chunks

@@ -189,11 +189,13 @@ def _gradient_lines(plan: Plan) -> list[str]:
 
 def drive_lines(plan: Plan) -> list[str]:
     """Tell what a step writes to a drive, which wears out by it; nothing without one."""
-    num_bytes = plan.predicted.drive_bytes
+    num_bytes, written = plan.predicted.drive_bytes, plan.predicted.drive_written_bytes / 1e9
     if not num_bytes:
         return []
-    written = f"a step writes {num_bytes / 1e9:.3g} GB, 1000 steps {num_bytes / 1e9:.3g} TB"
-    return [f"drive: {format_bytes(num_bytes)}; {written} (drives of 1 TB are made for some 600 TB)"]
+    if not written:
+        return [f"drive: {format_bytes(num_bytes)}, which steps only read"]
+    each = f"a step writes {written:.3g} GB, 1000 steps {written:.3g} TB"
+    return [f"drive: {format_bytes(num_bytes)}; {each} (drives of 1 TB are made for some 600 TB)"]
 
 
 def _update_line(plan: Plan) -> str:

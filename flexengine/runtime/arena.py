@@ -87,7 +87,7 @@ class Arenas:
             return
         try:
             if folder is None:
-                raise ValueError("the plan keeps optimizer states on a drive, but no folder is given; give offload_dir")
+                raise ValueError("the plan keeps planes on a drive, but no folder is given; give offload_dir")
             self.drive = DriveFile(folder, num_bytes)
         except (DriveError, ValueError):
             self.close()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from flexengine.models.spec import BLOCK_CLASSES
 from flexengine.plan import GroupPlan, Plan
-from flexengine.schedule.drive import drive_slots, in_blocks
+from flexengine.schedule.drive import drive_slots, in_blocks, staged_weight_bytes, weight_blocks, weights_on_drive
 from flexengine.schedule.fixed_slots import (
     PARTIAL_SQUARES,
     SCALAR_BYTES,
@@ -21,12 +21,15 @@ from flexengine.schedule.fixed_slots import (
     host_scalar_bytes,
     norm_square_bytes,
 )
+from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.region import Region
 from flexengine.schedule.second_planes import SECOND, second_kinds
 from flexengine.schedule.slots import Memory, Slot
 
+STAGED_WEIGHTS = 2
+"""Slots of the host for weights from a drive: one is read while another is sent, as a drive is slower than the link."""
 ADAPTER_SLOTS = 2
 """Slots for weights of adapters that stream, and for their gradients: one at work, one on its way."""
 
@@ -48,6 +51,9 @@ def _add_drive(sizes: PlannedSizes, slots: list[Slot]) -> int:
         if home.states == "drive":
             slots += drive_slots(spec.name, stored, end, sizes.plan.drive_tile)
             end = max(slot.end for slot in slots if slot.memory == "drive")
+        if home.weights == "drive":
+            slots += weights_on_drive(spec.name, stored, end)
+            end += in_blocks(stored.plane_bytes["weights"])
     return end
 
 
@@ -100,6 +106,7 @@ class _HostSlots:
             region.add("scalars", host_scalar_bytes(len(sizes.groups), sizes.acc_bytes), "scalars")
         self._planes()
         self._staged_states()
+        self._staged_weights()
         sizes.places.add_on_host(sizes, region, self._homes)
         self._offloaded_activations()
         return region.end
@@ -128,6 +135,25 @@ class _HostSlots:
         for k in range(self._sizes.plan.drive_slots if num_bytes else 0):
             self._region.end = in_blocks(self._region.end)
             self._region.add("staged", num_bytes, "drive slots", index=k)
+
+    def _staged_weights(self) -> None:
+        """Append slots of each class for weights on their way from a drive to the GPU, at borders of its blocks."""
+        rows = zip(self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True)
+        classes: dict[str, list[GroupStorage]] = {}
+        for spec, stored, home in rows:
+            if home.weights == "drive":
+                classes.setdefault(spec.slot_class, []).append(stored)
+        for name, groups in classes.items():
+            most = min(STAGED_WEIGHTS, sum(len(stored.parts) for stored in groups))
+            for k in range(most):
+                self._region.end = in_blocks(self._region.end)
+                self._region.add("staged_weights", max(map(staged_weight_bytes, groups)), "drive slots", name, k)
+                self._region.add_places(
+                    (blocks.place, blocks.held)
+                    for stored in groups
+                    for part in stored.parts
+                    for blocks in weight_blocks(stored, part)
+                )
 
     def _places_of_pieces(self, group: int) -> Iterator[tuple[int, int, int]]:
         """Ranges of the pieces of a gradient, in bytes."""
@@ -238,7 +264,7 @@ class _GpuSlots:
     def _slots_of_class(self, region: Region, name: str, groups: list[int], grads_over_weights: bool) -> None:
         homes = self._sizes.homes
         trained = [i for i in groups if homes[i].trained]
-        streamed = [i for i in groups if homes[i].weights == "host"]
+        streamed = [i for i in groups if homes[i].weights != "gpu"]
         staged = [i for i in trained if homes[i].grads != "gpu"]
         accumulated = max((self._groups[i].part_numel for i in trained), default=0) * self._sizes.acc_bytes
         weights_start = region.end

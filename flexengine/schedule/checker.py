@@ -163,7 +163,7 @@ def _check_direction(program: Program, command: Command) -> None:
 def _check_blocks(program: Program, command: Command) -> None:
     """Check that a copy goes between a drive and the host as its stream says, in whole blocks, each slot on the drive
     at once."""
-    ends = ("drive", "host") if command.stream is Stream.DRIVE_IN else ("host", "drive")
+    ends = ("host", "drive") if command.stream is Stream.DRIVE_OUT else ("drive", "host")
     for c in command.regions:
         source, target = program.slots[c.source], program.slots[c.target]
         if (source.memory, target.memory) != ends:

@@ -24,7 +24,8 @@ class Stream(StrEnum):
     relay_in, relay_out: what one of several ranks takes over and passes on: gradients, in stages also hidden states.
     They share the link's directions with h2d and d2h; waiting for another rank, they hold nothing else up.
     comm: collectives, in which all ranks of a node take part in the same order, and what follows them at once.
-    drive_in, drive_out: reads of a drive into the host's memory, and writes back.
+    drive_in, drive_out: reads of a drive into the host's memory for the CPU, and writes back.
+    drive_fetch: reads of a drive into the host's memory for copies to the GPU, which wait for them.
     """
 
     COMPUTE = "compute"
@@ -36,13 +37,16 @@ class Stream(StrEnum):
     COMM = "comm"
     DRIVE_IN = "drive_in"
     DRIVE_OUT = "drive_out"
+    DRIVE_FETCH = "drive_fetch"
 
 
 BASE_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.CPU)
 STREAMS = tuple(Stream)
-DRIVE_STREAMS = (Stream.DRIVE_IN, Stream.DRIVE_OUT)
-HOST_STREAMS = (Stream.CPU, *DRIVE_STREAMS)
-"""Those of threads of the host, which go on beyond a program's end on the GPU; no other stream waits for them."""
+DRIVE_STREAMS = (Stream.DRIVE_IN, Stream.DRIVE_OUT, Stream.DRIVE_FETCH)
+HOST_STREAMS = (Stream.CPU, Stream.DRIVE_IN, Stream.DRIVE_OUT)
+"""Those that go on beyond a program's end on the GPU; within a program no other stream waits for them."""
+THREAD_STREAMS = (*HOST_STREAMS, Stream.DRIVE_FETCH)
+"""Those that threads of the host carry out; before a copy that waits for one the host itself waits."""
 STREAM_INDEX = {stream: i for i, stream in enumerate(STREAMS)}
 DIRECTIONS = {Stream.H2D: Stream.H2D, Stream.RELAY_IN: Stream.H2D, Stream.D2H: Stream.D2H, Stream.RELAY_OUT: Stream.D2H}
 """The direction of the link, h2d or d2h, of each stream that copies."""
@@ -252,7 +256,7 @@ class UpdateTile(NamedTuple):
 
 
 class DriveCopy(NamedTuple):
-    """Arguments of a copy between a drive and the host: the group whose states move. left: for prices, the share of
+    """Arguments of a copy between a drive and the host: the group whose planes move. left: for prices, the share of
     the bytes that remains."""
 
     group: int

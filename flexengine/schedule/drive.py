@@ -1,15 +1,19 @@
-"""Where optimizer states lie on a drive, and the tiles in which they cross to the host and back.
+"""Where planes lie on a drive, and the pieces in which they cross to the host and back.
 
-A drive reads and writes blocks past the page cache, so what moves at once begins and ends at a block's border, in the
-file as in memory. Segments therefore begin at a border, and tiles have so many elements that those of every plane do.
+A plane on a drive has a region of a file for its home; whatever uses it finds a piece of it in a slot of the host. A
+drive reads and writes blocks past the page cache, so what moves at once begins and ends at a block's border, in the
+file as in memory. Segments of states therefore begin at a border, and tiles have so many elements that those of every
+plane do. Weights, which are only read, lie as they do in memory; what is read are the blocks that hold a part's runs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from flexengine.schedule.group_storage import GroupStorage, Plane, Segment, element_bytes
+from flexengine.schedule.parts import Part
 from flexengine.schedule.region import RUN
 from flexengine.schedule.slots import PlaneKind, Slot, SlotKey
 
@@ -84,3 +88,51 @@ def drive_slots(owner: str, stored: GroupStorage, start: int, most: int) -> Iter
                     place = begin + plane.num_bytes(first), in_blocks(plane.num_bytes(count))
                     yield whole.subslot((segment.name, first), *place, RUN)
         start += num_bytes
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+class WeightBlocks(NamedTuple):
+    """Blocks of a plane of weights on a drive that are read at once, and where they go in a slot of the host.
+
+    run: the number of the run of elements that they hold; -1 for all of a group. start, num_bytes: of the plane.
+    staged: where they begin in the slot. place, held: where in the slot begin the bytes that are wanted, and how many.
+    """
+
+    run: int
+    start: int
+    num_bytes: int
+    staged: int
+    place: int
+    held: int
+
+
+def weight_blocks(stored: GroupStorage, part: Part) -> list[WeightBlocks]:
+    """The blocks of a part of a group, one behind the other in the slot; those of a group in one part are its plane."""
+    if len(stored.parts) == 1:
+        held = stored.plane_bytes["weights"]
+        return [WeightBlocks(-1, 0, in_blocks(held), 0, 0, held)]
+    found, staged = list[WeightBlocks](), 0
+    for run in part.runs:
+        start, _, held = stored.run_bytes("weights", run)
+        first = start // BLOCK_BYTES * BLOCK_BYTES
+        num_bytes = in_blocks(start + held) - first
+        found.append(WeightBlocks(run.number, first, num_bytes, staged, staged + start - first, held))
+        staged += num_bytes
+    return found
+
+
+def staged_weight_bytes(stored: GroupStorage) -> int:
+    """Bytes of a slot of the host for any part of a group's weights."""
+    return max(sum(blocks.num_bytes for blocks in weight_blocks(stored, part)) for part in stored.parts)
+
+
+def weights_on_drive(owner: str, stored: GroupStorage, start: int) -> Iterator[Slot]:
+    """The slots of a group's weights on a drive from a byte on, each with those of its blocks behind it."""
+    num_bytes = in_blocks(stored.plane_bytes["weights"])
+    whole = Slot(SlotKey("weights", owner, memory="drive"), start, num_bytes, "weights")
+    yield whole
+    for part in stored.parts:
+        for blocks in weight_blocks(stored, part):
+            yield whole.subslot(("blocks", blocks.run), blocks.start, blocks.num_bytes, RUN)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.schedule.commands import HOST_STREAMS, Access, Command, Program, Stream
+from flexengine.schedule.commands import HOST_STREAMS, THREAD_STREAMS, Access, Command, Program, Stream
 from flexengine.schedule.slots import HOST_SIDE, Slot
 
 NODE_ADDRESS = 1 << 60
@@ -65,12 +65,35 @@ def host_commands(program: Program) -> list[Command]:
     return found
 
 
+def threaded_commands(program: Program) -> list[Command]:
+    """Those of threads of the host: `host_commands`, and reads of a drive that copies to the GPU wait for."""
+    host_commands(program)
+    return [command for command in program.commands if command.stream in THREAD_STREAMS]
+
+
 def cpu_waits(before: Program, after: Program) -> dict[int, frozenset[int]]:
     """For commands of `after`, by index, the commands of the CPU in `before` that they must wait for.
 
     They read what such a command writes, or write what it reads or writes.
     """
     return CpuWaits(before).of(after)
+
+
+class WaitsBetween:
+    """Remembers `cpu_waits` of pairs of programs."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
+
+    def of(self, before: Program, after: Program) -> dict[int, frozenset[int]]:
+        """`cpu_waits` of two programs."""
+        if (before, after) not in self._known:
+            self._known[before, after] = cpu_waits(before, after)
+        return self._known[before, after]
+
+    def forget(self, program: Program) -> None:
+        """Drop what is known of a program."""
+        self._known = {pair: waits for pair, waits in self._known.items() if program not in pair}
 
 
 class CpuWaits:

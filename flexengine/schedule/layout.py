@@ -13,8 +13,8 @@ from typing import Self
 
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.schedule.arena_slots import home_of_plane, host_memory, lay_out
-from flexengine.schedule.drive import drive_start
+from flexengine.schedule.arena_slots import STAGED_WEIGHTS, home_of_plane, host_memory, lay_out
+from flexengine.schedule.drive import WeightBlocks, drive_bytes, drive_start, weight_blocks
 from flexengine.schedule.group_storage import Plane, Segment
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Run
@@ -39,6 +39,12 @@ class Layout(PlannedSizes):
         self.gpu_bytes, self.host_bytes, self.node_bytes = arenas["gpu"], arenas["host"], arenas["node"]
         self.drive_bytes = arenas["drive"]
         self._index = {slot.key: i for i, slot in enumerate(self.slots)}
+
+    @property
+    def drive_written_bytes(self) -> int:
+        """Bytes that a step writes to a drive."""
+        rows = zip(self.groups, self.plan.groups, strict=True)
+        return sum(drive_bytes(stored) for stored, home in rows if home.states == "drive")
 
     @cached_property
     def overlaps(self) -> list[tuple[int, ...]]:
@@ -94,7 +100,7 @@ class Layout(PlannedSizes):
 
     def plane_start(self, group: int, segment: Segment, plane: Plane, share: Share) -> tuple[int, int]:
         """Where a rank finds a segment in the slot of a plane: its first byte there, and the first element it has."""
-        if home_of_plane(plane.kind, self.homes[group]) == "drive":
+        if plane.kind != "weights" and home_of_plane(plane.kind, self.homes[group]) == "drive":
             return drive_start(self.groups[group], segment, plane.kind), 0
         if not self.is_dealt(plane.kind, group):
             return plane.start, 0
@@ -103,6 +109,23 @@ class Layout(PlannedSizes):
     def drive_slot(self, kind: PlaneKind, group: int, segment: str, start: int) -> int:
         """The slot on a drive of a tile of a plane."""
         return self._index[SlotKey(kind, self.model.groups[group].name, memory="drive", within=(segment, start))]
+
+    def staged_part(self, group: int, part: int) -> list[tuple[WeightBlocks, int]]:
+        """The blocks of a part of weights on a drive, each with its slot there."""
+        stored, whole = self.groups[group], SlotKey("weights", self.model.groups[group].name, memory="drive")
+        found = weight_blocks(stored, stored.parts[part])
+        return [(blocks, self._index[whole._replace(within=("blocks", blocks.run))]) for blocks in found]
+
+    def staging_places(self, group: int, number: int, blocks: WeightBlocks) -> tuple[int, int]:
+        """A slot of the host for weights from a drive, and the one within it where what blocks hold is found."""
+        key = SlotKey("staged_weights", self.model.groups[group].slot_class, number, "host")
+        return self._index[key], self._index[key._replace(within=(blocks.place, blocks.held))]
+
+    def staging_ring(self, group: int) -> list[int]:
+        """The slots of the host for weights of a group's class from a drive."""
+        owner = self.model.groups[group].slot_class
+        keys = (SlotKey("staged_weights", owner, k, "host") for k in range(STAGED_WEIGHTS))
+        return [self._index[key] for key in keys if key in self._index]
 
     def division(self, kind: PlaneKind, group: int) -> Division:
         """How ranks divide a plane of a group; empty where all have one, or each has it whole."""

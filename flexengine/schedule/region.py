@@ -41,6 +41,11 @@ class Region:
         whole = self.slots[-1]
         self.slots += [whole.subslot((within, number), start, num_bytes, RUN) for number, start, num_bytes in pieces]
 
+    def add_places(self, places: Iterable[tuple[int, int]]) -> None:
+        """Append slots within the last one, each once: (first byte there, bytes)."""
+        whole = self.slots[-1]
+        self.slots += [whole.subslot(place, *place, RUN) for place in dict.fromkeys(places)]
+
     def add_plane(self, kind: PlaneKind, owner: str, group: GroupStorage, category: str) -> None:
         """Append a plane; within it, for weights and gradients of a group in parts, a slot for each run."""
         self.add(kind, group.plane_bytes[kind], category, owner)

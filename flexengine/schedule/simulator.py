@@ -5,7 +5,7 @@ waits have ended and the host has issued it; the host issues one command after a
 work of the CPU it waits itself, as no stream knows of that. A copy slows down while the other direction of the link is
 busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; copies of two streams in one direction
 share its rate. Work of the CPU slows down by what copies take of the host memory's rate. A drive that is read and
-written at once gives each the rate that it has then.
+written at once gives each the rate that it has then; what is read for the CPU and for the GPU shares a rate.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import NamedTuple
 from flexengine.schedule.commands import (
     DIRECTIONS,
     DRIVE_STREAMS,
-    HOST_STREAMS,
     STREAM_INDEX,
     STREAMS,
+    THREAD_STREAMS,
     Command,
     Program,
     Stream,
@@ -132,15 +132,15 @@ class _Simulation:
         self.host_s = max(self.host_s, now)
         while self.num_issued < len(self.issued):
             command = self.program.commands[self.num_issued]
-            if command.stream not in HOST_STREAMS and any(map(self._works, command.waits)):
+            if command.stream not in THREAD_STREAMS and any(map(self._works, command.waits)):
                 return
             self.host_s += self.rates.issue_s(command)
             self.issued[command.index] = self.host_s
             self.num_issued += 1
 
     def _works(self, index: int) -> bool:
-        """Whether a command is one of the CPU that has not ended."""
-        return self.end[index] < 0 and self.program.commands[index].stream is Stream.CPU
+        """Whether a command is one of the host's threads that has not ended."""
+        return self.end[index] < 0 and self.program.commands[index].stream in THREAD_STREAMS
 
     def _start_ready(self, now: float) -> float:
         """Start what can start. Returns when the host issues the next command that waits for nothing but that."""
@@ -217,10 +217,14 @@ class _Simulation:
         return min(rate, beside[direction])
 
     def _drive_rate(self, stream: Stream) -> float:
-        assert self.rates.drive_bytes_per_s is not None, "a plan with states on a drive has its rates"
+        assert self.rates.drive_bytes_per_s is not None, "a plan with planes on a drive has its rates"
         alone, beside = self.rates.drive_bytes_per_s[stream]
-        both = all(self.running[STREAM_INDEX[other]] is not None for other in DRIVE_STREAMS)
-        return beside if both else alone
+        writes, *reads = (self._runs(other) for other in (Stream.DRIVE_OUT, Stream.DRIVE_IN, Stream.DRIVE_FETCH))
+        rate = beside if writes and any(reads) else alone
+        return rate if stream is Stream.DRIVE_OUT else rate / sum(reads)
+
+    def _runs(self, stream: Stream) -> bool:
+        return self.running[STREAM_INDEX[stream]] is not None
 
     def _finish(self, i: int, now: float) -> None:
         run = self.running[i]
@@ -229,6 +233,6 @@ class _Simulation:
         self.busy[STREAMS[i]] += now - run.started
         if STREAMS[i] in DIRECTIONS:
             self.copying[DIRECTIONS[STREAMS[i]]] -= 1
-        if run.command.stream in HOST_STREAMS:
+        if run.command.stream in THREAD_STREAMS:
             self._issue(now)
         self.running[i] = None

@@ -245,6 +245,7 @@ LIMIT_WORDS = {
     "comm": "exchange between GPUs",
     "drive_in": "the drive, which is read,",
     "drive_out": "the drive, which is written,",
+    "drive_fetch": "the drive, which weights are read from,",
     ISSUE: "the host, which issues commands,",
 }
 COMPUTE_BOUND_SHARE = 0.9

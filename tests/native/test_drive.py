@@ -66,7 +66,7 @@ def test_a_folder_is_empty_while_the_file_is_there(tmp_path):
 
 
 def test_too_many_bytes_are_refused_before_they_are_written(tmp_path):
-    with pytest.raises(DriveError, match=r"has no .*GiB.* for optimizer states.*free.*--offload-dir"):
+    with pytest.raises(DriveError, match=r"has no .*GiB.* for what --offload-dir is to hold.*free.*--offload-dir"):
         DriveFile(tmp_path, 1 << 55)
 
 

@@ -7,14 +7,16 @@ import pytest
 from flexengine.hardware.drive import drive_budget
 from flexengine.hardware.drive_profile import DriveProfile, shared_drive
 from flexengine.hardware.presets import preset
+from flexengine.models.freezing import with_frozen
 from flexengine.plan import PlanError, Request
 from flexengine.planner import planner
 from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.cost.memory import host_required_bytes
 from flexengine.planner.cost.stream_loads import ON_DRIVE
-from flexengine.planner.drive_states import states_on_host
+from flexengine.planner.drive_states import planes_on_host
 from flexengine.planner.problem import Problem
 from flexengine.reports.plan_text import describe
+from flexengine.schedule.drive import drive_bytes
 from flexengine.schedule.layout import Layout
 from tests.schedule.small_plans import small_model
 
@@ -51,10 +53,31 @@ def test_the_host_keeps_what_it_has_room_for():
     first = sum(layout.groups[0].plane_bytes[kind] for kind in layout.groups[0].state_kinds)
     room = host_required_bytes(layout, PROFILE) + first + MIB
     problem = Problem(MODEL, replace(REQUEST, max_host_bytes=room, max_drive_bytes=GIB), PROFILE)
-    found = states_on_host(problem, plan, range(len(plan.groups)))
+    found = planes_on_host(problem, plan, range(len(plan.groups)))
     assert [home.states for home in found.groups] == ["host", *["drive"] * (len(plan.groups) - 1)]
     assert problem.fits(problem.layout(found))
     assert not Problem(MODEL, replace(problem.request, max_drive_bytes=MIB), PROFILE).fits(layout)
+
+
+def test_frozen_blocks_are_read_from_a_drive():
+    """As many as the host has no room for; within all budgets, with a bound below, and priced by the drive's rate."""
+    model = with_frozen(small_model(blocks=10, hidden=512, vocab=512), ("blocks",))
+    tight = replace(REQUEST, max_gpu_bytes=680 * MIB, max_drive_bytes=GIB)
+    roomy = planner.make_plan(model, tight, PROFILE)
+    assert not roomy.uses_drive
+    tight = replace(tight, max_host_bytes=roomy.predicted.host_bytes - 16 * MIB)
+    plan = planner.make_plan(model, tight, PROFILE)
+    homes = [home.weights for home, group in zip(plan.groups, model.groups, strict=True) if group.frozen]
+    assert 0 < homes.count("drive") < 10
+    layout = Layout(model, plan)
+    assert host_required_bytes(layout, PROFILE) <= tight.max_host_bytes
+    states = sum(drive_bytes(layout.groups[g]) for g, home in enumerate(plan.groups) if home.states == "drive")
+    assert (plan.predicted.drive_bytes, plan.predicted.drive_written_bytes) == (layout.drive_bytes, states)
+    assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    frozen = replace(plan, predicted=replace(plan.predicted, drive_written_bytes=0))
+    assert "which steps only read" in describe(frozen, model)
+    slow = PROFILE.changed(**shared_drive(1e6, 1e6).values())
+    assert step_seconds(layout, slow).step_s > 1.9 * layout.drive_bytes / 1e6
 
 
 def test_seconds_of_a_drive():

@@ -17,7 +17,7 @@ from fake_driver import FakeDriver, PlainStream, fake_driver
 from flexengine.native.transfer_operations import Record, WordValue
 from flexengine.parallel.signals import RAISED, Signals
 from flexengine.runtime.arena import Arenas
-from flexengine.runtime.execution.bound_program import BoundProgram, HostFence
+from flexengine.runtime.execution.bound_program import NO_FENCE, BoundProgram, HostFence, holding
 from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.execution.executor import STREAM_SIGNALS_VARIABLE, CommandHooks, Executor
 from flexengine.runtime.execution.notifier import CompletionNotifier
@@ -412,6 +412,43 @@ def test_no_stream_waits_for_the_cpu_within_a_program():
     builder.copy(CommandName("fetch"), Stream.H2D, "y", [CopyRegion(5, 0, 1, 0, SLOT_BYTES)])
     with pytest.raises(AssertionError, match="fetch waits for the CPU"):
         Bench(fake_driver(), builder.build())
+
+
+@pytest.mark.parametrize("lagging", [None, *GPU_STREAMS])
+def test_copies_wait_for_what_a_drive_brings(lagging: Stream | None):
+    """One slot of the host is read into again and again, for copies to two of the GPU, run after run: every kernel
+    finds what was read for it, however slow the drive or a stream is."""
+    builder = ProgramBuilder("weights", SLOTS, overlapping_slots(SLOTS))
+    builder.copy(CommandName("fetch", "batch"), Stream.H2D, "batch", [CopyRegion(5, 0, 0, 0, SLOT_BYTES)])
+    for k in range(5):
+        reads = [Access(0, "batch")] if k == 0 else []
+        builder.add("read", CommandName("read", "weights", str(k)), Stream.DRIVE_FETCH, reads, [Access(4, str(k))])
+        builder.copy(CommandName("fetch"), Stream.H2D, str(k), [CopyRegion(4, 0, 1 + k % 2, 0, SLOT_BYTES)])
+        builder.add("use", CommandName("use", owner=str(k)), Stream.COMPUTE, [Access(1 + k % 2, str(k))], [])
+    program, driver = builder.build(), fake_driver()
+    bench, numbers = Bench(driver, program), iter(range(1, 256))
+    driver.lag(bench.streams[lagging or Stream.COMPUTE], lagging is not None)
+    used = torch.zeros(20, SLOT_BYTES, dtype=torch.uint8)
+    rows = iter(used)
+
+    def read(command: Command) -> None:
+        time.sleep(0.002 * (command.index % 3))
+        bench.arenas.bytes_view("host", 0, SLOT_BYTES).fill_(next(numbers))
+
+    def launch(command: Command) -> None:
+        stream = PlainStream(bench.streams[Stream.COMPUTE].cuda_stream)
+        source = bench.address(command.reads[0].slot, 0)
+        assert driver.memcpy_async(next(rows).data_ptr(), source, SLOT_BYTES, stream) == 0
+
+    before = None
+    for _ in range(4):
+        work = before = bench.bound.cpu_work(read, num_threads=1, before=before)
+        work.start()
+        bench.bound.run(launch, holding(program, NO_FENCE, work))
+    work.join()
+    driver.settle()
+    assert used.tolist() == [[1 + row] * SLOT_BYTES for row in range(20)]
+    bench.close()
 
 
 def test_runs_begin_after_the_clock():

@@ -46,13 +46,14 @@ UNSTORED_RESIDENCIES = (STREAMED, RESIDENT_WEIGHTS, RESIDENT)
 """Of these, those that differ where gradients are not stored."""
 FROZEN_RESIDENCIES = tuple(home.of_frozen() for home in RESIDENCIES)
 """What the same numbers mean for a group that is not trained: the home of its weights."""
+FROZEN_ON_DRIVE = GroupPlan(weights="drive", update="none")
 
 
 def residencies_of(group: GroupSpec, unstored: bool = False, on_drive: tuple[int, ...] = ()) -> tuple[GroupPlan, ...]:
     """What the numbers of homes mean for a group. unstored: its gradient has no home where the GPU updates it.
-    on_drive: numbers that mean states on a drive instead, and an update by the CPU."""
+    on_drive: numbers that mean states on a drive instead, and an update by the CPU; of what is frozen, weights."""
     if group.frozen:
-        return FROZEN_RESIDENCIES
+        return tuple(FROZEN_ON_DRIVE if n in on_drive else home for n, home in enumerate(FROZEN_RESIDENCIES))
     homes = [ON_DRIVE if number in on_drive else home for number, home in enumerate(RESIDENCIES)]
     if not unstored:
         return tuple(homes)
@@ -79,9 +80,10 @@ def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int
     p, planes = cost.profile, group.plane_bytes
     loads, stores = np.zeros(NUM_LOADS), rounds * use.gradients
     copy_s = issue_s(cost, "copy")
-    if home.weights == "host":
-        loads[FH] = rounds * use.forward * planes["weights"] / p.link.h2d_duplex_bytes_per_s
-        loads[BH] = rounds * use.backward * planes["weights"] / p.link.h2d_duplex_bytes_per_s
+    if home.weights != "gpu":
+        slowdown = drive_slowdown(home, cost)
+        loads[FH] = rounds * use.forward * planes["weights"] * slowdown / p.link.h2d_duplex_bytes_per_s
+        loads[BH] = rounds * use.backward * planes["weights"] * slowdown / p.link.h2d_duplex_bytes_per_s
         loads[FI] = rounds * use.forward * copy_s
         loads[BI] = rounds * use.backward * copy_s
     if not home.trained:
@@ -106,6 +108,13 @@ def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int
     loads[up] += fetched / p.link.h2d_duplex_bytes_per_s / cost.ranks
     loads[down] += back / p.link.d2h_duplex_bytes_per_s / cost.ranks
     return loads
+
+
+def drive_slowdown(home: GroupPlan, cost: CostModel) -> float:
+    """How many times as long weights take over a busy link that a drive brings, if it is slower than the link."""
+    if home.weights != "drive":
+        return 1.0
+    return max(1.0, cost.profile.link.h2d_duplex_bytes_per_s / cost.profile.drive.known.read_bytes_per_s)
 
 
 def _in_round(group: GroupStorage, home: GroupPlan, cost: CostModel) -> bool:

@@ -46,12 +46,12 @@ class Least(NamedTuple):
 class Try(NamedTuple):
     """How a changed request is judged: whether anything fits whose steps run once, and the least it takes.
 
-    state_bytes: of all optimizer states that may lie on a drive.
+    drive_bytes: of all that may lie on a drive.
     """
 
     fits: Callable[[Request], bool]
     least: Callable[[Request], Least]
-    state_bytes: int = 0
+    drive_bytes: int = 0
 
 
 def remedies(request: Request, least: Least, judge: Try) -> Iterator[Remedy]:
@@ -141,9 +141,9 @@ def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
 
 
 def _drive(request: Request, judge: Try) -> Iterator[Remedy]:
-    """A drive for the optimizer states, where nobody has given one."""
-    if judge.state_bytes and not request.max_drive_bytes and not request.shares_node:
-        gib = gib_text(judge.state_bytes)
+    """A drive for optimizer states and frozen weights, where nobody has given one."""
+    if judge.drive_bytes and not request.max_drive_bytes and not request.shares_node:
+        gib = gib_text(judge.drive_bytes)
         changed = replace(request, max_drive_bytes=bytes_of(gib))
         if judge.fits(changed):
             yield Remedy(f"--offload-dir DIR --max-disk-gib {gib}", changed)

@@ -16,7 +16,7 @@ from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.memory import process_bytes
 from flexengine.planner.cost.save_sets import ever_smaller_sets
 from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES
-from flexengine.planner.drive_states import state_bytes
+from flexengine.planner.drive_states import bytes_for_drive
 from flexengine.planner.feasibility.remedies import Least, Remedy, Try, gib_text, remedies, remedy_note
 from flexengine.planner.problem import Problem
 from flexengine.planner.seeds import LEAST_SLOTS, Seeder
@@ -178,7 +178,7 @@ def shortage(problem: Problem) -> ShortageError:
 
     least_gpu, least_host = smallest(request)
     least = Least(least_gpu.gpu_bytes, None if least_host is None else least_host.host_bytes)
-    judge = Try(lambda r: any(feasibility(way).fits() for way in ways(r)), least_bytes, state_bytes(problem))
+    judge = Try(lambda r: any(feasibility(way).fits() for way in ways(r)), least_bytes, bytes_for_drive(problem))
     fitting = remedies(request, least, judge)
     found = tuple(r._replace(note=r.note or remedy_note(r.request, request, profile)) for r in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY

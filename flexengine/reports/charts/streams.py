@@ -38,6 +38,7 @@ STREAM_NAMES = {
     Stream.COMM: "between GPUs",
     Stream.DRIVE_IN: "from drive",
     Stream.DRIVE_OUT: "to drive",
+    Stream.DRIVE_FETCH: "drive to GPU",
 }
 
 

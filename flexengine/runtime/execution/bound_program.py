@@ -29,8 +29,8 @@ from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.execution.notifier import CompletionNotifier
 from flexengine.runtime.execution.row_copies import RowCopies, Rows, most_regions
-from flexengine.schedule.commands import HOST_STREAMS, Command, CopyRegion, Program, Signal, Stream
-from flexengine.schedule.following import host_commands
+from flexengine.schedule.commands import THREAD_STREAMS, Command, CopyRegion, Program, Signal, Stream
+from flexengine.schedule.following import threaded_commands
 from flexengine.schedule.slots import Memory
 
 Streams = Mapping[Stream, StreamHandle]
@@ -110,11 +110,11 @@ class BoundProgram:
         words: WordsOf | None = None,
     ) -> None:  # fmt: skip
         self.program, self._streams, self._transfers = program, streams, transfers
-        self.host_commands = host_commands(program)
+        self.host_commands = threaded_commands(program)
         self._of_host = {command.index for command in self.host_commands}
         self._words: dict[Signal, list[list[int]]] = {}  # by signal and word, the operations that it is part of
         self._addresses: dict[int, int] = {}  # of words on the device, by those on the host
-        by_host = (c for c in program.commands if c.signals and c.stream not in HOST_STREAMS)
+        by_host = (c for c in program.commands if c.signals and c.stream not in THREAD_STREAMS)
         self._signalling = [] if words is not None else list(by_host)
         self._notifier: CompletionNotifier | None = None
         self._cpu_work: CpuWork | None = None
@@ -202,16 +202,19 @@ class BoundProgram:
             self._addresses[address] = found
         return self._addresses[address]
 
-    def cpu_work(self, call: Call, num_threads: int, before: CpuWork | None) -> CpuWork:
-        """The CPU's commands as work that calls `call` for each when what it waits for has ended.
+    def cpu_work(
+        self, call: Call, num_threads: int, before: CpuWork | None, earlier: Mapping[int, Collection[int]] | None = None
+    ) -> CpuWork:
+        """The commands of the host's threads as work that calls `call` for each when what it waits for has ended.
 
         Order: start it before `run`, which tells it how far the host is.
 
         Events that they wait for are not recorded again by a later run before that: what records them touches bytes
         that the waiting command touches, so that it waits for it (`cpu_waits`).
         """
-        self._cpu_work = CpuWork(self.program, self.host_commands, call, num_threads, self._ready, before)
-        return self._cpu_work
+        work = CpuWork(self.program, self.host_commands, call, num_threads, self._ready, before, earlier)
+        self._cpu_work = work
+        return work
 
     def notifier(self, tell: Call) -> CompletionNotifier:
         """What calls `tell` for each command that other ranks wait for, when it has ended on the GPU.
@@ -251,9 +254,9 @@ class BoundProgram:
     def timings(self) -> list[tuple[float, float]]:
         """(start, end) of every command of the last run, in seconds since it began. Order: it has finished."""
         spans = [(0.0, 0.0)] * len(self.program.commands)
-        free: dict[Stream, float] = dict.fromkeys(HOST_STREAMS, 0.0)
+        free: dict[Stream, float] = dict.fromkeys(THREAD_STREAMS, 0.0)
         for command in self.program.commands:
-            if command.stream not in HOST_STREAMS:
+            if command.stream not in THREAD_STREAMS:
                 events = self._clock[2 * command.index : 2 * command.index + 2]
                 begin, end = (self._transfers.elapsed_s(self._begin, event) for event in events)
                 spans[command.index] = (begin, end)
@@ -283,7 +286,7 @@ class BoundProgram:
             operations.append(Record(self._streams[Stream.COMPUTE], self._begin))
         operations += self._join_streams()
         for command in self.program.commands:
-            if command.stream in HOST_STREAMS:
+            if command.stream in THREAD_STREAMS:
                 continue
             first = len(operations)
             operations += self._waits(command)
@@ -302,7 +305,7 @@ class BoundProgram:
 
     def _waits(self, command: Command) -> Iterator[Operation]:
         stream = self._streams[command.stream]
-        return (Wait(stream, self._signals[wait]) for wait in command.waits)
+        return (Wait(stream, self._signals[wait]) for wait in command.waits if wait not in self._of_host)
 
     def _add_words(
         self, operations: list[Operation], signals: Iterable[Signal], operation: Await | Raise, words: WordsOf
@@ -347,3 +350,18 @@ def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:
     for slot in (slot for slot in program.slots if slot.memory != "drive"):
         ends[slot.memory] = max(ends.get(slot.memory, 0), slot.end)
     return {memory: arenas.bytes_view(memory, 0, end) for memory, end in ends.items()}
+
+
+def holding(program: Program, fence: HostFence, work: CpuWork) -> HostFence:
+    """The fence, which also holds what waits for reads of a drive, as no stream of the GPU knows of these."""
+    threaded = {command.index for command in program.commands if command.stream in THREAD_STREAMS}
+    reads = {c.index: threaded.intersection(c.waits) for c in program.commands if c.index not in threaded}
+    reads = {index: waits for index, waits in reads.items() if waits}
+    if not reads:
+        return fence
+
+    def wait(command: Command) -> None:
+        fence.hold(command)
+        work.wait(reads.get(command.index, ()))
+
+    return HostFence(wait, None if fence.indices is None else {*fence.indices, *reads})

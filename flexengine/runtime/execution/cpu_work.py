@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ class CpuWork:
     before it; that is asked on a thread of its own, when the host has issued so far (`issued`). None: all may run,
     but for what waits for others of these commands. Of those of the CPU that may run the first by `cpu_priority` does;
     those of a drive's streams run in order, on a thread each. num_threads: of torch, in calls. before: work that ends
-    first.
+    first, but that reads for the GPU wait for those of its commands alone that `earlier` names.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class CpuWork:
         num_threads: int,
         ready: Callable[[Command], None] | None = None,
         before: CpuWork | None = None,
+        earlier: Mapping[int, Collection[int]] | None = None,
     ) -> None:
         self.program = program
         self.spans: dict[int, tuple[float, float]] = {}
@@ -46,7 +47,7 @@ class CpuWork:
         all_issued = False
         if ready is None and len(self._all) > len(self._commands):
             ready, all_issued = nothing_else, True
-        self._ready, self._before = ready, before
+        self._ready, self._before, self._earlier = ready, before, earlier or {}
         self._abandoned, self._dropped, self._failure = False, False, None
         self._progress = {stream: IssueProgress() for stream in (Stream.CPU, *(s for s in copies if copies[s]))}
         if all_issued:
@@ -155,10 +156,12 @@ class CpuWork:
 
     def _carry(self, commands: list[Command]) -> None:
         """Run a drive's copies of one direction in order."""
-        before = self._before
-        if before is not None:
+        before, fetches = self._before, commands[0].stream is Stream.DRIVE_FETCH
+        if before is not None and not fetches:
             before.join()
         for command in commands:
+            if before is not None and fetches:
+                before.wait(self._earlier.get(command.index, ()))
             if not self._may_run(command):
                 if self._abandoned:
                     raise RuntimeError("it was interrupted")

@@ -22,7 +22,7 @@ def with_drive(program: Program, arenas: Arenas, handler: Call) -> Call:
 
 def move_blocks(command: Command, program: Program, arenas: Arenas) -> None:
     """Read or write what a command copies. Blocks until it is done; raises DriveError where the drive fails."""
-    drive, reads = arenas.drive, command.stream is Stream.DRIVE_IN
+    drive, reads = arenas.drive, command.stream is not Stream.DRIVE_OUT
     assert drive is not None, f"{command.label} without a drive"
     pieces = []
     for region in command.copies:

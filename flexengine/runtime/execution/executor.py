@@ -19,14 +19,22 @@ from flexengine.native.adamw import update_threads
 from flexengine.native.transfer import open_transfers
 from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
-from flexengine.runtime.execution.bound_program import NO_FENCE, BoundProgram, Call, HostFence, WordsOf
+from flexengine.runtime.execution.bound_program import NO_FENCE, BoundProgram, Call, HostFence, WordsOf, holding
 from flexengine.runtime.execution.cpu_work import CpuWork
-from flexengine.runtime.execution.drive_copies import with_drive
+from flexengine.runtime.execution.drive_copies import move_blocks, with_drive
 from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.execution.notifier import CompletionNotifier
 from flexengine.runtime.execution.row_copies import Rows
-from flexengine.schedule.commands import DIRECTIONS, HOST_STREAMS, Command, Program, Stream, streams_of
-from flexengine.schedule.following import cpu_waits
+from flexengine.schedule.commands import (
+    DIRECTIONS,
+    HOST_STREAMS,
+    THREAD_STREAMS,
+    Command,
+    Program,
+    Stream,
+    streams_of,
+)
+from flexengine.schedule.following import WaitsBetween
 
 CommandOrder = Callable[[Program], Iterable[int]]
 Timings = list[tuple[float, float]]
@@ -107,7 +115,7 @@ class Executor:
         self._notifier: CompletionNotifier | None = None
         self._by_streams: bool | None = None  # whether streams signal to other ranks; not known yet
         self._cpu_threads = update_threads()
-        self._cpu_waits: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
+        self._cpu_waits = WaitsBetween()
 
     def run(
         self, program: Program, handler: Handler, timed: bool = False, hooks: CommandHooks | None = None,
@@ -161,10 +169,7 @@ class Executor:
         work = self._cpu_work
         if work is None:
             return NO_FENCE
-        key = (work.program, program)
-        if key not in self._cpu_waits:
-            self._cpu_waits[key] = cpu_waits(*key)
-        waits = self._cpu_waits[key]
+        waits = self._cpu_waits.of(work.program, program)
         return HostFence(lambda command: work.wait(waits[command.index]), waits)
 
     def timings(self) -> Timings:
@@ -199,7 +204,7 @@ class Executor:
         """Drop what is bound to a program that will not run again. Order: its last run must have finished."""
         self._in_order.forget(program)
         self._last_bound.pop(program, None)
-        self._cpu_waits = {key: waits for key, waits in self._cpu_waits.items() if program not in key}
+        self._cpu_waits.forget(program)
         if program is self._timed_program:
             self._timings = self._began_s = self._timed_program = None
         for timed in (False, True):
@@ -249,14 +254,15 @@ class Executor:
             with torch.cuda.stream(self.streams[command.stream]) if aside else nullcontext():
                 handler(command)
 
-        before = self._cpu_work
-        work = None
+        before, work = self._cpu_work, None
         by_cpu = with_drive(program, self.arenas, handler)
         by_cpu = by_cpu if hooks is None else _then(by_cpu, hooks.after)
         if hooks is not None and words is None:
             fence = HostFence(_then(fence.hold, hooks.before))
         if bound.host_commands:
-            work = bound.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before)
+            earlier = {} if before is None else self._cpu_waits.of(before.program, program)
+            work = bound.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before, earlier)
+            fence = holding(program, fence, work)
         try:
             if hooks is not None and words is None:
                 self._notifier = bound.notifier(hooks.after)
@@ -283,7 +289,7 @@ class Executor:
     def _bind(self, program: Program, timed: bool, words: WordsOf | None) -> BoundProgram:
         key = (program, timed)
         if key not in self._bound:
-            streams = {stream: self.streams[stream] for stream in streams_of(program) if stream not in HOST_STREAMS}
+            streams = {stream: self.streams[stream] for stream in streams_of(program) if stream not in THREAD_STREAMS}
             self._bound[key] = BoundProgram(program, self.arenas, streams, self._transfers, timed, words)
         return self._bound[key]
 
@@ -314,7 +320,10 @@ class Executor:
             fence.hold(command)
             hooks.before(command)
             start = time.perf_counter()
-            self._in_order.execute(command, handler, copies)
+            if command.stream is Stream.DRIVE_FETCH:
+                move_blocks(command, program, self.arenas)
+            else:
+                self._in_order.execute(command, handler, copies)
             hooks.after(command)
             clock[command.index] = (start - begin, time.perf_counter() - begin)
         spans: dict[int, tuple[float, float]] = {}

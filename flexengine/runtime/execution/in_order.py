@@ -9,7 +9,7 @@ from torch import Tensor
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.bound_program import Call
 from flexengine.runtime.execution.row_copies import RowCopies, Rows
-from flexengine.schedule.commands import Command, CopyRegion, Program
+from flexengine.schedule.commands import DRIVE_STREAMS, Command, CopyRegion, Program
 
 Copies = dict[int, list[tuple[Tensor, Tensor]]]
 """By command, byte views (target, source) of what it copies."""
@@ -25,8 +25,8 @@ class InOrder:
     def bind(self, program: Program, rows: Rows = ()) -> Copies:
         """What the copies of a program move, for chunks of so many rows."""
         if program not in self._copies:
-            found = {c.index: self._views(program, c.copies) for c in program.commands if c.copies}
-            self._copies[program] = found, RowCopies(program)
+            copying = [c for c in program.commands if c.copies and c.stream not in DRIVE_STREAMS]
+            self._copies[program] = {c.index: self._views(program, c.copies) for c in copying}, RowCopies(program)
         copies, of_rows = self._copies[program]
         copies |= {command.index: self._views(program, regions) for command, regions in of_rows.change(rows)}
         return copies

@@ -1,0 +1,43 @@
+"""What a plan predicts of a step, as a frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CACHES = "caches of sequences"
+"""The category of GPU bytes that sequences have beside a plan's slots while they are generated."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound.
+
+    shared_host_bytes: of the host's bytes, those that several ranks have once for all. exchange_s: seconds of the step
+    in which several nodes add up their gradients. after_clipping_s: seconds of a step after one that was clipped, where
+    the plan speculates; else 0. unclipped_s: seconds of the same plan's step without clipping, where it runs its round
+    twice for the norm; else 0. free_step_s, least_gpu_bytes: where the request is reproducible, seconds of a step of
+    sizes that the planner is free to choose, and the least GPU memory that the sizes of the rule fit in; else 0.
+    fewer_gpus, fewer_gpus_step_s: of several ranks, fewer GPUs of a node that are known to take the same step faster,
+    and its seconds on them; else 0.
+    drive_bytes, drive_written_bytes: what lies on a drive, and what a step writes there.
+    """
+
+    step_s: float = 0.0
+    speed_of_light_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    recompute_share: float = 0.0
+    gpu_bytes: int = 0
+    host_bytes: int = 0
+    gpu_categories: dict[str, int] = field(default_factory=dict)
+    host_categories: dict[str, int] = field(default_factory=dict)
+    limiter: str = ""
+    shared_host_bytes: int = 0
+    exchange_s: float = 0.0
+    after_clipping_s: float = 0.0
+    unclipped_s: float = 0.0
+    free_step_s: float = 0.0
+    least_gpu_bytes: int = 0
+    fewer_gpus: int = 0
+    fewer_gpus_step_s: float = 0.0
+    drive_bytes: int = 0
+    drive_written_bytes: int = 0
