@@ -85,9 +85,15 @@ class ImageBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch(Batch):
-    """Prompts that the model answers itself, and all columns of the record of each."""
+    """Prompts that the model answers itself, and all columns of the record of each.
 
-    columns: list[dict[str, Any]]
+    images: of each prompt as many times as it is answered, in the order of completions. columns: their pixels, once
+    these are decoded.
+    """
+
+    records: list[dict[str, Any]]
+    images: Sequence[KeptImage] = ()
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Taught(Protocol):
@@ -119,8 +125,10 @@ Sequenced = TokenizedRecord | ValuedRecord | TokenizedPair | TokenizedPrompt | P
 """What batches are made of."""
 
 
-def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: Reference | None = None) -> Batch:
-    """The batch of some sequences or pairs. reference: of all of them."""
+def batch_of(
+    sequences: Sequence[Sequenced], numbers: Sequence[int], reference: Reference | None = None, copies: int = 1
+) -> Batch:
+    """The batch of some sequences or pairs. reference: of all of them. copies: how often each prompt is answered."""
     found = [sequences[i] for i in numbers]
     pairs = [pair for pair in found if isinstance(pair, TokenizedPair)]
     prompts = [prompt for prompt in found if isinstance(prompt, TokenizedPrompt)]
@@ -130,7 +138,8 @@ def batch_of(sequences: Sequence[Sequenced], numbers: Sequence[int], reference: 
         return ImageBatch(*rows, images=[image for row in pictured for image in row.images])
     if prompts:
         texts = [p.input_ids for p in prompts], [p.labels for p in prompts]
-        return PromptBatch(*texts, columns=[p.columns for p in prompts])
+        images = [image for p in prompts for _ in range(copies) for image in p.images]
+        return PromptBatch(*texts, records=[p.columns for p in prompts], images=images)
     if not pairs:
         values = [row.value if isinstance(row, ValuedRecord) else 0.0 for row in found]
         columns = [row.input_ids for row in found], [row.labels for row in found]
@@ -165,16 +174,20 @@ def num_targets(labels: list[int]) -> int:
     return sum(label != IGNORE for label in labels[1:])
 
 
-def room_for_images(sequences: StoredSequences, most: int) -> ImageRoom | None:
-    """What batches may have of images; None where there are none. Raises: ValueError for a record of more."""
+def room_for_images(sequences: StoredSequences, most: int, copies: int = 1) -> ImageRoom | None:
+    """What batches may have of images; None where there are none. copies: of each sequence, as `Room` has them.
+
+    Raises: ValueError for a record of more.
+    """
     tokens = sequences.image_tokens
     if tokens is None:
         return None
+    tokens, behind = copies * tokens, f" in {copies} completions" if copies > 1 else ""
     if len(tokens) and int(tokens.max()) > most:
         over = int((tokens > most).sum())
         raise ValueError(
-            f"{over} of {len(tokens)} records have more tokens of images than --max-image-tokens {most}, the most"
-            f" {int(tokens.max())}\n  works with: --max-image-tokens {int(tokens.max())}, or smaller images"
+            f"{over} of {len(tokens)} records have more tokens of images{behind} than --max-image-tokens {most}, the"
+            f" most {int(tokens.max())}\n  works with: --max-image-tokens {int(tokens.max())}, or smaller images"
         )
     return ImageRoom(tokens, most)
 
@@ -252,7 +265,7 @@ class GlobalBatches:
                 f"a {what} of {longest} tokens exceeds --max-global-batch-tokens {max_global_batch_tokens}"
             )
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
-        self._tables, self.images = tables, images
+        self._tables, self.images, self._copies = tables, images, room.copies
         self.pixels: Pixels | None = None
         self.reference: Reference | None = None
         self._weights = weights or [(len(sequences), 1.0)]
@@ -271,7 +284,7 @@ class GlobalBatches:
         """Batches of several sources, mixed by their weights."""
         sequences = StoredSequences([(part.table.file, part.cut) for part in parts])
         weights = [(len(part.cut.lengths), part.weight) for part in parts]
-        images = room_for_images(sequences, max_image_tokens)
+        images = room_for_images(sequences, max_image_tokens, room.copies)
         return cls(sequences, max_global_batch_tokens, seed, weights, [part.table for part in parts], room, images)
 
     def num_steps(self, steps: int | None, epochs: float | None) -> int:
@@ -300,7 +313,7 @@ class GlobalBatches:
         while step < num_steps:
             order, ends = self._epoch(epoch)
             for first, last in islice(pairwise(chain([0], ends)), position, position + num_steps - step):
-                yield batch_of(self.sequences, order[first:last], self.reference)
+                yield batch_of(self.sequences, order[first:last], self.reference, self._copies)
                 step += 1
             del order, ends  # before those of the next epoch are made
             epoch, position = epoch + 1, 0

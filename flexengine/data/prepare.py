@@ -21,7 +21,7 @@ from flexengine.data.kept_images import PicturedRecord, are_as_they_were
 from flexengine.data.labelled import encode_labelled, parse_labelled
 from flexengine.data.pictured import encode_with_images
 from flexengine.data.preferences import compared_of, encode_compared
-from flexengine.data.prompts import encode_prompts, parse_prompt
+from flexengine.data.prompts import TokenizedPrompt, encode_prompts, parse_prompt
 from flexengine.data.records import TokenizedRecord
 from flexengine.data.shards import open_shard
 from flexengine.data.sources import WEB, NotFromHubError, Reader, RecordKind, Source
@@ -29,10 +29,9 @@ from flexengine.data.store import (
     Cut,
     StoredSequences,
     TokenTable,
+    cut_followed,
     cut_pairs,
-    cut_prompts,
     cut_records,
-    cut_with_images,
     open_table,
     point_to,
     table_in_scratch,
@@ -212,12 +211,7 @@ def prepare_table(
     max_seq_len: of prompts, what is left for them beside their answers. images: whether those of records follow them.
     """
     may_cut = not images and kind != "prompt" and kind not in PAIRS
-    if may_cut:
-        cut = cut_records(table, max_seq_len, truncate_long)
-    elif images:
-        cut = _cut_with_images(table, max_seq_len, kind)
-    else:
-        cut = (cut_prompts if kind == "prompt" else cut_pairs)(table, max_seq_len)
+    cut = cut_records(table, max_seq_len, truncate_long) if may_cut else _cut_whole(table, max_seq_len, kind, images)
     if not len(cut.lengths):
         or_cut = ", or --truncate-long" if may_cut else ""
         needs = f"{cut.longest} more than --max-completion-length" if kind == "prompt" else f"{cut.longest}{or_cut}"
@@ -233,8 +227,10 @@ def prepare_table(
     return Prepared(table, cut, place, weight)
 
 
-def _cut_with_images(table: TokenTable, max_seq_len: int, kind: RecordKind) -> Cut:
-    return cut_pairs(table, max_seq_len, images=True) if kind in PAIRS else cut_with_images(table, max_seq_len)
+def _cut_whole(table: TokenTable, max_seq_len: int, kind: RecordKind, images: bool) -> Cut:
+    if kind in PAIRS:
+        return cut_pairs(table, max_seq_len, images)
+    return cut_followed(table, max_seq_len, images, prompts=kind == "prompt")
 
 
 def _open(source: Source, tokenizer: ChatTokenizer | TableMaker, cache: Path | None, bad_records: Policy) -> TokenTable:
@@ -314,7 +310,8 @@ def _encoded(
     elif reader.source.kind == "answers":
         yield from encode_records(reader.records(bad), tokenizer, bad)
     elif reader.source.kind == "prompt":
-        yield from encode_prompts(reader.parsed(parse_prompt, bad), tokenizer, bad)
+        prompts = reader.parsed(lambda *one: parse_prompt(*one, folder=reader.images_folder), bad)
+        yield from encode_prompts(prompts, tokenizer, bad)
     elif reader.source.kind == "labelled":
         parse = functools.partial(parse_labelled, names=reader.source.labels)
         yield from encode_labelled(reader.parsed(parse, bad), tokenizer, bad)
@@ -328,9 +325,10 @@ def _encoded(
 
 def _has_its_images(table: TokenTable, kind: RecordKind) -> bool:
     """Whether the images that a table was made of lie where they were, as they were."""
-    cut = _cut_with_images(table, int(table.ends[-1]) if len(table.ends) else 0, kind)
+    cut = _cut_whole(table, int(table.ends[-1]) if len(table.ends) else 0, kind, images=True)
     rows = StoredSequences([(table.file, cut)])
-    return all(are_as_they_were(row.images) for row in rows if isinstance(row, (PicturedRecord, TokenizedPair)))
+    with_images = (row for row in rows if isinstance(row, (PicturedRecord, TokenizedPair, TokenizedPrompt)))
+    return all(are_as_they_were(row.images) for row in with_images)
 
 
 def _key(reader: Reader, tokenizer: ChatTokenizer) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from flexengine.data.batches import Sequenced, num_targets
 from flexengine.data.kept_images import KeptImage, PicturedRecord
 from flexengine.data.prepare import Prepared
+from flexengine.data.prompts import TokenizedPrompt
 from flexengine.data.records import IGNORE
 from flexengine.data.token_columns import TokenizedPair
 from flexengine.data.tokenizer import ChatTokenizer
@@ -81,7 +82,7 @@ class SeenSequence(NamedTuple):
 
 def _images_of(sequence: Sequenced) -> Sequence[KeptImage] | None:
     """The images of a sequence, or of a pair; None of one that is read without."""
-    if isinstance(sequence, TokenizedPair):
+    if isinstance(sequence, (TokenizedPair, TokenizedPrompt)):
         return sequence.images or None
     return sequence.images if isinstance(sequence, PicturedRecord) else None
 

@@ -112,8 +112,8 @@ class Cut(NamedTuple):
     """Sequences of one table, as positions in its file, and what became of its records. Counts are in records.
 
     splits: of pairs, which lie one behind the other, the tokens of each one's first sequence; None of single ones.
-    behind: of prompts, the numbers that follow each, which are its columns; where has_images, which are its images.
-    values: those of the sequences or pairs, None where all are 0.
+    behind: the numbers that follow each: its images, or of prompts its columns and images. has_images: whether images
+    are read. values: those of the sequences or pairs, None where all are 0.
     """
 
     starts: np.ndarray
@@ -128,6 +128,7 @@ class Cut(NamedTuple):
     values: np.ndarray | None = None
     behind: np.ndarray | None = None
     has_images: bool = False
+    of_prompts: bool = False
 
     @property
     def sizes(self) -> np.ndarray:
@@ -193,11 +194,15 @@ def cut_pairs(table: TokenTable, max_seq_len: int, images: bool = False) -> Cut:
     )
 
 
-def cut_with_images(table: TokenTable, max_seq_len: int) -> Cut:
-    """Records in their order, each followed by its images; none is cut, since that would cut an image's tokens."""
+def cut_followed(table: TokenTable, max_seq_len: int, images: bool, prompts: bool = False) -> Cut:
+    """Records in their order, each followed by its images, or prompts by their columns and images.
+
+    None is cut, since that would cut an image's tokens. Prompts need no token to learn.
+    """
     sizes = np.diff(table.ends, prepend=0).reshape(-1, 2)
     first, lengths = table.first_targets[0::2], sizes[:, 0]
-    has_target, too_long = np.where(first == WHOLE, lengths > 1, first < lengths), lengths > max_seq_len
+    has_target = np.where(first == WHOLE, lengths > 1 - prompts, first < lengths)
+    too_long = lengths > max_seq_len
     kept = has_target & ~too_long
     return Cut(
         starts=(table.ends[0::2] - lengths)[kept],
@@ -210,24 +215,8 @@ def cut_with_images(table: TokenTable, max_seq_len: int) -> Cut:
         longest=int(lengths.max(initial=0)),
         values=None if table.values is None else table.values[0::2][kept],
         behind=sizes[:, 1][kept],
-        has_images=True,
-    )
-
-
-def cut_prompts(table: TokenTable, max_seq_len: int) -> Cut:
-    """Prompts in their order, each followed by its columns. One of more than max_seq_len tokens is dropped."""
-    of_prompts = np.diff(table.ends, prepend=0).reshape(-1, 2)
-    kept = of_prompts[:, 0] <= max_seq_len
-    return Cut(
-        starts=(table.ends[0::2] - of_prompts[:, 0])[kept],
-        lengths=of_prompts[:, 0][kept].astype(np.int32),
-        num_records=len(of_prompts),
-        num_too_long=int((~kept).sum()),
-        num_truncated=0,
-        num_split=0,
-        num_without_targets=0,
-        longest=int(of_prompts[:, 0].max(initial=0)),
-        behind=of_prompts[:, 1][kept].astype(np.int32),
+        has_images=images,
+        of_prompts=prompts,
     )
 
 
@@ -271,14 +260,15 @@ class StoredSequences(Sequence[Stored]):
         part = int(np.searchsorted(self._ends, i, side="right"))
         file, cut = self._parts[part]
         at = i - int(self._ends[part]) + len(cut.lengths)
-        start, length, images = int(cut.starts[at]), int(cut.lengths[at]), list[KeptImage]()
-        if cut.has_images and cut.behind is not None:
-            images = unpacked(file.numbers(start + length, int(cut.behind[at])))
+        start, length = int(cut.starts[at]), int(cut.lengths[at])
+        found, images = file.read(start, length), list[KeptImage]()
+        if cut.behind is not None:
+            behind = file.numbers(start + length, int(cut.behind[at]))
+            if cut.of_prompts:
+                return prompt_of(found.input_ids, behind)
+            images = unpacked(behind)
             if cut.splits is None:
-                return PicturedRecord(*file.read(start, length), images)
-        found = file.read(start, length if cut.has_images else int(cut.sizes[at]))
-        if cut.behind is not None and not cut.has_images:
-            return prompt_of(found.input_ids[: cut.lengths[at]], found.input_ids[cut.lengths[at] :])
+                return PicturedRecord(*found, images)
         value = 0.0 if cut.values is None or cut.has_images else float(cut.values[at])
         if cut.splits is None:
             return found if cut.values is None else ValuedRecord(*found, value)

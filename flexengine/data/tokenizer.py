@@ -325,8 +325,14 @@ def encode_with_images(
     assert tokenizer.images is not None, "the tokenizer has a processor"
     turns = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
     raw = {"messages": turns, **({"images": list(images)} if images else {})}
-    record = next(variants_of(parse_record(raw, "in the prompt", folder=folder), in_parts=True))
-    record = replace(record, template_options=_thinks(tokenizer, thinking))
+    record = parse_record(raw, "in the prompt", folder=folder)
+    return encode_asked(tokenizer, replace(record, template_options=_thinks(tokenizer, thinking)))
+
+
+def encode_asked(tokenizer: ChatTokenizer, record: Record) -> tuple[list[int], list[KeptImage]]:
+    """Ids of a conversation with images for the assistant to answer, and the images. Raises: see `expanded`."""
+    assert tokenizer.images is not None, "the tokenizer has a processor"
+    record = next(variants_of(record, in_parts=True))
     rendered = tokenizer._template.render(record.messages, add_generation_prompt=True, record=record).text
     ids = tokenizer.encode_texts([rendered])[0].ids
     found, own = tokenizer.images.taken(record, tokenizer.notes)

@@ -71,12 +71,17 @@ class ValidationBatches:
     """All sequences of the validation data, each once, in their order."""
 
     def __init__(
-        self, sequences: Sequence[Sequenced], lengths: np.ndarray, max_tokens: int, images: ImageRoom | None = None
+        self,
+        sequences: Sequence[Sequenced],
+        lengths: np.ndarray,
+        max_tokens: int,
+        images: ImageRoom | None = None,
+        copies: int = 1,
     ) -> None:
         self.sequences, self.num_tokens = sequences, int(lengths.sum())
         self.reference: Reference | None = None
         self.pixels: Pixels | None = None
-        self.images = images
+        self.images, self._copies = images, copies
         self._batches = split_epoch(lengths, max_tokens, range(len(lengths)), images)
 
     @classmethod
@@ -85,8 +90,9 @@ class ValidationBatches:
     ) -> ValidationBatches:
         """Make the batches of several sources; their weights do not count."""
         stored = StoredSequences([(part.table.file, part.cut) for part in parts])
-        return cls(stored, room.of(stored.lengths), max_tokens, room_for_images(stored, max_image_tokens))
+        images = room_for_images(stored, max_image_tokens, room.copies)
+        return cls(stored, room.of(stored.lengths), max_tokens, images, room.copies)
 
     def __iter__(self) -> Iterator[Batch]:
-        made = (batch_of(self.sequences, indices, self.reference) for indices in self._batches)
+        made = (batch_of(self.sequences, indices, self.reference, self._copies) for indices in self._batches)
         yield from made if self.pixels is None else self.pixels.filled(made)

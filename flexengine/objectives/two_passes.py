@@ -163,12 +163,11 @@ def _records(
     num_records = len(rows.input_ids) // 2
     wanted = torch.ones(num_records, dtype=torch.bool) if rows.wanted is None else torch.tensor(list(rows.wanted))
     margins = None if rows.margins is None else torch.tensor(list(rows.margins), dtype=torch.float64)
-    return Records(*(_answers(rows, trained, log_probs, which) for which in range(2)), wanted, margins)
+    first, second = (_answers(rows, trained, log_probs, which) for which in range(2))
+    return Records(first, second, wanted, margins)
 
 
-def _answers(
-    rows: AnswerRows, trained: Sequence[Sequence[int]], log_probs: Sequence[Tensor], which: int
-) -> Answers:
+def _answers(rows: AnswerRows, trained: Sequence[Sequence[int]], log_probs: Sequence[Tensor], which: int) -> Answers:
     """First (0) or second (1) answers."""
     rows_of_sums = list[list[Tensor]]()
     own_rows = (column[which::2] for column in (rows.labels, trained, log_probs))

@@ -35,12 +35,13 @@ STEP_PRIME = 1_000_003
 class Written(NamedTuple):
     """Completions of a batch, those of a prompt one behind the other.
 
-    columns: input_ids and labels, which are -100 but in completions. rewards: [completions, functions], NaN for none.
+    columns: input_ids, labels, which are -100 but in completions, and pixels. rewards: [completions, functions], NaN
+    for none.
     prompts, lengths: tokens of the prompt of each, and of completions. num_ended: how many a stop token ended.
     writing_s, rewarding_s: what both took.
     """
 
-    columns: dict[str, list[list[int]]]
+    columns: dict[str, Any]
     rewards: Tensor
     prompts: list[int]
     lengths: list[int]
@@ -122,15 +123,16 @@ class GroupSteps:
         times_s = [time.perf_counter()]
         sampling = Sampling(options.temperature or 1.0, 1.0 if options.top_p is None else options.top_p, seed)
         draws = Draws(options.completion_tokens, frozenset(stop_ids), sampling)
-        answers = self.writer.write(engine, [list(prompt) for prompt in batch.input_ids], count, draws)
+        answers = self.writer.write(engine, [list(prompt) for prompt in batch.input_ids], count, draws, batch.columns)
         times_s.append(time.perf_counter())
-        records = [columns for columns in batch.columns for _ in range(count)]
+        records = [record for record in batch.records for _ in range(count)]
         rewards = told_by_first(self._team, lambda: self._rewarded(records, answers).tolist())
         times_s.append(time.perf_counter())
         prompts = [prompt for prompt in batch.input_ids for _ in range(count)]
         columns = {
             "input_ids": [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)],
             "labels": [[-100] * len(prompt) + answer for prompt, answer in zip(prompts, answers, strict=True)],
+            **batch.columns,
         }
         ended = sum(answer[-1] in stop_ids for answer in answers)
         of_prompts, of_answers = ([len(row) for row in rows] for rows in (prompts, answers))

@@ -36,7 +36,7 @@ from flexengine.wording import without_folders
 REWARD_S = 60.0
 """Longest call of a reward function where none is given."""
 DEMO_FOLDER = ASSETS / "demo"
-WITH_IMAGES = ("sft", "dpo", "ipo", "kto", "simpo", "orpo")
+WITH_IMAGES = ("sft", "dpo", "ipo", "kto", "simpo", "orpo", "grpo")
 """Objectives whose records may have images."""
 
 
@@ -137,6 +137,8 @@ def with_images(config: TrainConfig, source: ModelSource) -> bool:
         raise ValueError(
             f"{asked} with {what}: images are trained with {', '.join(WITH_IMAGES)}; leave one of them out"
         )
+    if config.generator is not None:
+        raise ValueError(f"{asked} with --generator: a server is shown no images here; leave one of them out")
     return True
 
 

@@ -10,11 +10,13 @@ import json
 import secrets
 import shutil
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.error import HTTPError
+
+from torch import Tensor
 
 from flexengine.checkpoint.hub_errors import without_secrets
 from flexengine.options.train_config import TrainConfig
@@ -42,10 +44,12 @@ class Draws(NamedTuple):
 class Writer(Protocol):
     """Writes completions in the model as it is now."""
 
-    def write(self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws) -> list[list[int]]:
+    def write(
+        self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws, images: Mapping[str, Tensor]
+    ) -> list[list[int]]:
         """Return `count` completions of each prompt, one behind the other. Raises: ValueError for what is in the way.
 
-        Of several ranks, all make this call and get the same.
+        images: pixels of all completions' prompts. Of several ranks, all make this call and get the same.
         """
         ...
 
@@ -57,11 +61,13 @@ class Writer(Protocol):
 class EngineWriter:
     """Writes by the engine's own batched decoding."""
 
-    def write(self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws) -> list[list[int]]:
+    def write(
+        self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws, images: Mapping[str, Tensor]
+    ) -> list[list[int]]:
         """See `Writer.write`."""
         repeated = [prompt for prompt in prompts for _ in range(count)]
         most, stop_ids, sampling = draws
-        return engine.generate(repeated, most, stop_ids=stop_ids, keep_stop=True, sampling=sampling)
+        return engine.generate(repeated, most, stop_ids=stop_ids, keep_stop=True, sampling=sampling, images=images)
 
     def close(self) -> None:
         """See `Writer.close`."""
@@ -76,8 +82,11 @@ class ServerWriter:
         self._name, self._update = "", -1
         told_by_first(team, lambda: shutil.rmtree(self._folder, ignore_errors=True))
 
-    def write(self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws) -> list[list[int]]:
+    def write(
+        self, engine: Engine, prompts: Sequence[list[int]], count: int, draws: Draws, images: Mapping[str, Tensor]
+    ) -> list[list[int]]:
         """See `Writer.write`."""
+        assert not images, "a server is shown no images"
         if self._update != engine.step_count:
             self._hand_over(engine)
         return told_by_first(self._team, lambda: self._ask(engine.model.vocab_size, prompts, count, draws))

@@ -16,7 +16,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.ops.custom_loss import IGNORE_INDEX
 from flexengine.ops.given_rows import Columns
 from flexengine.runtime.batch_input import Sequences
-from flexengine.runtime.decoding import Cache, CacheRoom, Decoder, Piece
+from flexengine.runtime.decoding import Cache, CacheRoom, Choose, Decoder, Piece
 from flexengine.runtime.given_rows import GivenInput, given_input
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.rounds import RoundRunner
@@ -236,13 +236,25 @@ class Generator:
         found: list[int] = []
         for ranges in self._chunks(active):
             pieces = [self._piece(running[r.sequence], r) for r in ranges]
-            self._layers.decoder = decoder = Decoder(pieces, self._chunk_tokens, request.sampling.choose)
+            self._layers.decoder = decoder = Decoder(pieces, self._chunk_tokens, self._chooser(request.sampling))
             try:
                 self._rounds.forward_chunk(batch, PackedChunk(tuple(ranges)))
             finally:
                 self._layers.decoder = None
             found += decoder.tokens
         return found
+
+    def _chooser(self, sampling: Sampling) -> Choose:
+        """How tokens are chosen: never one that stands for an image, as no image would go with it."""
+        given = self._layout.model.given
+        if given is None:
+            return sampling.choose
+
+        def choose(logits: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
+            logits[:, given.token_id] = float("-inf")
+            return sampling.choose(logits, generators)
+
+        return choose
 
     @staticmethod
     def _piece(sequence: _Sequence, taken: SequenceRange) -> Piece:

@@ -18,11 +18,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from flexengine import cli
 from flexengine.data import ChatTokenizer, hold_out, prepare_sources, sources_of
-from flexengine.data.batches import GlobalBatches, ImageBatch, batch_of
+from flexengine.data.batches import GlobalBatches, ImageBatch, PromptBatch, Room, batch_of
 from flexengine.data.image_pixels import PixelReader, joined
 from flexengine.data.image_processor import ImageProcessor, expanded
 from flexengine.data.preview import marked_text
 from flexengine.data.records import IGNORE, TokenizedRecord
+from flexengine.data.validation import ValidationBatches
 from flexengine.models.registry import open_model
 from flexengine.options.train_config import TrainConfig
 from flexengine.run.training_data import with_images
@@ -303,12 +304,13 @@ def test_images_go_with_answers_and_with_pairs(folder):
     source = open_model(folder)
     options = {"model": str(folder), "dataset": ("a.jsonl",), "max_image_tokens": 9}
     assert with_images(TrainConfig(**options), source)
-    assert with_images(TrainConfig(**options, objective="dpo"), source)
+    for objective in ("dpo", "orpo"):
+        assert with_images(TrainConfig(**options, objective=objective), source)
     assert not with_images(TrainConfig(**{**options, "max_image_tokens": 0}), source)
     with pytest.raises(
-        ValueError, match="--max-image-tokens 9 with --objective orpo: images are trained with sft, dpo"
+        ValueError, match="--max-image-tokens 9 with --objective distill: images are trained with sft, dpo"
     ):
-        with_images(TrainConfig(**options, objective="orpo"), source)
+        with_images(TrainConfig(**options, objective="distill", teacher="b"), source)
 
 
 # ---- pairs ---------------------------------------------------------------------------------------------------------
@@ -350,6 +352,31 @@ def test_pairs_with_images_have_them_in_both_rows(here, chat):
     wrong["rejected"] = [{"role": "assistant", "content": WHOLE[0]["content"]}]
     with pytest.raises(ValueError, match="an answer that is compared has images; they stand in the prompt"):
         rows_of(here, chat, wrong, kind="pair")
+
+
+def test_prompts_with_images(here, chat, folder):
+    """They are those of transformers, and stand in a batch as often as they are answered. Judges get no data."""
+    asked = {"prompt": WHOLE, "answer": "disc"}, {"prompt": "what is this", "answer": "no"}
+    rows = rows_of(here, chat, {**asked[0], "image": DATA_URL, "prompt": ASKED}, *asked, kind="prompt")
+    reader = transformers.AutoProcessor.from_pretrained(folder)
+    turns = [{"role": "user", "content": [{"type": "image", "image": Image.open(here / "red.png")}, ASK]}]
+    wanted = reader.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert rows[0].input_ids == rows[1].input_ids == wanted["input_ids"][0].tolist()
+    assert [len(row.images) for row in rows] == [1, 1, 0]
+    assert [row.columns["answer"] for row in rows] == ["disc", "disc", "no"]
+    assert (rows[0].columns["image"], rows[1].columns["prompt"]) == ("data:image/png;base64", WHOLE)
+    part, room = prepared(here / "data.jsonl", chat, kind="prompt"), Room(3, 8)
+    assert f"{IMAGE_TOKENS} " in marked_text(chat, part.sequences[0])
+    with pytest.raises(ValueError, match=r"2 of 3 records have more tokens of images in 3 completions than .* 47"):
+        GlobalBatches.of_parts([part], 400, 0, room, 47)
+    batches = GlobalBatches.of_parts([part], 400, 0, room, 2 * 48)
+    validation = ValidationBatches.of_parts([part], 400, room, 2 * 48)
+    for batch in (*batches.batches(1), *validation):
+        assert isinstance(batch, PromptBatch)
+        assert len(batch.images) == 6
+        assert len(set(batch.images)) == 2
 
 
 def test_pixels_of_a_pair_are_decoded_once(here, chat, folder, monkeypatch):

@@ -9,7 +9,19 @@ from engine_helpers import worst_error
 from image_models import IMAGE_TOKENS, write_llava
 
 from flexengine import from_pretrained
-from flexengine.objectives import DPO, KTO, ORPO, AnswerRows, evaluate, reference_log_probs, train_step, weighted
+from flexengine.objectives import (
+    DPO,
+    GRPO,
+    KTO,
+    ORPO,
+    AnswerRows,
+    Groups,
+    evaluate,
+    reference_log_probs,
+    train_step,
+    weighted,
+)
+from flexengine.objectives.grpo import weighed_groups
 
 IMAGE_ID = 3
 PROMPT = [1, 5, *[IMAGE_ID] * IMAGE_TOKENS, 7, 8, 9]
@@ -62,8 +74,42 @@ def orpo(texts, _):
     return -chosen.mean() - 0.3 * torch.nn.functional.logsigmoid(odds[0::2] - odds[1::2]).mean()
 
 
-@pytest.mark.parametrize(("objective", "formula"), [(DPO(beta=0.3), dpo), (ORPO(beta=0.3), orpo)])
-def test_losses_are_those_of_transformers(case, objective, formula):
+GAINS = torch.tensor([0.7, -0.7, -0.2, 0.2])
+
+
+def groups(texts, _):
+    """Of completions that the model wrote itself: the gradient alone says something."""
+    losses = [-gain * (own - own.detach()).exp()[answer] for gain, (own, answer, _) in zip(GAINS, texts, strict=True)]
+    return torch.cat(losses).mean()
+
+
+def of_pairs(objective):
+    """The loss and the second pass of an objective of preferences."""
+
+    def found(engine, rows):
+        told, *rest = weighted(engine, objective, rows)
+        assert evaluate(engine, objective, rows).loss == pytest.approx(told.loss, abs=1e-6)
+        return told.loss, *rest
+
+    return found
+
+
+def of_groups(engine, rows):
+    """The same rows as completions of two prompts."""
+    columns = {"input_ids": rows.input_ids, "labels": rows.labels, **rows.columns}
+    told = weighed_groups(engine, GRPO(), Groups(columns, GAINS))
+    return told.loss, columns, told.weights
+
+
+CASES = {
+    "dpo": (of_pairs(DPO(beta=0.3)), dpo),
+    "orpo": (of_pairs(ORPO(beta=0.3)), orpo),
+    "grpo": (of_groups, groups),
+}
+
+
+@pytest.mark.parametrize(("find", "formula"), CASES.values(), ids=CASES)
+def test_losses_are_those_of_transformers(case, find, formula):
     engine, model, rows, reference = case
     texts = by_transformers(model, rows)
     log_probs = torch.stack([own[answer].sum() for own, answer, _ in texts])
@@ -71,9 +117,8 @@ def test_losses_are_those_of_transformers(case, objective, formula):
     loss = formula(texts, rows.reference)
     model.zero_grad()
     loss.backward()
-    assert evaluate(engine, objective, rows).loss == pytest.approx(loss.item(), abs=1e-5)
-    found, columns, weights = weighted(engine, objective, rows)
-    assert found.loss == pytest.approx(loss.item(), abs=1e-5)
+    found, columns, weights = find(engine, rows)
+    assert found == pytest.approx(loss.item(), abs=1e-5)
     engine.fwd_bwd(columns, weights=weights)
     size = sum(float(row.abs().sum()) for row in weights)
     actual = {name: gradient * size for name, gradient in engine.gradients().items()}

@@ -99,7 +99,7 @@ def test_a_model_is_judged_by_prompts_after_bad_steps(model):
     sizes = {"max_seq_len": 16, "max_global_batch_tokens": 32, "dtype": "float32", "device": "cpu"}
     with from_pretrained(model, hardware="cpu-test", **sizes) as engine:
         health = RunHealth(engine, None, None)
-        health.in_a_row, health.good_batch = 1, PromptBatch([[5, 6, 7]], [[-100] * 3], columns=[{}])
+        health.in_a_row, health.good_batch = 1, PromptBatch([[5, 6, 7]], [[-100] * 3], records=[{}])
         assert not health.diverged()
         engine.train_step([[1, 2, 3]], lr=1e38)
         assert health.diverged()

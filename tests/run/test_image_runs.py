@@ -114,3 +114,32 @@ def test_a_run_of_pairs_about_pictures(folder):
     assert evaluations[0] == evaluations[1]
     assert steps[0][0] == pytest.approx(math.log(2), abs=1e-6)
     assert evaluations[0][0] < math.log(2) - 0.05
+
+
+REWARD = """
+def named(completions, answer, image, prompts):
+    assert all(turns[0]["content"][0] == {"type": "image"} for turns in prompts)
+    return [float(text[0]["content"] == right) for text, right in zip(completions, answer)]
+"""
+
+
+def test_a_run_of_completions_about_pictures(folder):
+    """The model writes them itself and is rewarded for the right word."""
+    Path("reward.py").write_text(REWARD)
+    for name in ("train", "val"):
+        lines = [json.loads(line)["messages"] for line in Path(f"shapes/{name}.jsonl").read_text().splitlines()][:12]
+        asked = [[{"role": "user", "content": [{"type": "image"}, ask[0]["content"][1]]}] for ask in lines]
+        prompts = [
+            {"prompt": turns, "image": given[0]["content"][0]["image"], "answer": given[1]["content"]}
+            for turns, given in zip(asked, lines, strict=True)
+        ]
+        Path(f"shapes/{name}.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    options = "--objective grpo --rewards reward.py:named --num-generations 4 --max-completion-length 2 --steps 4"
+    assert train("run", *options.split(), "--max-image-tokens", "256", "--eval-steps", "2") == 0
+    steps, evaluations = (
+        [json.loads(line) for line in Path("run", f"{name}_log.jsonl").read_text().splitlines()]
+        for name in ("train", "eval")
+    )
+    assert all(1 <= one["completion_tokens"] <= 2 and 0 <= one["reward"] <= 1 for one in (*steps, *evaluations))
+    assert (len(steps), len(evaluations)) == (4, 2)
+    assert evaluations[0]["loss"] == -evaluations[0]["reward"]
