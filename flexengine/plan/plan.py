@@ -202,7 +202,7 @@ class Plan:
             raise ValueError(f"transport={self.transport} is of several ranks of one node")
         if self.in_parts or self.deals_states:
             raise ValueError(f"with transport={self.transport} experts are streamed whole, and no states are divided")
-        edges = (self.groups[0], self.groups[-1]) if self.owns_blocks else ()
+        edges = (self.groups[0], self.groups[len(self.layers) - 1]) if self.owns_blocks else ()
         if any("gpu" in (home.weights, home.grads, home.states) for home in edges):
             raise ValueError(
                 f"with transport={self.transport} all ranks update the embedding and the head, which lie on the host"

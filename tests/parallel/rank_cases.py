@@ -178,6 +178,17 @@ def adapters_of_experts_in_parts() -> Case:
     return Case(source, plan, steps_of(spec.vocab_size, LENGTHS))
 
 
+def adapters_of_whole_experts() -> Case:
+    """A base in 4 bits, with adapters of experts that cross the link with all of their block's; more blocks than
+    ranks, and sequences in slices."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    source = random_weights({**FAMILIES["qwen3_moe"], **sizes})
+    spec = with_base_dtype(with_lora(source.spec, LoRA(["all-linear", "all-experts", "gate"], rank=2)), "nf4")
+    source = source._replace(spec=spec)
+    plan = streamed(source, chunk_tokens=16, chunks_per_round=3, max_seq_len=48, numerics=replace(BF16, base="nf4"))
+    return Case(source, plan, steps_of(spec.vocab_size, [48, 12, 33, 7, 16, 41, 9, 20]))
+
+
 def pissa() -> Case:
     """Adapters that begin with the principal parts of the weights, which lose them; beside them magnitudes."""
     source = random_weights(tiny_config())
@@ -281,7 +292,7 @@ CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (), states_of_slices: (), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,),
     experts: (4,), experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), adapters_in_one_slot: (3,),
-    adapters_of_experts_in_parts: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
+    adapters_of_experts_in_parts: (2,), adapters_of_whole_experts: (), pissa: (3,), stored_base: (2,), muon: (3,),
     states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,), opaque_blocks: (2,),
     projector: (2,), tower: (2,),
 }  # fmt: skip
@@ -303,7 +314,7 @@ SPLIT_CASES: dict[Callable[[], Case], int] = {
 
 STAGES_CASES: dict[Callable[[], Case], int] = {
     float32: 2, bf16: 2, sliced: 2, unclipped: 2, not_finite: 2, experts: 2, muon: 2, blocks_of_ranks: 3,
-    one_round: 2, opaque_blocks: 2,
+    one_round: 2, opaque_blocks: 2, lora: 2, adapters_of_whole_experts: 2,
 }  # fmt: skip
 """The same of ranks that have blocks of their own. The last wave of most steps has fewer rounds than ranks."""
 
@@ -338,5 +349,7 @@ def planned(case: Case, ranks: Ranks) -> Plan:
 def in_stages(plan: Plan) -> Plan:
     """The plan with blocks that have a rank: of three, one is on its GPU, one is updated there, one by the CPU."""
     homes = [ON_GPU, GroupPlan("gpu", "host", "host"), ON_CPU]
-    blocks = (homes[i % 3] for i in range(len(plan.groups) - 2))
-    return replace(plan, transport="stages", groups=(plan.groups[0], *blocks, plan.groups[-1]))
+    head = len(plan.layers) - 1  # groups behind it are of adapters
+    kept = (plan.groups[i] if i in (0, head) else homes[(i - 1 - (i > head)) % 3] for i in range(len(plan.groups)))
+    groups = (new if old.trained else new.of_frozen() for old, new in zip(plan.groups, kept, strict=True))
+    return replace(plan, transport="stages", groups=tuple(groups))

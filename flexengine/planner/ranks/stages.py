@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from flexengine.hardware.nodes import rank_profile
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.freezing import freeze_groups
 from flexengine.models.registry import build_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, PlanError, PlanReason, Prediction, Request
@@ -133,7 +134,7 @@ class _Search:
         self._of_one = rank_profile(profile, self._size)
         self._of_rank = self._of_one.changed(cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
         self._judge = Problem(model, request.of_rank, self._of_rank)
-        self._plans: dict[tuple, Plan | None] = {}
+        self._plans: dict[tuple, _Blocks | None] = {}
         self._reserved: dict[bool, tuple[int, int]] = {}  # by `share_edges`, what the last plan that fits left free
         stored = [group_storage(group, request.numerics) for group in model.groups]
         self._state_bytes = [sum(group.plane_bytes.values()) for group in stored]
@@ -167,25 +168,27 @@ class _Search:
     def _assembled(self, size: StageSize, share_edges: bool, reserved: tuple[int, int]) -> Plan | None:
         """The plan of the whole model from those of all ranks' blocks, which share what is not of a block."""
         model, num_layers = self._model, len(self._model.layers)
-        found: dict[int, tuple[LayerPlan, GroupPlan]] = {}
-        plans = list[Plan]()
+        layers, homes, plans = [LayerPlan()] * num_layers, [GroupPlan()] * len(model.groups), list[Plan]()
         for rank in range(self._size):
             blocks = self._blocks(rank)
-            plan = self._plan_of(blocks, size, reserved)
-            if plan is None:
+            found = self._plan_of(blocks, size, reserved)
+            if found is None:
                 return None
-            plans.append(plan)
-            found |= dict(zip(blocks, zip(plan.layers[1:], plan.groups[1:], strict=True), strict=False))
-        edges = [self._edge(group) for group in (0, num_layers - 1)]
-        middle = [found[layer] for layer in range(1, num_layers - 1)]
+            plans.append(found.plan)
+            for block, kept, of_block in zip(blocks, found.plan.layers[1:], found.homes, strict=False):
+                layers[block] = kept
+                for group, home in zip(model.layers[block].groups, of_block, strict=True):
+                    homes[group] = home
+        for group in (0, num_layers - 1):
+            homes[group] = self._edge(group)
         return replace(
             plans[0],
             model=model.name,
             request=self._request,
             chunk_tokens=size.chunk_tokens,
             chunks_per_round=size.chunks_per_round,
-            layers=(LayerPlan(), *(layer for layer, _ in middle), LayerPlan()),
-            groups=(edges[0], *(home for _, home in middle), edges[1]),
+            layers=tuple(layers),
+            groups=tuple(homes),
             weight_slots=max(plan.weight_slots for plan in plans),
             grad_slots=max(plan.grad_slots for plan in plans),
             save_slots=max(plan.save_slots for plan in plans),
@@ -197,11 +200,13 @@ class _Search:
 
     def _edge(self, group: int) -> GroupPlan:
         """All ranks update their shares of an edge by the CPU, where one can: the GPU would wait for its link."""
+        if self._model.groups[group].frozen:
+            return GroupPlan(update="none")
         on_cpu = self._profile.device_type == "cuda"
         stored = group_storage(self._model.groups[group], self._request.numerics)
         return GroupPlan(update="cpu" if on_cpu and not stored.on_gpu_only else "gpu")
 
-    def _plan_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Plan | None:
+    def _plan_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> _Blocks | None:
         """Plan a rank's blocks, or those of the rank with most, if these begin alike: then one search does."""
         most = self._blocks(0)
         kinds = [[self._model.layers[layer].ops for layer in layers] for layers in (blocks, most)]
@@ -214,7 +219,7 @@ class _Search:
         if key not in self._plans:
             model = self._small.with_layers([0, *blocks, len(self._model.layers) - 1])
             found = fastest(OF_WHOLE_EXPERTS, Problem(model, request, self._of_rank))
-            self._plans[key] = None if found is None else found.plan
+            self._plans[key] = None if found is None else _Blocks.of(model, found.plan)
         return self._plans[key]
 
     def _request_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Request | None:
@@ -223,7 +228,7 @@ class _Search:
         wave = self._size * size.chunks_per_round * size.chunk_tokens
         handed = (len(self._model.layers) - 2) * wave * self._model.hidden_size * width
         # a rank's own state is counted once more, by the search, if it is on the host
-        own = sum(self._state_bytes[block] for block in blocks)
+        own = sum(self._state_bytes[group] for block in blocks for group in self._model.layers[block].groups)
         host = (request.max_host_bytes - sum(self._state_bytes) - handed) // self._size + own - reserved[1]
         gpu = request.max_gpu_bytes - reserved[0]
         if min(host, gpu) <= 0:
@@ -257,11 +262,26 @@ class _Search:
         return replace(plan, predicted=replace(plan.predicted, after_clipping_s=waits.predicted.step_s))
 
 
+class _Blocks(NamedTuple):
+    """A plan of a rank's blocks, and the homes of each block's groups."""
+
+    plan: Plan
+    homes: list[list[GroupPlan]]
+
+    @staticmethod
+    def of(model: ModelSpec, plan: Plan) -> _Blocks:
+        """model: the rank's blocks between small edges."""
+        return _Blocks(plan, [[plan.groups[group] for group in layer.groups] for layer in model.blocks])
+
+
 def _with_small_edges(model: ModelSpec) -> ModelSpec:
     """The model with an embedding and a head of few tokens, if it has more."""
     if model.vocab_size <= SMALL_VOCABULARY:
         return model
+    head = len(model.layers) - 1  # groups behind it are of adapters
     small = build_model(model.name, {**model.hf_config, "vocab_size": SMALL_VOCABULARY})
+    edges = {0: model.groups[0], len(small.groups) - 1: model.groups[head]}
+    small = freeze_groups(small, {number for number, group in edges.items() if group.frozen})
     layers = (small.layers[0], *model.layers[1:-1], small.layers[-1])
-    groups = (small.groups[0], *model.groups[1:-1], small.groups[-1])
+    groups = (small.groups[0], *model.groups[1:head], small.groups[-1], *model.groups[head + 1 :])
     return replace(model, vocab_size=SMALL_VOCABULARY, layers=layers, groups=groups)

@@ -22,6 +22,7 @@ class _Plane(NamedTuple):
     kind: str
     on_gpu: Slot
     in_node: Slot
+    frozen: bool
 
 
 class StagePlanes:
@@ -34,7 +35,7 @@ class StagePlanes:
         self._arenas, self._executor, self._barrier = arenas, executor, barrier
         self._in_stages = isinstance(layout, StageLayout)
         rows = layout.own_planes() if isinstance(layout, StageLayout) else []
-        self._planes = [_Plane(kind, layout.slots[gpu], layout.slots[node]) for kind, gpu, node in rows]
+        self._planes = [_Plane(kind, layout.slots[gpu], layout.slots[node], frozen) for kind, gpu, node, frozen in rows]
         self._stale = set[str]()  # kinds of which the node's memory has an older copy
         self._kinds = {"grad", *(kind for group in layout.groups for kind in group.plane_bytes)}
 
@@ -52,7 +53,7 @@ class StagePlanes:
         if not wanted:
             return
         self._executor.synchronize()
-        for plane in (plane for plane in self._planes if plane.kind in wanted):
+        for plane in (plane for plane in self._planes if plane.kind in wanted and not plane.frozen):
             self._bytes(plane.in_node).copy_(self._bytes(plane.on_gpu))
         self._executor.synchronize_device()
         self._barrier()

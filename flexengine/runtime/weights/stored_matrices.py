@@ -55,7 +55,7 @@ class StoredMatrices:
         """Where `count` elements from `first_element` of a group lie; of a format, whole matrices."""
         stored, found, end = self._layout.groups[group].stored, list[Span](), first_element + count
         assert stored is not None, "the group is stored as it is"
-        slot = self._layout.slots[self._layout.plane_slot("weights", group)]
+        slot = self._layout.slots[self._layout.stored_slot("weights", group)]
         for piece in stored.pieces:
             first, last = max(piece.first, first_element), min(piece.first + piece.numel, end)
             if first >= last:

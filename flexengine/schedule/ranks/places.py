@@ -220,8 +220,8 @@ class StagePlaces(RelayPlaces):
                 node.add("handed", sizes.hidden_bytes, "handed over", layer, c)
 
     def lends_accumulator(self, sizes: Sizes, streamed: Sequence[int]) -> bool:
-        """A rank streams blocks of others to evaluate, while nothing is added up."""
-        return not any(sizes.homes[i].trained for i in streamed)
+        """A rank streams blocks of others to evaluate, while nothing is added up; but its own, if they are frozen."""
+        return not any(sizes.homes[i].trained or sizes.model.groups[i].frozen for i in streamed)
 
     def head_inputs(self, plan: Plan) -> int:
         return plan.chunks_per_round

@@ -28,23 +28,33 @@ class StageLayout(Layout):
         if reason:
             raise ValueError(f"{model.name} cannot be trained in stages: {reason}")
         self.stage = Stage(rank, plan.request.ranks, len(model.layers))
+        self._layer_of = {group: index for index, layer in enumerate(model.layers) for group in layer.groups}
         super().__init__(model, plan)
         self.semaphores = StageSemaphores(len(model.layers), plan.num_chunks, len(self.pieces[self.head_group][0]))
 
     @property
+    def edges(self) -> tuple[int, int]:
+        """The groups of embedding and head."""
+        return self.model.layers[0].groups[0], self.head_group
+
+    @property
     def head_group(self) -> int:
-        """The group whose gradient is relayed. Groups have the numbers of their layers."""
-        return self.stage.head
+        """The group whose gradient is relayed, unless it is frozen."""
+        return self.given.layers[-1].groups[0]
+
+    def owns_group(self, group: int) -> bool:
+        """Whether all rounds of a group's layer are this rank's."""
+        return self.stage.owns(self._layer_of[group])
 
     def _homes_of(self, plan: Plan) -> tuple[GroupPlan, ...]:
         return tuple(
-            home if self.is_edge(group) or self.stage.owns(group) else OF_OTHERS
+            home if self.is_edge(group) or self.owns_group(group) else OF_OTHERS
             for group, home in enumerate(plan.groups)
         )
 
     def is_edge(self, group: int) -> bool:
         """Whether all ranks update a share of a group: of the embedding and the head."""
-        return group in (0, self.stage.head)
+        return self._layer_of[group] in (0, self.stage.head)
 
     def trains(self, layer: int) -> bool:
         """As of a layout: the rank's own blocks, the head, and with block 0 the embedding."""
@@ -62,10 +72,11 @@ class StageLayout(Layout):
         """As of a layout: every plane has its place in the node's memory."""
         return self.slot(kind, self.model.groups[group].name, memory="node")
 
-    def own_planes(self) -> list[tuple[PlaneKind, int, int]]:
-        """The planes that lie on this rank's GPU: kind, slot there, and slot in the node's memory."""
+    def own_planes(self) -> list[tuple[PlaneKind, int, int, bool]]:
+        """The planes that lie on this rank's GPU: kind, slot there, slot in the node's memory, and whether it is
+        frozen."""
         found = [
-            (kind, self.plane_slot(kind, group), self.stored_slot(kind, group))
+            (kind, self.plane_slot(kind, group), self.stored_slot(kind, group), self.model.groups[group].frozen)
             for group, stored in enumerate(self.groups)
             for kind, num_bytes in stored.plane_bytes.items()
             if num_bytes
@@ -79,6 +90,6 @@ class StageLayout(Layout):
         return super().piece_places(group, piece)
 
     def _pieces_of(self, group: int, part: Part) -> tuple[Piece, ...]:
-        if group == self.head_group:
+        if group == self.head_group and self.groups[group].plane_bytes["grad"]:
             return pieces_of(part, self.groups[group].element_bytes("grad"))
         return (whole_piece(part),)

@@ -28,8 +28,9 @@ class StageContext(RoundContext):
     layout: StageLayout
 
     def updated_before(self, group: int) -> tuple[Signal, ...]:
-        edge = self.layout.is_edge(group)
-        return (self.layout.semaphores.updated_before(head=group > 0),) if edge else ()
+        if self.model.groups[group].frozen or not self.layout.is_edge(group):
+            return ()
+        return (self.layout.semaphores.updated_before(head=group == self.layout.head_group),)
 
 
 class StageActivations(ActivationLowering):
@@ -267,16 +268,16 @@ class StageUpdate(RanksUpdate):
 
     def signal_updates(self) -> None:
         """Tell of the updates that all ranks make together: their shares of embedding and head."""
-        for group in (0, self.layout.head_group):
+        for head, group in enumerate(self.layout.edges):
             end = self.ends.get(group, self.before_updates)
-            self.builder.between_ranks(end, signals=(self.layout.semaphores.updated(group > 0),))
+            self.builder.between_ranks(end, signals=(self.layout.semaphores.updated(head > 0),))
 
 
 def _exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) -> None:
     """As `exchange_squares`. last: this rank ran the step's last round, so that it has the sum of the head's
     gradient."""
-    groups = range(len(layout.groups))
-    own = [g for g in groups if (last if g == layout.head_group else layout.stage.owns(g))]
+    trained = [group for group, spec in enumerate(layout.model.groups) if not spec.frozen]
+    own = [g for g in trained if (last if g == layout.head_group else layout.owns_group(g))]
     exchange_squares(builder, layout, own, layout.semaphores, layout.semaphores.updated_before(head=True))
 
 

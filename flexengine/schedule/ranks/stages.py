@@ -1,8 +1,9 @@
 """Stages: ranks of a node walk the layers together, as many rounds at a time as ranks, and each has blocks of its own.
 
 These rounds are a *wave*. Block b belongs to rank b % size, which runs it for the chunks of all rounds of a wave. So
-its weights cross one link once, and its state may lie on one GPU. The embedding runs on the rank of block 0. The head
-of each round runs on a rank of its own, the n-th round's on rank n, and its gradient is relayed from round to round.
+its weights cross one link once, and its state may lie on one GPU. Frozen blocks with adapters are as others: both
+groups of a block are its rank's. The embedding runs on the rank of block 0. The head of each round runs on a rank of
+its own, the n-th round's on rank n, and its gradient is relayed from round to round.
 Hidden states and their gradients pass through places in the node's memory, one for each layer's input and chunk of a
 wave: a place holds the input, until the rank that has read it leaves its gradient there.
 
@@ -12,9 +13,10 @@ squares are exchanged through the node's memory before an update.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
-from flexengine.models.spec import ModelSpec
+from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.schedule.commands import Signal
 
 
@@ -110,14 +112,18 @@ class StageSemaphores:
 
 def why_no_stages(model: ModelSpec, ranks: int) -> str:
     """Why so many ranks cannot train a model in stages, in words; empty where they can."""
-    blocks = len(model.blocks)
+    blocks, edges = len(model.blocks), (model.layers[0], model.layers[-1])
+
+    def trained(layer: LayerSpec) -> bool:
+        return any(not model.groups[group].frozen for group in layer.groups)
+
     reasons = {
         "it has a tower, whose rows come with the embedding": model.given is not None,
         "its head is tied to the embedding": model.tie_word_embeddings,
-        "it has adapters": model.lora is not None or any(group.adapter for group in model.groups),
-        "some of it is frozen": any(group.frozen for group in model.groups),
         "a loss balances its experts": model.balancing is not None,
         f"it has {blocks} block(s) for {ranks} ranks": blocks < ranks,
-        "some layers share parameters": any(layer.groups != (i,) for i, layer in enumerate(model.layers)),
+        "some layers share parameters": max(Counter(g for layer in model.layers for g in layer.groups).values()) > 1,
+        "nothing is trained of some block": any(not trained(layer) for layer in model.blocks),
+        "a part of its embedding or head is trained alone": any(len(layer.groups) > 1 for layer in edges),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

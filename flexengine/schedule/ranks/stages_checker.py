@@ -55,7 +55,7 @@ def check_layers(layout: Layout, together: Sequence[RankRun], wave: str) -> None
 
 def _check_rounds(layout: Layout, together: Sequence[RankRun], wave: str) -> None:
     """Check how often each part of a gradient is stored in a wave, and whether it is added to what is stored."""
-    rounds, head = together[0].rounds, len(layout.model.layers) - 1
+    rounds, head = together[0].rounds, layout.model.layers[-1].groups[0]
     stored: dict[tuple[int, int, int], list[bool]] = defaultdict(list)  # (number, before, elements) of a run, in order
     for rank, run in enumerate(together):
         finished = (c.args for c in run.program.commands if isinstance(c.args, FinishGradient))
@@ -71,6 +71,8 @@ def _check_rounds(layout: Layout, together: Sequence[RankRun], wave: str) -> Non
                 f" rounds {rounds.start}..{rounds.stop}, added to what was there: {flags}"
             )
     for group, storage in enumerate(layout.groups):
+        if layout.model.groups[group].frozen:
+            continue
         for run in (run for part in storage.parts for run in part.runs):
             number = layout.first_run(group) + run.number
             covered = sum(numel for of_run, _, numel in stored if of_run == number)
@@ -99,6 +101,6 @@ def held_in_stages(layout: Layout, event: Event, role: str, owner: str, writes: 
         return run.step, run.number, int(isinstance(what, HandedOver) and what.back)
     if run.updates or isinstance(event.command.args, UpdateTile):  # speculative ones read what their wave has left
         return run.step, rounds.stop - 1
-    if owner == layout.model.groups[-1].name:
+    if owner == layout.model.groups[layout.model.layers[-1].groups[0]].name:
         return run.step, rounds.start + event.rank - (not writes)
     return run.step, rounds.stop - 1 if writes else rounds.start - 1
