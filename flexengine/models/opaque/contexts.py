@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from flexengine.models.opaque.known import KnownModules
 from flexengine.models.opaque.linears import adding, shapes_of
 from flexengine.models.opaque.skeleton import Skeleton, StructureError
 from flexengine.ops.adapters.low_rank import Adapters
@@ -52,12 +53,15 @@ class Contexts:
 
 
 class LayerCalls:
-    """Calls the layers of a skeleton, each with what the model's own forward gives it."""
+    """Calls the layers of a skeleton, each with what the model's own forward gives it.
+
+    known: those of their modules that are not called as they are.
+    """
 
     __qualname__: str
 
     def __init__(self, skeleton: Skeleton) -> None:
-        self.skeleton, self._contexts = skeleton, Contexts(skeleton)
+        self.skeleton, self._contexts, self.known = skeleton, Contexts(skeleton), KnownModules(skeleton.layers)
         self._own = [{n for n, _ in (*m.named_parameters(), *m.named_buffers())} for m in skeleton.layers]
 
     def __call__(
@@ -66,7 +70,7 @@ class LayerCalls:
         """y [T, D] of a sequence; layer: its number in the model, that of the embedding being 0."""
         context = self._contexts.at(len(x), x.dtype, x.device)[layer - 1]
         own = {name: tensor for name, tensor in weights.items() if name in self._own[layer - 1]}
-        with adding(self.skeleton.layers[layer - 1], adapters, weights):
+        with self.known.called(layer - 1), adding(self.skeleton.layers[layer - 1], adapters, weights):
             return _hidden(self.skeleton.call_layer(layer - 1, own, x, context))
 
     def cost(
@@ -84,7 +88,7 @@ class LayerCalls:
         added = {name: shape for one in adapters for name, shape in shapes_of(one)}
 
         def call(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-            with adding(layer, adapters, weights):
+            with self.known.called(index), adding(layer, adapters, weights):
                 return _hidden(skeleton.call_layer(index, {name: weights[name] for name in own}, x, given))
 
         try:

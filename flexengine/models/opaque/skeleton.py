@@ -27,6 +27,8 @@ LayerForward = Callable[[int, Tensor, dict[str, Any]], Tensor]
 """(number of a layer, hidden state [1, T, ...], what the layer is given beside it) -> its hidden state [1, T, ...]."""
 COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
 """Fields of configs with the number of layers of a decoder."""
+KNOWN = "known-1"
+"""Which modules are called by kernels here (`known.py`), and how layers are called: another word where bits change."""
 LENGTHS = ("max_target_positions", "max_position_embeddings", "max_seq_len")
 """Fields of configs with the tokens that tables of positions are for."""
 
@@ -86,7 +88,7 @@ class Skeleton:
         code = digest_of_code(self.model.config.model_type) or type(self.model).__module__.partition(".")[0]
         version = code, sys.modules["transformers"].__version__
         text = self.model.config.to_json_string(use_diff=False)
-        return f"{' '.join(version)} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+        return f"{' '.join(version)} {KNOWN} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def titled(self, function: _Function) -> _Function:
         """Give a function of this model a name that says what it computes; plans of equal names have equal bits."""
