@@ -166,8 +166,7 @@ class Executor:
 
     def _fence(self, program: Program) -> HostFence:
         """What the host waits at before commands of a program: the CPU may still work for the program before."""
-        work = self._cpu_work
-        if work is None:
+        if (work := self._cpu_work) is None:
             return NO_FENCE
         waits = self._cpu_waits.of(work.program, program)
         return HostFence(lambda command: work.wait(waits[command.index]), waits)
