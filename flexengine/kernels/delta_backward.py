@@ -21,6 +21,7 @@ from flexengine.kernels.counts import cdiv
 from flexengine.kernels.delta_prepare import (
     BLOCK_K,
     BLOCK_V,
+    LEAST_OF_EIGHT_WARPS,
     TILE,
     Tiles,
     block_of,
@@ -42,7 +43,7 @@ _KEYS_LAUNCH = {"num_warps": 8, "num_stages": 2}
 
 def gate_parts(key_dim: int) -> int:
     """Parts that the gradients of gates are the sums of."""
-    return 1 + cdiv(key_dim, block_of(key_dim, _KEY_COLUMNS))
+    return 1 + cdiv(key_dim, block_of(key_dim, _KEY_COLUMNS, LEAST_OF_EIGHT_WARPS))
 
 
 def delta_pairs_backward(
@@ -82,7 +83,7 @@ def delta_keys_backward(
     tiles.check(parts=(parts, (gate_parts(k), 2, TILE)))
     tiles.check_keys(grad_q=grad_q, grad_k=grad_k)
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
-    columns = block_of(k, _KEY_COLUMNS)
+    columns = block_of(k, _KEY_COLUMNS, LEAST_OF_EIGHT_WARPS)
     _keys_kernel[(tiles.slots, tiles.heads // tiles.ratio, cdiv(k, columns))](
         *tiles.inputs(), tiles.strength, total, scale, query_scale, states, written, grad_o, grad_states, solved, pairs,
         read, grad_q, grad_k, parts, grad_o.stride(0), gate_parts(k), **tiles.constants(), BLOCK_K=columns,

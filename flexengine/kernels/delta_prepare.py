@@ -31,6 +31,9 @@ _SOLVED = 8
 """Rows of the blocks on the diagonal that are inverted by substitution; products merge them."""
 _SOLVE_PRECISION = "tf32x3"
 BLOCK_K, BLOCK_V = 64, 64
+LEAST_OF_EIGHT_WARPS = 32
+"""Columns of a product of 64 rows by eight warps, at the least: with 16 Triton 3.6 computes wrong sums of fp32 on an
+H200, or reads outside."""
 _LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
@@ -93,9 +96,9 @@ class Tiles(NamedTuple):
             check_tensor(name, tensor, shape, (torch.float32,))
 
 
-def block_of(width: int, most: int | None = None) -> int:
+def block_of(width: int, most: int | None = None, least: int = 16) -> int:
     """Columns of a block: a power of two that tensor cores take, as wide as a head or `most`."""
-    block = max(16, next_power_of_2(width))
+    block = max(least, next_power_of_2(width))
     return block if most is None else min(block, most)
 
 

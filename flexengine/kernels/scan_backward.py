@@ -21,7 +21,15 @@ from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv
-from flexengine.kernels.delta_prepare import TILE, block_of, load_block, load_gate, product, store_block
+from flexengine.kernels.delta_prepare import (
+    LEAST_OF_EIGHT_WARPS,
+    TILE,
+    block_of,
+    load_block,
+    load_gate,
+    product,
+    store_block,
+)
 from flexengine.kernels.rounding import round_to
 from flexengine.kernels.scan_states import ScanTiles
 
@@ -33,7 +41,7 @@ _LAUNCH = {"num_warps": 8, "num_stages": 1}
 
 def decay_parts(key_dim: int) -> int:
     """Parts that the gradients of decays are the sums of."""
-    return cdiv(key_dim, block_of(key_dim, _KEY_COLUMNS))
+    return cdiv(key_dim, block_of(key_dim, _KEY_COLUMNS, LEAST_OF_EIGHT_WARPS))
 
 
 def scan_keys_backward(
@@ -49,7 +57,8 @@ def scan_keys_backward(
     _check_sums(tiles, sums)
     _keys_kernel[(tiles.slots, tiles.heads // tiles.part, decay_parts(k))](
         *tiles.inputs(), states, grad_o, grad_states, *sums, parts, grad_o.stride(0), **tiles.constants(),
-        PART=tiles.part, BLOCK_K=block_of(k, _KEY_COLUMNS), BLOCK_V=block_of(v, _VALUE_COLUMNS), **_LAUNCH,
+        PART=tiles.part, BLOCK_K=block_of(k, _KEY_COLUMNS, LEAST_OF_EIGHT_WARPS), BLOCK_V=block_of(v, _VALUE_COLUMNS),
+        **_LAUNCH,
     )  # fmt: skip
 
 
