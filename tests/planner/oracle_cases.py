@@ -1,4 +1,6 @@
-"""A hundred small planning problems, and what the wide oracle found for each; oracle_cases.json holds the answers.
+"""Small planning problems, and what the wide oracle found for each; oracle_cases.json holds the answers.
+
+A hundred clip gradients. In the others the GPU may update inside backward, from gradients that are stored or not.
 
 python -m tests.planner.oracle_cases            # computes them all again, about half an hour
 python -m tests.planner.oracle_cases --plans    # tells how near all plans are, in a minute
@@ -30,7 +32,8 @@ from flexengine.schedule.layout import Layout
 from tests.planner.wide_oracle import Verdict, judge
 from tests.schedule.small_plans import FLOAT32, resident_plan, small_model
 
-NUM_CASES = 100
+NUM_CLIPPED = 100
+NUM_CASES = NUM_CLIPPED + 16
 ANSWERS = Path(__file__).with_name("oracle_cases.json")
 ROOMY = 1 << 40
 NEAR = 1.02
@@ -56,6 +59,7 @@ class Case:
     split_masters: bool
     gpu_share: float
     host_share: float
+    clipping: bool
 
     def model(self) -> ModelSpec:
         """The model."""
@@ -78,7 +82,15 @@ class Case:
         model, profile = self.model(), self.profile()
         numerics = Numerics() if self.split_masters else FLOAT32
         request = Request(
-            self.seq_len, self.batch_tokens, ROOMY, ROOMY, self.chunk_tokens, self.round_tokens, numerics=numerics
+            self.seq_len,
+            self.batch_tokens,
+            ROOMY,
+            ROOMY,
+            self.chunk_tokens,
+            self.round_tokens,
+            clipping=self.clipping,
+            whole_steps=not self.clipping,
+            numerics=numerics,
         )
         chunk = self.chunk_tokens or self.batch_tokens
         resident = Layout(model, resident_plan(model, request, chunk, max(1, (self.round_tokens or chunk) // chunk)))
@@ -117,6 +129,7 @@ def case(seed: int) -> Case:
         split_masters=random.random() < 0.5,
         gpu_share=random.uniform(0.0, 0.9),
         host_share=random.choice([100.0, 100.0, 1.0, 0.5, 0.1]),
+        clipping=seed < NUM_CLIPPED,
     )
 
 

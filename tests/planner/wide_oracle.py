@@ -16,7 +16,7 @@ faster.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -99,11 +99,13 @@ class Verdict:
 
 
 def judge(model: ModelSpec, request: Request, profile: HardwareProfile) -> Verdict:
-    """The fastest of all placements at all chunk and round sizes of the request."""
-    buffers, verdict = SharedBuffers(Problem(model, request, profile)), Verdict()
-    for chunk, chunks in chunk_sizes(request):
-        problem = SizeTables(buffers, chunk, chunks, all_sets(model, request, profile, chunk))
-        _Size(problem, StepPricer(profile), verdict).judge()
+    """The fastest of all placements at all chunk and round sizes of the request, updates at every time it allows."""
+    verdict, ways = Verdict(), ("auto", "in_round", "unstored") if request.may_update_in_round else ("auto",)
+    for asked in (replace(request, gpu_updates=way) for way in ways):
+        buffers = SharedBuffers(Problem(model, asked, profile))
+        for chunk, chunks in chunk_sizes(asked):
+            problem = SizeTables(buffers, chunk, chunks, all_sets(model, asked, profile, chunk))
+            _Size(problem, StepPricer(profile), verdict).judge()
     return verdict
 
 
