@@ -37,6 +37,7 @@ from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import Team, join
 from flexengine.plan import Plan
 from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.planner.remembered import remembered_plan
 from flexengine.planner.timed_blocks import with_timed_blocks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import step_timeline
@@ -191,16 +192,14 @@ def prepare(arguments: PrepareArguments) -> PlannedRun:
     max_gpu_mem_bytes, max_host_mem_bytes: the same budgets in another unit. lora: LoRA(...) in place of mode and the
     options of adapters.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
-    whole_steps: every step will be one `train_step`; without clipping gradients then need not be stored, which takes
-    less memory.
+    whole_steps: every step will be one `train_step`; without clipping gradients then need not be stored.
     """
     return _prepare(arguments)
 
 
 def _prepare(arguments: PrepareArguments) -> PlannedRun:
-    return prepare_job(
-        arguments.path_or_preset, arguments.as_job(), arguments.hardware, whole_steps=arguments.whole_steps
-    )
+    asked, how = (arguments.path_or_preset, arguments.as_job(), arguments.hardware), arguments.whole_steps
+    return prepare_job(*asked, whole_steps=how)
 
 
 def prepare_job(
@@ -312,7 +311,8 @@ def _plan(
     request = make_request(
         job, profile, device.type, ranks.local_size, ranks.nodes, source.spec.whole_sequences, whole_steps
     )
-    plan = with_cache(plan_for_ranks(source.spec, without_cache(request, *beside), profile), request, *beside)
+    find = partial(remembered_plan, plan_for_ranks) if is_here and device.type == "cuda" else plan_for_ranks
+    plan = with_cache(find(source.spec, without_cache(request, *beside), profile), request, *beside)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:
         check_is_free(plan, profile, device.type)
