@@ -18,6 +18,7 @@ from flexengine.options.objective import ObjectiveOptions
 from flexengine.options.train_config import TrainConfig
 from flexengine.plan import Plan, PlanError, Request
 from flexengine.run.group_prediction import Forecast
+from flexengine.run.start_times import START
 from flexengine.run.step_prediction import StepPredictor
 
 
@@ -149,6 +150,7 @@ def cache_room(options: ObjectiveOptions, plan: Plan, model: ModelSpec, profile:
     return CacheRoom(min(count - has, left) * size if has + left else size, fits and has + left > 0, host_bytes)
 
 
+@START.part("probe and plan")
 def plan_with_room(config: TrainConfig, prepare: Callable[..., PlannedRun]) -> PlannedRun:
     """Plan a run, and the caches of its completions beside it. prepare: `prepare_job` of the run.
 

@@ -51,6 +51,7 @@ from flexengine.run.resuming import (
     saved_date,
 )
 from flexengine.run.saver import STOPPED, RunSaver
+from flexengine.run.start_times import START
 from flexengine.run.steps import Steps, check_objective, take_step
 from flexengine.run.teacher import add_teacher
 from flexengine.run.trackers import open_trackers
@@ -76,8 +77,8 @@ def train(config: TrainConfig, prompts: Prompts = (), replace: bool = False, cal
     """Run one training from config to the exported model; returns the exit status.
 
     prompts are answered greedily at the end and printed, and where they map to the right answers, these are counted.
-    replace allows a run folder whose final/ belongs to
-    another config. callbacks are told of steps, evaluations and saves; of several ranks, those of the first.
+    replace allows a run folder whose final/ belongs to another config. callbacks are told of steps, evaluations and
+    saves; of several ranks, those of the first.
     Writes config.yaml, plan.json, timeline.json (the simulated step: first round, accumulating round, update; for
     Perfetto), train_log.jsonl, with validation data eval_log.jsonl, with config.trace trace.json (a measured step in
     the same format) and, with config.save, final/ (and best/, of the lowest validation loss) in config.run_folder.
@@ -263,6 +264,7 @@ def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
     )
 
 
+@START.part("load")
 def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:
     """Load the weights of a planned run."""
     return build(planned, optimizer_of(config))

@@ -30,6 +30,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.objectives import OBJECTIVES
 from flexengine.options.train_config import TrainConfig
 from flexengine.run.rewards import Rewards
+from flexengine.run.start_times import START
 from flexengine.run.writers import Server
 from flexengine.wording import without_folders
 
@@ -78,6 +79,7 @@ def check_sources(config: TrainConfig) -> None:
     sources_of([*config.dataset, *config.val_dataset], config.columns, kind=record_kind(config))
 
 
+@START.part("data")
 def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     """Read, tokenize and pack the data. Raises ValueError when it does not fit the model or nothing is left."""
     vocab_size = source.spec.vocab_size

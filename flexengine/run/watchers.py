@@ -15,6 +15,7 @@ from flexengine.run.feedback import Reviewer
 from flexengine.run.health import RunHealth
 from flexengine.run.recording import Recorder
 from flexengine.run.saver import RunSaver
+from flexengine.run.start_times import START
 from flexengine.run.steps import Steps
 from flexengine.runtime.outputs import StepOutput
 
@@ -43,6 +44,7 @@ class Watchers:
 
     def after_step(self, batch: Batch, metrics: StepMetrics, update: StepOutput) -> EvalMetrics | None:
         """Called when a step has ended; returns the evaluation, if there was one."""
+        START.end_of_step(metrics.step_s)
         self.saver.count(metrics)
         self.recorder.after_step(metrics)
         self.reviewer.after_step(batch, metrics)
