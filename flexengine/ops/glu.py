@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
+from flexengine.ops.products import multiplies_in_kernels
 from flexengine.ops.row_range import rows_within
 
 
@@ -191,7 +192,7 @@ class GLU(Op):
         gate_up, out = env.t[self.gate_up], env.t[self.y]
         if self.before is None or not env.adapters:
             return glu_forward(gate_up, out, self.activation)
-        if has_kernel(gate_up):
+        if has_kernel(gate_up) and multiplies_in_kernels(gate_up.device):
             return self._unit_of_sums(gate_up, self.before.of(env), out)
         glu_forward(with_added(gate_up, *self.before.of(env)), out, self.activation)
 
@@ -211,7 +212,7 @@ class GLU(Op):
         if self.before is None and behind is None:
             return glu_backward(grad_out, gate_up, grad_gate_up, self.activation)
         added = (gate_up[:, :1], gate_up[:0, :1], ()) if self.before is None else self.before.of(env)
-        if has_kernel(gate_up):
+        if has_kernel(gate_up) and multiplies_in_kernels(gate_up.device):
             from flexengine.kernels import lora_glu  # noqa: PLC0415
 
             return lora_glu.glu_backward(grad_out, gate_up, *added, grad_gate_up, str(self.activation), behind)

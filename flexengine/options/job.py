@@ -122,7 +122,8 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
         Option(
             "what the gated FFNs' gate and up, the largest activations, are kept as for backward: compute = --dtype,"
             " fp8 = FP8 scaled per row and 128 columns, half the bytes; backward reads the rounded values, with what"
-            " adapters add to them, whatever is kept"
+            " adapters add to them, whatever is kept",
+            needs=(Need("dtype", ("bfloat16", "float32", "float64"), of=("fp8",)),),
         ),
     ] = "compute"
     freeze: Annotated[

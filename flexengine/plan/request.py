@@ -151,7 +151,6 @@ class Request:
         if self.max_drive_bytes < 0:
             raise ValueError(f"max_drive_bytes must not be negative, got {self.max_drive_bytes}")
         conflicts = (
-            (self.numerics.scales_loss and not self.clipping, "float16 gradients count together: give clipping=True"),
             (
                 self.updates_in_round and not self.may_update_in_round,
                 "the GPU updates inside a round on one rank, and clipped gradients only where they are not stored",

@@ -145,9 +145,13 @@ class PlannedSizes:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that the calls of ops may take from the device allocator at one moment."""
+        """Bytes that the calls of ops may take from the device allocator at one moment.
+
+        In float16 the plain path's, too: cards that are given that dtype have few kernels with products.
+        """
         sliced = self.plan.slices_sequences
-        return max(p.workspace_bytes + sliced * p.window_workspace_bytes for p in self.programs)
+        by_kernels = max(p.workspace_bytes + sliced * p.window_workspace_bytes for p in self.programs)
+        return max(by_kernels, self.plain_workspace_bytes) if self.plan.request.numerics.scales_loss else by_kernels
 
     @property
     def plain_workspace_bytes(self) -> int:

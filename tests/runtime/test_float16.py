@@ -46,6 +46,8 @@ def plans_of(spec, numerics=FLOAT16):
     yield "speculative", make_plan(spec, groups=[ahead] * count, blocks=[LayerPlan()] * len(spec.blocks), **sizes)
     once = [sum(g in layer.groups for layer in spec.layers) == 1 for g in range(count)]
     unstored = [GroupPlan(grads="none" if alone else "host") for alone in once]
+    plan = make_plan(spec, **sizes)
+    yield "made without clipping", replace(plan, request=replace(plan.request, clipping=False, gpu_updates="in_round"))
     plan = streamed_plan(spec, **{**sizes, "groups": unstored})
     yield "norm first", replace(plan, request=replace(plan.request, gpu_updates="unstored", whole_steps=True))
 
@@ -195,8 +197,3 @@ def test_a_checkpoint_keeps_the_scale(tmp_path, monkeypatch):
     state.write_text(state.read_text().replace('"good_steps"', '"steps"'))
     with pytest.raises(CheckpointError, match=r"checkpoint\.json"):
         read_description(tmp_path / "state")
-
-
-def test_no_plan_updates_before_all_gradients_are_known():
-    with pytest.raises(ValueError, match="float16 gradients count together"):
-        replace(make_plan(random_weights(CONFIG).spec, numerics=FLOAT16).request, clipping=False)

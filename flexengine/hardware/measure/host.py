@@ -182,7 +182,8 @@ def _layout(dtype: torch.dtype, state: str) -> dict[str, tuple[torch.dtype, int]
         second = {f"{name}{INTO_SECOND}": plane for name, plane in planes.items() if name != "grad"}
         return dict(sorted({**planes, **second}.items(), key=lambda plane: -plane[1][0].itemsize))
     planes = {plane.kind: (getattr(torch, plane.dtype), plane.block) for plane in _rule(dtype, state).states}
-    planes |= {"weights": (dtype, 1), "grad": (dtype, 1)}
+    stored = torch.float32 if dtype == torch.float16 else dtype  # float16 weights lie beside their masters
+    planes |= {"weights": (stored, 1), "grad": (stored, 1)}
     if dtype == torch.bfloat16 and not state.endswith(STOCHASTIC):
         planes["remainder"] = (torch.int16, 1)
     return dict(sorted(planes.items(), key=lambda plane: -plane[1][0].itemsize))
@@ -206,7 +207,7 @@ def _update(memory: Tensor, dtype: torch.dtype, state: str, most: int) -> Callab
         num_bytes = count // block * plane_dtype.itemsize
         planes[name] = memory[offset : offset + num_bytes].view(plane_dtype)
         offset += num_bytes
-    planes["grad"].view(-1, PIECE_ALIGNMENT).copy_(torch.randn(PIECE_ALIGNMENT, dtype=torch.float64).to(dtype))
+    planes["grad"].view(-1, PIECE_ALIGNMENT).copy_(torch.randn(PIECE_ALIGNMENT, dtype=torch.float64))
     scale = torch.ones(1, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     targets = {name.removesuffix(INTO_SECOND): planes.pop(name) for name in list(planes) if name.endswith(INTO_SECOND)}
     update = Update(planes, scale, AdamW(lr=1e-4), lr=1e-4, weight_decay=0.0, step=1, seed=0, element_offset=0)

@@ -18,9 +18,10 @@ from torch import Tensor
 from flexengine.ops.adapters.dropout import NO_DROPOUT, Dropout
 from flexengine.ops.adapters.lora_grads import add_parts, in_one_pass, partial_sums, write_gradients
 from flexengine.ops.adapters.low_rank import Adapters
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.experts.grouped_products import grouped_product, grouped_weight_gradient
 from flexengine.ops.linear import accumulate_weight_grad, widened_bytes
+from flexengine.ops.products import use_product_kernel
 from flexengine.ops.row_range import part_of
 
 
@@ -115,7 +116,7 @@ class LoraDown(Op):
 
 def add_product(start: Tensor, low: Tensor, up: Tensor, out: Tensor) -> None:
     """out = start + low @ B.T. torch copies `start` to out first and then adds, which is one pass over out more."""
-    if use_kernel(out) and out.element_size() < 8:
+    if use_product_kernel(out) and out.element_size() < 8:
         from flexengine.kernels import lora_sum  # noqa: PLC0415 (Triton is imported when first used)
 
         return lora_sum.add_product(start, low, up, out)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexengine.ops.base import TensorSpec, Work, use_kernel
+from flexengine.ops.base import TensorSpec, Work
+from flexengine.ops.products import use_product_kernel
 
 SPANS = 16
 """Spans of tokens whose sums for B are added up at the end. More of them keep more of a card busy where there are few
@@ -52,7 +53,7 @@ def partial_sums(name: str, widths: tuple[int, ...], rank: int) -> PartialSums |
 
 def in_one_pass(grad_y: Tensor) -> bool:
     """Whether the kernel runs: for 16 bits, since a tile of 32 takes more shared memory than consumer cards have."""
-    return use_kernel(grad_y) and grad_y.element_size() == 2
+    return use_product_kernel(grad_y) and grad_y.element_size() == 2
 
 
 def runs(spans: Sequence[tuple[int, int]]) -> Iterator[range]:

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple, get_args
 
 from flexengine.ops.attention.style import AttentionShape
 
-KernelName = Literal["flash", "cudnn", "triton"]
+KernelName = Literal["flash", "cudnn", "triton", "efficient"]
 """Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only. triton:
-our own, for bf16 of every style."""
+our own, for 16 bits of every style. efficient: torch's memory-efficient ones, for float16 on cards before 8.0 too."""
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 
 

@@ -1,4 +1,5 @@
-"""Attention kernels on CUDA behind one interface: torch's flash kernels, cuDNN's through torch's operators, our own.
+"""Attention kernels on CUDA behind one interface: torch's flash and memory-efficient ones, cuDNN's through torch's
+operators, our own.
 
 A call is causal over packed sequences, every query with the keys of its own sequence up to itself, or it is over some
 earlier keys of one long sequence, which all queries see; or, with more keys than queries, causal over the end of one
@@ -12,6 +13,7 @@ Shapes: q, out [T, N, H]; k, v [K, G, H], K = T for packed sequences; lse [N, T]
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +21,12 @@ from torch import Tensor
 
 from flexengine.ops.attention.choice import KERNEL_NAMES, KernelName
 from flexengine.ops.attention.style import CAUSAL, AttentionStyle
+from flexengine.ops.products import multiplies_in_kernels
 
 CUDNN_LENGTHS = 256
 """cuDNN serves lengths that are multiples of this: it prepares itself for every new one, which takes up to a second."""
 
-MOST_HEAD_DIM: dict[KernelName, int] = {"flash": 256, "cudnn": 128, "triton": 512}
+MOST_HEAD_DIM: dict[KernelName, int] = {"flash": 256, "cudnn": 128, "triton": 512, "efficient": 256}
 
 
 class Lengths(NamedTuple):
@@ -140,6 +143,60 @@ def _by_head(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
+class Efficient(Kernels):
+    """Memory-efficient attention as torch has it, whose products in float16 take the tensor cores of any card. Heads of
+    keys are repeated for those of queries; statistics lie sequence by sequence, each padded to a multiple of 32."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
+    ) -> tuple[Tensor, Tensor]:
+        own, keys, values = self._repeated(Rows(q, k, v))
+        *sizes, mask = self._sizes(own, keys, lengths)
+        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            own[None], keys[None], values[None], None, *sizes, 0.0, mask, True, scale=style.scale,
+            window_size=style.window or None,
+        )  # fmt: skip
+        pieces = [rows[:, :count] for rows, count in zip(lse, self._counts(own, sizes, lengths), strict=True)]
+        return out[0], torch.cat(pieces, dim=1)
+
+    def backward(
+        self, grad_out: Tensor, rows: Rows, results: Results, lengths: Lengths | None, rng: Tensor,
+        style: AttentionStyle = CAUSAL,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        q, k, v = self._repeated(rows)
+        cu, cu_keys, longest, longest_keys, mask = self._sizes(q, k, lengths)
+        counts = self._counts(q, (cu,), lengths)
+        lse = results.lse.new_full((len(counts), q.shape[1], -(-max(counts) // 32) * 32), torch.inf)
+        for padded, piece, count in zip(lse, results.lse.split(counts, dim=1), counts, strict=True):
+            padded[:, :count] = piece
+        operands = (x.contiguous()[None] for x in (grad_out, q, k, v))
+        grad_q, grad_k, grad_v, _ = torch.ops.aten._efficient_attention_backward(
+            *operands, None, results.out.contiguous()[None], cu, cu_keys, longest, longest_keys, lse, 0.0, rng[0],
+            rng[1], mask, False, scale=style.scale, window_size=style.window or None,
+        )  # fmt: skip
+        groups = rows.k.shape[1]
+        return grad_q[0], *(x[0].unflatten(1, (groups, -1)).sum(2) for x in (grad_k, grad_v))
+
+    @staticmethod
+    def _repeated(rows: Rows) -> Rows:
+        members = rows.q.shape[1] // rows.k.shape[1]
+        return Rows(rows.q, *(x.repeat_interleave(members, 1) for x in rows[1:]))
+
+    @staticmethod
+    def _sizes(q: Tensor, k: Tensor, lengths: Lengths | None) -> tuple[Tensor | None, Tensor | None, int, int, int]:
+        """Running sums of queries and keys, the longest of both, and which keys a mask hides: 0 none, 1 those after a
+        query, 2 the same where the last keys are the queries' own."""
+        if lengths is None or len(k) != len(q):
+            return None, None, len(q), len(k), 0 if lengths is None else 2
+        longest = max(lengths.seq_lens)
+        return lengths.cu_seqlens, lengths.cu_seqlens, longest, longest, 1
+
+    @staticmethod
+    def _counts(q: Tensor, sizes: Sequence[Any], lengths: Lengths | None) -> list[int]:
+        """Tokens of the sequences whose statistics come one by one."""
+        return [len(q)] if sizes[0] is None or lengths is None else list(lengths.seq_lens)
+
+
 class RowGradients(NamedTuple):
     """Where gradients of `Rows` go. add: to float32 sums that keys and values have already; else all are written."""
 
@@ -148,7 +205,7 @@ class RowGradients(NamedTuple):
 
 
 class Triton(Kernels):
-    """Our own kernels for bf16: every style, values narrower than keys, earlier keys in the same call, results and
+    """Our own kernels for 16 bits: every style, values narrower than keys, earlier keys in the same call, results and
     gradients written where they belong. Deterministic."""
 
     def forward(
@@ -198,7 +255,7 @@ def _operands(rows: Rows, lengths: Lengths | None, style: AttentionStyle) -> tup
 
 
 OWN = Triton()
-KERNELS: dict[KernelName, Kernels] = {"flash": Flash(), "cudnn": Cudnn(), "triton": OWN}
+KERNELS: dict[KernelName, Kernels] = {"flash": Flash(), "cudnn": Cudnn(), "triton": OWN, "efficient": Efficient()}
 
 
 def choose_kernels(
@@ -214,10 +271,12 @@ def choose_kernels(
     if not q.is_cuda:
         return None
     width = q.shape[-1]
-    able: list[KernelName] = [name for name in KERNEL_NAMES if can_serve(name, q.dtype, width, style, value_dim)]
+    names = [name for name in KERNEL_NAMES if runs_on(name, q.device)]
+    able: list[KernelName] = [name for name in names if can_serve(name, q.dtype, width, style, value_dim)]
     if "cudnn" in able and not _serves_cudnn(seq_lens, other_lens):
         able.remove("cudnn")
     order: tuple[KernelName, ...] = ("triton", "flash") if style.window else ("flash", "triton")
+    order = (*order, "efficient")
     choices: tuple[KernelName, ...] = (*((preferred,) if isinstance(preferred, str) else preferred), *order)
     return next((KERNELS[name] for name in choices if name in able), None)
 
@@ -228,6 +287,11 @@ def _serves_cudnn(seq_lens: tuple[int, ...], other_lens: tuple[int, ...]) -> boo
     return known and len(set(seq_lens)) == 1 and not torch.are_deterministic_algorithms_enabled()
 
 
+def runs_on(kernels: KernelName, device: torch.device) -> bool:
+    """Whether a card has such kernels: before compute capability 8.0 there are only torch's memory-efficient ones."""
+    return kernels == "efficient" or multiplies_in_kernels(device)
+
+
 def can_serve(
     kernels: KernelName, dtype: torch.dtype, head_dim: int, style: AttentionStyle = CAUSAL, value_dim: int | None = None
 ) -> bool:
@@ -236,7 +300,9 @@ def can_serve(
     if head_dim > MOST_HEAD_DIM[kernels]:
         return False
     if kernels == "triton":
-        return dtype == torch.bfloat16
+        return dtype in (torch.bfloat16, torch.float16)
+    if kernels == "efficient" and dtype != torch.float16:
+        return False
     if style.soft_cap or (value_dim or head_dim) < head_dim or (style.window and kernels == "cudnn"):
         return False
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0

@@ -15,10 +15,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import FLOAT64_BYTES, Carried, Op, OpEnv, TensorSpec, Work, use_kernel, wide
+from flexengine.ops.base import FLOAT64_BYTES, Carried, Op, OpEnv, TensorSpec, Work, wide
 from flexengine.ops.columns import Columns
 from flexengine.ops.delta import plain as delta_plain
 from flexengine.ops.delta.tiles import Ends, Operands, Sizes
+from flexengine.ops.products import use_product_kernel
 
 KERNEL_WIDTH = 256
 """Widest heads that kernels hold in registers."""
@@ -68,7 +69,7 @@ class LinearAttention(Op):
     def _path(self, env: OpEnv) -> ModuleType:
         """The kernels, or the plain path."""
         qkv = env.t[self.qkv]
-        return self._kernels() if use_kernel(qkv) and self._served(qkv.element_size()) else delta_plain
+        return self._kernels() if use_product_kernel(qkv) and self._served(qkv.element_size()) else delta_plain
 
     def _raw(self, env: OpEnv) -> tuple[Tensor, ...]:
         """The columns of gates [T, N], wide."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import use_kernel, wide
+from flexengine.ops.products import use_product_kernel
 from flexengine.ops.row_range import rows_within
 
 
@@ -61,7 +62,7 @@ def grouped_product(
     every expert; transposed: @ weight [E, D, F][e]. scales: of x and weight in FP8, by which the sum of their product
     is multiplied."""
     bias, row_weight, adapter, gains = added
-    if use_kernel(out) and out.dtype != torch.float64:
+    if use_product_kernel(out) and out.dtype != torch.float64:
         from flexengine.kernels import grouped  # noqa: PLC0415
 
         low_rank = None if adapter is None else grouped.LowRank(*adapter)
@@ -105,7 +106,7 @@ def _scaled_rows(
 
 def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
     """acc [E, F, D] (+)= grad_y [R, F][rows of e].T @ x [R, D][rows of e], summed in the accumulator's precision."""
-    if use_kernel(x) and x.dtype != torch.float64:
+    if use_product_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import grouped  # noqa: PLC0415
 
         return grouped.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate)
