@@ -13,6 +13,7 @@ from flexengine.checkpoint.adapter_config import embedding_rows, named_tokenizer
 from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.tokenizer_files import add_tokens, files_with_tokens, read_tokenizer, tokens_beyond
 from flexengine.hardware.drive import drive_budget
+from flexengine.hardware.presets import lacks_bfloat16
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.base_dtype import with_base_dtype
@@ -246,6 +247,10 @@ def make_request(
     if job.transport != "auto" and ranks * nodes == 1:
         asked = job.words.setting("transport", job.transport)
         raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
+    if job.dtype == "bfloat16" and lacks_bfloat16(profile):
+        raise ValueError(
+            f"dtype=bfloat16: {profile.name} multiplies no bfloat16; give --dtype float16 (dtype='float16')"
+        )
     if job.matmul_dtype == "fp8" and not profile.matmul.fp8_flops_per_s:
         raise ValueError(
             f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"

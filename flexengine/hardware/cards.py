@@ -1,6 +1,7 @@
 """Published figures of cards that people own, each with its source, and the share of them that is attained.
 
-Rates are dense bf16 with float32 accumulation, which on GeForce cards runs at half the rate of float16 accumulation.
+Rates are dense bf16 with float32 accumulation, which on GeForce cards runs at half the rate of float16 accumulation;
+those of cards before 2020, which multiply no bf16, are of float16 likewise.
 Cards since 2022 (compute capability 8.9) multiply dense FP8 at twice that rate.
 
 Shares of cards that were not at hand follow from products of 8192^3 that their owners measured, in TFLOP/s: "database"
@@ -28,8 +29,12 @@ B200_SHARE = 0.64  # database: 1696 of 2250, of which as much is taken to last a
 GH200_SHARE = 0.70  # 829 of 989 (https://github.com/stas00/ml-engineering, compute/accelerator), likewise
 SPARK_SHARE = 0.72  # 92 of 125 (https://github.com/huggingface/kernels/pull/283)
 GEFORCE_AMPERE_SHARE = 1.00  # clocks above the data sheet's: 64 of 59.5 on an RTX 3080 (114)
+T4_SHARE = 0.40  # 70 W; an estimate: 42 of 65 for a second on a cold card, and the L4 of 72 W keeps less for hours
+V100_SHARE = 0.75  # an estimate, between what an A100 and an H100 keep
+GEFORCE_TURING_SHARE = 0.90  # an estimate: as the next generations do
 FP8_GAIN = 1.8  # attained FP8 over attained bf16 rate: products of a Llama-3.1-8B block on an H200 (bench.kernels)
 
+PCIE_3_BYTES_PER_S = 12.5e9  # x16, attained with page-locked memory; 15.8 GB/s raw
 PCIE_4_BYTES_PER_S = 25e9  # x16, attained with page-locked memory; 31.5 GB/s raw
 PCIE_5_BYTES_PER_S = 50e9  # x16; 63 GB/s raw; 55 on good boards
 
@@ -56,6 +61,7 @@ class Host(NamedTuple):
 
 
 SERVER = Host(120e9, 16)  # 16 cores of a current server
+NOTEBOOK = Host(20e9, 4)  # a free machine on the web with a T4: an estimate
 DDR4_DESKTOP = Host(40e9, 8)  # two channels of DDR4-3600: 57.6 GB/s raw
 DDR5_DESKTOP = Host(60e9, 8)  # two channels of DDR5-5600: 89.6 GB/s raw
 FAST_DDR5_DESKTOP = Host(75e9, 8)  # two channels of DDR5-6400: 102 GB/s raw
@@ -83,10 +89,11 @@ class Card(NamedTuple):
     """A card and the usual host around it.
 
     gpu_total_bytes: what CUDA reports, a little less than the label says. matmul_share: attained over published rate.
-    hopper_attention: cuDNN's attention kernels for Hopper run on it. multiplies_fp8: compute capability 8.9 or more.
-    peer_bytes_per_s: one way between cards of a board; 0 for cards that are joined by PCIe alone.
-    back_bytes_per_s: of the link from the card to the host; 0 = as fast as to the card. duplex_share: of the link's
-    rate per direction, with both busy. host_total_bytes: RAM that plans count with where --host-mem-gib says nothing.
+    hopper_attention: cuDNN's attention kernels for Hopper run on it. multiplies_fp8: compute capability 8.9 or more;
+    multiplies_bf16: 8.0 or more. peer_bytes_per_s: one way between cards of a board; 0 for cards that are joined by
+    PCIe alone. back_bytes_per_s: of the link from the card to the host; 0 = as fast as to the card. duplex_share: of
+    the link's rate per direction, with both busy. host_total_bytes: RAM that plans count with where --host-mem-gib says
+    nothing.
     """
 
     name: str
@@ -104,6 +111,23 @@ class Card(NamedTuple):
     back_bytes_per_s: float = 0.0
     duplex_share: float = DUPLEX_SHARE
     host_total_bytes: int = 128 * GIB
+    multiplies_bf16: bool = True
+
+
+def _v100(label_gb: int, total_gib: float) -> Card:
+    return Card(
+        f"NVIDIA V100 {label_gb}GB",
+        125e12,
+        V100_SHARE,
+        900e9,
+        PCIE_3_BYTES_PER_S,
+        SERVER,
+        int(total_gib * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf "
+        "(SXM2, float16)",
+        multiplies_bf16=False,
+    )
 
 
 CARDS: dict[str, Card] = {
@@ -306,6 +330,34 @@ CARDS: dict[str, Card] = {
         back_bytes_per_s=C2C_BACK_BYTES_PER_S,
         duplex_share=ONE_WAY_SHARE,
         host_total_bytes=446 * GIB,
+    ),
+    "t4": Card(
+        "NVIDIA T4",
+        65e12,
+        T4_SHARE,
+        320e9,
+        PCIE_3_BYTES_PER_S,
+        NOTEBOOK,
+        int(14.7 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/data-center/tesla-t4/ (float16, 70 W)",
+        host_total_bytes=29 * GIB,
+        multiplies_bf16=False,
+    ),
+    "v100-16": _v100(16, 15.7),
+    "v100-32": _v100(32, 31.7),
+    "rtx-2080-ti": Card(
+        "NVIDIA GeForce RTX 2080 Ti",
+        53.8e12,
+        GEFORCE_TURING_SHARE,
+        616e9,
+        PCIE_3_BYTES_PER_S,
+        DDR4_DESKTOP,
+        int(10.7 * GIB),
+        GEFORCE_CONTEXT_BYTES,
+        "https://images.nvidia.com/aem-dam/en-zz/Solutions/design-visualization/technologies/turing-architecture/"
+        "NVIDIA-Turing-Architecture-Whitepaper.pdf (float16, appendix A)",
+        multiplies_bf16=False,
     ),
     "dgx-spark": Card(
         "NVIDIA DGX Spark",

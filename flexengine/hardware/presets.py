@@ -193,6 +193,11 @@ def preset_source(name: str) -> str:
     return CARDS[known].source if known in CARDS else "made up for tests"
 
 
+def lacks_bfloat16(profile: HardwareProfile) -> bool:
+    """Whether a preset is of a card that multiplies no bfloat16."""
+    return any(card.name == profile.name and not card.multiplies_bf16 for card in CARDS.values())
+
+
 def with_memory(
     profile: HardwareProfile, gpu_total_bytes: int | None = None, host_total_bytes: int | None = None
 ) -> HardwareProfile:

@@ -98,6 +98,7 @@ def test_every_card_names_its_source(name: str):
 def test_published_memory_is_what_the_label_says():
     labels = {"h200": 141, "h100-80": 80, "a100-40": 40, "l40s": 48, "rtx-pro-6000": 96, "rtx-3090": 24}
     labels |= {"l4": 24, "a10": 24, "rtx-a6000": 48, "gh200": 96, "b200": 180, "rtx-3060": 12, "rtx-3080": 10}
+    labels |= {"t4": 16, "v100-16": 16, "v100-32": 32, "rtx-2080-ti": 11}
     for name, label in labels.items():  # labels count in 10**9 on data-centre cards and in 2**30 on GDDR ones
         assert 0.85 * label * 1e9 < PRESETS[name].memory.gpu_total_bytes <= label * GIB
 

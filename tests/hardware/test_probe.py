@@ -384,7 +384,7 @@ def test_a_busy_machine_is_said(measurements, monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize(("capability", "dtype", "refused"), [
-    ((7, 5), "bfloat16", True), ((7, 0), "bfloat16", True), ((8, 0), "bfloat16", False), ((7, 5), "float32", False),
+    ((7, 5), "bfloat16", True), ((7, 0), "bfloat16", True), ((8, 0), "bfloat16", False), ((7, 5), "float16", False),
 ])  # fmt: skip
 def test_a_card_that_multiplies_no_bfloat16_is_refused(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str, refused: bool
@@ -393,6 +393,6 @@ def test_a_card_that_multiplies_no_bfloat16_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if not refused:
         return check_multiplies(torch.device("cuda"), dtype, "compute")
-    with pytest.raises(ValueError, match=r"Tesla T4 multiplies no bfloat16.* it has 7\.\d; give --dtype float32"):
+    with pytest.raises(ValueError, match=r"Tesla T4 multiplies no bfloat16.* it has 7\.\d; give --dtype float16"):
         check_multiplies(torch.device("cuda"), dtype, "compute")
     check_multiplies(torch.device("cpu"), dtype, "compute")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention_helpers import PlainKernels, make, masked, random_rows, use_own_kernels
 
+from flexengine.ops import products
 from flexengine.ops.attention import attention
 from flexengine.ops.attention import reference as attention_reference
 from flexengine.ops.attention.choice import AttentionChoice
@@ -217,11 +218,20 @@ def test_kernels_serve_what_they_can(style, name):
     assert choose_kernels("cudnn", Queries(), (2048,), (), style) is KERNELS[name]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_soft_caps_take_the_plain_path_in_other_types_than_bf16(dtype):
+def test_soft_caps_take_the_plain_path_in_float32():
     queries = Queries()
-    queries.dtype = dtype
+    queries.dtype = torch.float32
     assert choose_kernels("flash", queries, (2048,), (), AttentionStyle(soft_cap=50.0)) is None
+
+
+@pytest.mark.parametrize(("style", "name"), [(CAUSAL, "efficient"), (AttentionStyle(soft_cap=50.0), None)], ids=str)
+def test_float16_on_a_card_before_2020_takes_the_memory_efficient_kernels(style, name, monkeypatch):
+    monkeypatch.setattr(products, "_capability", lambda _: (7, 5))
+    queries = Queries()
+    queries.dtype, queries.device = torch.float16, torch.device("cuda", 0)
+    assert choose_kernels("flash", queries, (2048,), (), style) is (KERNELS[name] if name else None)
+    monkeypatch.setattr(products, "_capability", lambda _: (8, 0))
+    assert choose_kernels("flash", queries, (2048,)) is KERNELS["flash"]
 
 
 def test_values_narrower_than_keys_are_for_our_own_kernels():
@@ -247,7 +257,7 @@ def test_the_fastest_kernels_of_a_measured_shape_serve(harness, monkeypatch):
 class Queries:
     """Shape and dtype of queries on a GPU."""
 
-    is_cuda, dtype = True, torch.bfloat16
+    is_cuda, dtype, device = True, torch.bfloat16, torch.device("cpu")
 
     def __init__(self, width=128):
         self.shape = (4, 2, width)
@@ -308,6 +318,21 @@ def test_windows_by_both_kernels(make_harness, checks, cuts, kernels):
     checks.close(o, outputs["o"], checks.GPU_TOLERANCE[torch.bfloat16], "o")
     for actual, expected in zip(op.split(grad.cpu()), op.split(grad_qkv), strict=True):
         checks.close(actual, expected, checks.GPU_TOLERANCE[torch.bfloat16], "gradient")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", [CAUSAL, AttentionStyle(0.2, 300)], ids=str)
+def test_memory_efficient_kernels_match_definition(make_harness, checks, style, monkeypatch):
+    """Those of cards before 8.0, on any card."""
+    monkeypatch.setattr(products, "_capability", lambda _: (7, 5))
+    h, op, tolerance = make_harness("cuda", torch.float16), make(8, 2, 64, style), checks.GPU_TOLERANCE[torch.bfloat16]
+    check_uncut(h, checks, op, (700, 1, 129, 213), tolerance)
+    qkv, grad_o = random_rows(h, 1100, 8, 2, 64)
+    o, grad = run_cut(h, op, qkv, grad_o, (512, 512, 76), block_tokens=256)
+    outputs, grad_qkv = definition(qkv, grad_o, (1100,), 8, 2, 64, style)
+    checks.close(o, outputs["o"], tolerance, "o")
+    for actual, expected in zip(op.split(grad.cpu()), op.split(grad_qkv), strict=True):
+        checks.close(actual, expected, tolerance, "gradient")
 
 
 @pytest.mark.gpu
