@@ -10,10 +10,10 @@ from flexengine.wording import FlagParser
 
 def main(argv: Sequence[str]) -> int:
     """Print the findings; returns the exit status, which is 0 also where something is missing."""
-    _parser().parse_args(argv)
+    arguments = _parser().parse_args(argv)
     from flexengine.hardware.doctor import findings  # noqa: PLC0415, loads torch
 
-    found = findings(Path.cwd())
+    found = findings(Path.cwd(), arguments.offload_dir)
     width = max(len(finding.name) for finding in found)
     for finding in found:
         mark, remedy = ("!", f"; {finding.remedy}") if finding.remedy else (" ", "")
@@ -22,8 +22,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> FlagParser:
-    return FlagParser(
+    parser = FlagParser(
         prog="flexengine doctor",
         description="Says what this machine has and lacks: versions, GPU, driver and what holds its clocks"
         " down, native library, memory and its limits, page locks, huge pages, disk. Lines with ! tell what to do.",
     )
+    help_text = "look at the drive of this folder, too: file system, free bytes, whether it goes past the page cache"
+    parser.add_argument("--offload-dir", metavar="DIR", type=Path, help=help_text)
+    return parser

@@ -67,6 +67,12 @@ def probe_parser() -> FlagParser:
     )
     add_flag(parser, DTYPE, help_text=f"{DTYPE.help} (default: {DTYPE.default})")
     parser.add_argument("--force", action="store_true", help="measure again, whatever is remembered")
+    parser.add_argument(
+        "--offload-dir",
+        metavar="DIR",
+        type=Path,
+        help="measure the drive of this folder, too: 1 GiB is written there, read, and given back",
+    )
     parser.add_argument("--preset", metavar="NAME", help=f"show a shipped profile instead: {', '.join(PRESETS)}")
     parser.add_argument("--json", metavar="FILE.json", type=Path, help="write the profile, for --gpu and hardware=")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the curves (needs matplotlib)")

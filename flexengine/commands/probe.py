@@ -13,6 +13,8 @@ from flexengine.commands.parsers import probe_parser
 from flexengine.hardware.chart import check_can_plot, draw_profile
 from flexengine.hardware.curve import Points
 from flexengine.hardware.devices import choose_device
+from flexengine.hardware.drive import with_drive
+from flexengine.hardware.drive_profile import DriveProfile
 from flexengine.hardware.presets import preset, preset_source
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult, run_probe
 from flexengine.hardware.profile import HardwareProfile, masters_and_states
@@ -51,7 +53,11 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raise ValueError for everything that can be known to be wrong before the machine is measured."""
     if arguments.preset is not None:
         preset(arguments.preset)
-        given = [f"--{name}" for name in ("device", "model", "dtype", "force") if getattr(arguments, name)]
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name in ("device", "model", "dtype", "force", "offload_dir")
+            if getattr(arguments, name)
+        ]
         if given:
             raise ValueError(f"--preset shows a shipped profile and measures nothing; leave {', '.join(given)} out")
     if arguments.json is not None and arguments.json.suffix != ".json":
@@ -79,7 +85,8 @@ def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
     start_s = time.perf_counter()
     result = run_probe(device, getattr(torch, dtype), shape, force=arguments.force)
     age = _age(result, time.perf_counter() - start_s)
-    return result.profile, [f"{result.profile.name}, {device}, {dtype}: {age}", f"  {_place(result)}"]
+    profile = with_drive(result.profile, arguments.offload_dir)
+    return profile, [f"{result.profile.name}, {device}, {dtype}: {age}", f"  {_place(result)}"]
 
 
 def _age(result: ProbeResult, probe_s: float) -> str:
@@ -116,6 +123,8 @@ def _chart_note(profile: HardwareProfile, origin: Sequence[str]) -> str:
 def describe(profile: HardwareProfile) -> list[str]:
     """Tabulate everything in a profile, with units."""
     sections = [_compute_lines(profile), _copy_lines(profile), _host_lines(profile), _memory_lines(profile)]
+    if profile.drive.read_bytes_per_s:
+        sections.append(_drive_lines(profile.drive))
     return [line for lines in sections for line in ("", *lines)][1:]
 
 
@@ -236,6 +245,14 @@ def _memory_lines(profile: HardwareProfile) -> list[str]:
         *lines,
         _row("host, limit / available", _sizes(profile.memory.host_total_bytes, profile.memory.host_available_bytes)),
         _row("process before any training state", format_bytes(profile.memory.host_base_bytes)),
+    ]
+
+
+def _drive_lines(drive: DriveProfile) -> list[str]:
+    return [
+        "drive, in requests like those of --offload-dir",
+        _row("read, alone / beside writing", _pair(drive.read_bytes_per_s, drive.read_beside_bytes_per_s)),
+        _row("written, alone / beside reading", _pair(drive.write_bytes_per_s, drive.write_beside_bytes_per_s)),
     ]
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from flexengine.hardware.drive import place_of
 from flexengine.hardware.host_memory import host_memory
 from flexengine.hardware.nvml import IDLE, gpu_clocks, nvidia_driver_version
 from flexengine.hardware.slurm import slurm_memory_bytes
@@ -23,6 +24,7 @@ GIB = 2**30
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LEAST_DISK_BYTES = 20 * GIB
 """Free bytes below which a model of 8B in 16 bits would not fit."""
+IN_MEMORY = ("tmpfs", "ramfs")
 LEAST_TORCH = (2, 11)
 CLOCK_REMEDIES = {
     "application clocks": "nvidia-smi -rac gives a GPU its own clocks back",
@@ -43,10 +45,12 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def findings(folder: Path) -> list[Finding]:
-    """Look at versions, GPU, driver, native code, memory, locks, huge pages and the disk of `folder`."""
+def findings(folder: Path, offload_dir: Path | None = None) -> list[Finding]:
+    """Look at versions, GPU, driver, native code, memory, locks, huge pages, the disk of `folder`, and the drive of
+    another one if it is named."""
     looks = (_versions, _gpu, _clocks, _kernels, _native, _memory, _slurm, _page_locks, _huge_pages)
-    return [*(look() for look in looks), _disk(folder)]
+    drive = [] if offload_dir is None else [_drive(offload_dir)]
+    return [*(look() for look in looks), _disk(folder), *drive]
 
 
 def _versions() -> Finding:
@@ -143,6 +147,19 @@ def _huge_pages() -> Finding:
         return Finding("huge pages", f"transparent huge pages: {chosen[0]}")
     remedy = f"as root: echo madvise > {HUGE_PAGES}; locking host memory is slower without"
     return Finding("huge pages", "transparent huge pages are switched off", remedy)
+
+
+def _drive(folder: Path) -> Finding:
+    try:
+        place = place_of(folder)
+    except (OSError, ValueError) as error:
+        return Finding("drive", f"none in {folder}", getattr(error, "strerror", None) or str(error))
+    how = "O_DIRECT" if place.direct else "no O_DIRECT"
+    found = f"{place.free_bytes / GIB:.1f} GiB free in {folder}, {place.kind} at {place.mounted}, {how}"
+    if place.kind in IN_MEMORY:
+        return Finding("drive", found, f"{place.kind} lies in memory: name a folder on a drive with --offload-dir")
+    remedy = "" if place.direct else "all of it passes through the page cache: name a folder of a local drive"
+    return Finding("drive", found, remedy)
 
 
 def _disk(folder: Path) -> Finding:

@@ -6,13 +6,16 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from flexengine.hardware.drive_profile import DriveProfile
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.native import allocate_host
-from flexengine.native.drive import DriveFile, DrivePiece
+from flexengine.native.drive import BLOCK_BYTES, DriveFile, DrivePiece
 
+MOUNTS = Path("/proc/mounts")
 MEASURED_BYTES = 512 << 20
 """Of each direction: long enough for a drive's queue, and short beside its cache."""
 MOVED_AT_ONCE = 128 << 20
@@ -32,6 +35,41 @@ def free_bytes(folder: str | Path) -> int:
         raise ValueError(f"{folder}: {place} is a file; name a folder")
     found = os.statvfs(place)
     return found.f_bavail * found.f_frsize
+
+
+class Place(NamedTuple):
+    """The file system of a folder: its kind, where it is mounted, free bytes, and whether it is read past the page
+    cache."""
+
+    kind: str
+    mounted: str
+    free_bytes: int
+    direct: bool
+
+
+def place_of(folder: str | Path) -> Place:
+    """Look at the drive of a folder, with a file of one block that has no name.
+
+    Raises: ValueError where a file stands in its place; DriveError where no file can be made there.
+    """
+    free = free_bytes(folder)
+    file = DriveFile(folder, BLOCK_BYTES)
+    try:
+        return Place(*_mounted_at(Path(folder).resolve()), free, file.direct)
+    finally:
+        file.close()
+
+
+def _mounted_at(folder: Path) -> tuple[str, str]:
+    """Kind and mount point of a folder's file system, as the kernel lists them: the last mount nearest to it."""
+    found = ("unknown", "/")
+    with suppress(OSError):
+        for line in MOUNTS.read_text().splitlines():
+            _, point, kind, *_ = line.split()
+            point = point.replace("\\040", " ")
+            if folder.is_relative_to(point) and len(point) >= len(found[1]):
+                found = kind, point
+    return found
 
 
 def drive_budget(folder: str | None, gib: float | None, ranks: int) -> int:

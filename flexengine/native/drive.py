@@ -31,7 +31,12 @@ _ZERO_RANGE = 0x10  # FALLOC_FL_ZERO_RANGE of <linux/falloc.h>
 
 
 class DriveError(OSError):
-    """A drive refuses or loses data; the message says what was asked, what it answered and what to do."""
+    """A drive refuses or loses data; the message says what was asked, what it answered and what to do.
+
+    again: whether a call has raised it before.
+    """
+
+    again = False
 
 
 class DrivePiece(NamedTuple):

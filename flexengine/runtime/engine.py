@@ -17,6 +17,7 @@ from flexengine.models.base_dtype import check_base_dtype
 from flexengine.models.keep_dtype import check_keep_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
+from flexengine.native.drive import DriveError
 from flexengine.ops.custom_loss import LossFunction
 from flexengine.optim import Optimizer
 from flexengine.optim.loss_scale import LossScale
@@ -269,11 +270,17 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
 
     @one_caller
     def close(self) -> None:
-        """Stop measuring and release both arenas; the engine is not usable afterwards. A second call does nothing."""
+        """Stop measuring and release both arenas; the engine is not usable afterwards. A second call does nothing.
+
+        Raises: DriveError where a drive failed and no call has told of it yet.
+        """
         self.state.unusable = CLOSED  # first: an engine that an interrupt left half closed must not go on
         try:
             self._finish_save()
             self.executor.synchronize()
+        except DriveError as error:
+            if not error.again:  # else whoever called before knows
+                raise
         finally:
             self.meter.stop()
             self._forget_programs()

@@ -125,6 +125,11 @@ def relocation(
         if needed > has:
             raise ValueError(f"the new plan needs {needed} bytes of the {memory} arena, which has {has}")
     planes, room = _planes(old, new), _Room(capacity, cuts)
+    for plane in planes:
+        if "drive" in (plane.now.memory, plane.goal.memory) and plane.now.memory != plane.goal.memory:
+            raise ValueError(
+                f"{plane.name} would change between memory and a drive, where it lies in blocks{SAVE_AND_RESUME}"
+            )
     moves: list[Move] = []
     while pending := [p for p in planes if not p.has_arrived]:
         plane = next((p for p in pending if not p.must_be_whole_first and _is_free(p.goal, planes, p)), None)

@@ -3,7 +3,7 @@
 import pytest
 
 from flexengine import cli
-from flexengine.hardware import doctor
+from flexengine.hardware import doctor, drive
 
 NAMES = [
     "versions",
@@ -50,3 +50,17 @@ def test_huge_pages_that_are_off(tmp_path, monkeypatch):
     assert f"echo madvise > {setting}" in remedy_of("huge pages", tmp_path)
     setting.write_text("always [madvise] never\n")
     assert remedy_of("huge pages", tmp_path) == ""
+
+
+def test_the_drive_of_a_folder(tmp_path, monkeypatch, capsys):
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr(drive, "MOUNTS", mounts)
+    for kind, remedy in (("ext4", ""), ("tmpfs", "tmpfs lies in memory")):
+        mounts.write_text(f"root / overlay rw 0 0\ndisk {tmp_path} {kind} rw 0 0\nother {tmp_path}-2 xfs rw 0 0\n")
+        assert cli.main(["doctor", "--offload-dir", str(tmp_path / "new")]) == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert f"GiB free in {tmp_path / 'new'}, {kind} at {tmp_path}, " in line
+        assert remedy in line
+    (tmp_path / "file").touch()
+    [*_, found] = doctor.findings(tmp_path, tmp_path / "file")
+    assert "is a file; name a folder" in found.remedy

@@ -11,6 +11,7 @@ import torch
 
 from flexengine import cli
 from flexengine.commands import probe as command
+from flexengine.hardware import drive
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult
@@ -184,3 +185,14 @@ def test_real_probe_of_the_cpu_is_remembered(
     assert f"from {file}" in second
     assert "GFLOP/s by tokens" in second
     assert "runs in place" in second
+
+
+def test_a_drive_is_measured_where_its_folder_is_named(probes, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(drive, "MEASURED_BYTES", 1 << 20)
+    monkeypatch.setattr(drive, "MOVED_AT_ONCE", 1 << 19)
+    assert cli.main(["probe", "--device", "cpu", "--offload-dir", str(tmp_path), f"--json={tmp_path / 'x.json'}"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    measured = read_profile(tmp_path / "x.json").drive
+    rates = measured.read_bytes_per_s / 1e9, measured.read_beside_bytes_per_s / 1e9
+    assert f"read, alone / beside writing {rates[0]:.1f} / {rates[1]:.1f} GB/s" in text
+    assert "written, alone / beside reading" in text

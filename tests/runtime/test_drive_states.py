@@ -1,12 +1,18 @@
 """States on a drive: saved, resumed and moved between plans bit by bit, and a drive that fails ends in one message."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engine_helpers import build_engine, make_plan, random_batch, random_weights, same_bits, streamed_plan, tiny_config
 
-from flexengine.native.drive import DriveError, DriveFile
+from bench.kill_on_drive import killed_runs
+from flexengine.native.drive import DriveError
 from flexengine.plan import GroupPlan, Numerics, Plan
+from flexengine.runtime.engine import Engine
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.relocation import relocation
 
 NUMERICS = {
     "bf16, exact master": Numerics("bfloat16", "split", "bfloat16", "float32"),
@@ -44,27 +50,59 @@ def test_resumed_on_a_drive_and_off_it_bit_by_bit(tmp_path: Path, numerics: Nume
     assert list((tmp_path / "drive").iterdir()) == []
 
 
-@pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_drive_that_fails_loses_the_step_and_not_the_checkpoint(tmp_path: Path, monkeypatch, verb: str):
-    def fails(self: DriveFile, pieces) -> None:
-        raise DriveError(5, "the drive is gone")
+def train_two(engine: Engine) -> None:
+    """The update of a step goes on beside the next one, which waits for it."""
+    for batch in BATCHES[1:]:
+        engine.train_step(batch)
 
+
+FAULTS = {
+    "an error": (lambda drive: os.dup2(os.open("/proc/self/mem", os.O_RDWR), drive._descriptor), "Input/output error"),
+    "a short read": (lambda drive: os.ftruncate(drive._descriptor, 0), "the file ends there"),
+}
+"""The kernel itself answers so: nothing lies at the first addresses of a process."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_drive_that_fails_loses_the_step_and_not_the_checkpoint(tmp_path: Path, fault: str):
+    """One message, told once: `close` does not tell it again, and what was saved goes on with the same bits."""
+    breaks, message = FAULTS[fault]
     plan = on_drive(NUMERICS["bf16, exact master"])
     engine = build_engine(SOURCE, plan)
     engine.train_step(BATCHES[0])
     engine.save_checkpoint(tmp_path / "saved")
     expected = engine.train_step(BATCHES[1])[0].loss
     engine.evaluate(BATCHES[1])  # the update has ended
-    with monkeypatch.context() as broken:
-        broken.setattr(DriveFile, verb, fails)
-        engine.train_step(BATCHES[2])  # the update goes on
-        with pytest.raises(DriveError, match="the drive is gone"):
-            engine.evaluate(BATCHES[2])
-    with pytest.raises(DriveError, match="the drive is gone"):
-        engine.close()
+    breaks(engine.arenas.drive)
+    message = rf"could not be (read|written) at byte .*{message}.*resume from the last checkpoint"
+    with pytest.raises(DriveError, match=message):
+        train_two(engine)
+    engine.close()
     with build_engine(SOURCE, plan) as engine:
         engine.load_checkpoint(tmp_path / "saved")
         assert engine.train_step(BATCHES[1])[0].loss == expected
+
+
+def test_close_tells_of_a_failure_that_no_call_has_told():
+    engine = build_engine(SOURCE, on_drive(NUMERICS["bf16, exact master"]))
+    engine.train_step(BATCHES[0])
+    engine.executor.synchronize()
+    FAULTS["a short read"][0](engine.arenas.drive)
+    engine.train_step(BATCHES[1])
+    with pytest.raises(DriveError, match="the file ends there"):
+        engine.close()
+
+
+def test_planes_do_not_move_between_memory_and_a_drive():
+    plan = on_drive(NUMERICS["bf16, exact master"])
+    off = replace(plan, groups=tuple(home.off_the_drive() for home in plan.groups))
+    capacity = {"gpu": 1 << 30, "host": 1 << 30, "drive": 1 << 30}
+    with pytest.raises(ValueError, match=r"between memory and a drive.*save a checkpoint"):
+        relocation(Layout(SOURCE.spec, plan), Layout(SOURCE.spec, off), capacity)
+
+
+def test_killed_at_any_time_it_goes_on_from_the_last_save(tmp_path: Path):
+    assert sum(killed_runs(tmp_path, kills=3, seed=1).values()) == 3
 
 
 def test_a_plan_with_a_drive_needs_a_folder():

@@ -120,7 +120,9 @@ class CpuWork:
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, DriveError):
-            raise DriveError(self._failure.errno, self._failure.strerror) from self._failure
+            error = DriveError(self._failure.errno, self._failure.strerror)
+            error.again, self._failure.again = self._failure.again, True
+            raise error from self._failure
         if self._failure is not None:
             raise RuntimeError(f"work of the CPU failed half-way: {self._failure}") from self._failure
 
