@@ -192,7 +192,7 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
             ready = max([free, *(timing.end_s[w] for w in command.waits)])
             if ready > free:
                 last = max(command.waits, key=lambda w: timing.end_s[w])
-                found[program.commands[last].stream.value, phase] += ready - free
+                found[_held_back_by(program.commands[last], program, timing).value, phase] += ready - free
             if start > ready:
                 found[ISSUE, phase] += start - ready
             free = timing.end_s[command.index]
@@ -201,6 +201,18 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
         last = max(program.commands, key=lambda c: (timing.end_s[c.index], c.stream not in HOST_STREAMS))
         found[last.stream.value, phase] += timing.total_s - free
     return dict(found)
+
+
+def _held_back_by(command: Command, program: Program, timing: Timing) -> Stream:
+    """The stream that a command's end waits for: that of a drive where what a copy sends was read last of what the
+    copy waits for."""
+    last = max(command.waits, key=lambda w: timing.end_s[w], default=-1)
+    if last < 0 or program.commands[last].stream is not Stream.DRIVE_FETCH:
+        return command.stream
+    earlier = (c.index for c in reversed(program.commands[: command.index]) if c.stream is command.stream)
+    before = next(earlier, None)
+    waited = before is not None and timing.end_s[before] > timing.end_s[last]
+    return command.stream if waited else Stream.DRIVE_FETCH
 
 
 @dataclass(frozen=True)

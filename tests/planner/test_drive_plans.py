@@ -18,6 +18,7 @@ from flexengine.planner.problem import Problem
 from flexengine.reports.plan_text import describe
 from flexengine.schedule.drive import drive_bytes
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.step_parts import limiter
 from tests.schedule.small_plans import small_model
 
 GIB, MIB = 2**30, 2**20
@@ -76,8 +77,9 @@ def test_frozen_blocks_are_read_from_a_drive():
     assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
     frozen = replace(plan, predicted=replace(plan.predicted, drive_written_bytes=0))
     assert "which steps only read" in describe(frozen, model)
-    slow = PROFILE.changed(**shared_drive(1e6, 1e6).values())
-    assert step_seconds(layout, slow).step_s > 1.9 * layout.drive_bytes / 1e6
+    slow = step_seconds(layout, PROFILE.changed(**shared_drive(1e6, 1e6).values()))
+    assert slow.step_s > 1.9 * layout.drive_bytes / 1e6
+    assert "the drive, which weights are read from" in limiter(slow)
 
 
 def test_seconds_of_a_drive():

@@ -13,6 +13,7 @@ from flexengine.plan import GroupPlan, Numerics, Plan
 from flexengine.runtime.engine import Engine
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import relocation
+from flexengine.schedule.slots import Memory
 
 NUMERICS = {
     "bf16, exact master": Numerics("bfloat16", "split", "bfloat16", "float32"),
@@ -96,7 +97,7 @@ def test_close_tells_of_a_failure_that_no_call_has_told():
 def test_planes_do_not_move_between_memory_and_a_drive():
     plan = on_drive(NUMERICS["bf16, exact master"])
     off = replace(plan, groups=tuple(home.off_the_drive() for home in plan.groups))
-    capacity = {"gpu": 1 << 30, "host": 1 << 30, "drive": 1 << 30}
+    capacity: dict[Memory, int] = {"gpu": 1 << 30, "host": 1 << 30, "drive": 1 << 30}
     with pytest.raises(ValueError, match=r"between memory and a drive.*save a checkpoint"):
         relocation(Layout(SOURCE.spec, plan), Layout(SOURCE.spec, off), capacity)
 
