@@ -87,7 +87,7 @@ def saved_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
-            elif name.endswith("layer_scalar"):
+            elif name.endswith(("layer_scalar", "std_bias", "std_scale")):
                 buffer.uniform_(0.6, 1.2)
     model = model.to(dtype)
     model.save_pretrained(folder, **save)

@@ -33,8 +33,8 @@ ANIMATED = "images move, of which the first frame is taken"
 THUMBNAIL_PIXELS = 160
 IMAGE_CPU_S = 20.0
 """CPU seconds that one image may take beside what every record may."""
-NO_PIXELS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-"""Columns of a processor that are of the text."""
+NO_PIXELS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image")
+"""Columns of a processor that are of the text, or follow from others."""
 NEEDED = "pip install 'flexengine-train[images]'"
 
 

@@ -77,7 +77,7 @@ INSTEAD = {
 """What others call what is read here by another name."""
 IMAGE_COLUMNS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
 IMPLIED_COLUMNS = ("token_type_ids", "special_tokens_mask", "length", "seq_idx", "num_items_in_batch")
-IMPLIED_COLUMNS += ("mm_token_type_ids",)
+IMPLIED_COLUMNS += ("mm_token_type_ids", "num_soft_tokens_per_image")
 IMPLIED_COLUMNS += ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What collators add that says nothing more: sequences follow from position_ids, and losses are summed over targets."""
 

@@ -4,6 +4,8 @@ A batch holds a sequence with several images, one with none and one with one, be
 """
 
 import warnings
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from engine_helpers import (
     worst_error,
 )
 from family_checks import as_stored
-from family_configs import CASES, experts, gemma3
+from family_configs import CASES, experts, gemma3, gemma4
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from thorough import cases
@@ -30,7 +32,7 @@ from thorough import cases
 from flexengine.models.lora import PEFT_PREFIX
 from flexengine.models.registry import open_model
 from flexengine.models.towers.description import SEE_EACH_OTHER, with_images
-from flexengine.models.towers.layouts import Sizes
+from flexengine.models.towers.layouts import Placed, Sizes
 from flexengine.optim import AdamW
 from flexengine.options.job import Job
 from flexengine.request import described
@@ -73,11 +75,28 @@ def grids(count):
     ]
 
 
+def placed(count):
+    """Pictures of 4 rows by 2, 3 by 1, 2 by 1, each of two patches by two; 32 patches with padding."""
+    found = []
+    for high, wide in [(8, 4), (6, 2), (4, 2)][:count]:
+        places = torch.cartesian_prod(torch.arange(high), torch.arange(wide)).flip(1)
+        pad = (0, 0, 0, 32 - len(places))
+        pixels = torch.nn.functional.pad(torch.rand(len(places), 3 * 49), pad)
+        places = torch.nn.functional.pad(places, pad, value=-1)
+        found.append({"pixel_values": pixels[None], "image_position_ids": places[None]})
+    return found
+
+
 def rows_of(image):
-    """Rows of an image of a grid, or None."""
+    """Rows of an image whose columns tell them, or None."""
+    if "image_position_ids" in image:
+        return int((image["image_position_ids"] >= 0).all(-1).sum()) // 4
     return int(image["image_grid_thw"].prod()) // 4 if "image_grid_thw" in image else None
 
 
+PLACED = {"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+          "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 7, "pooling_kernel_size": 2,
+          "position_embedding_size": 64, "standardize": True}  # fmt: skip
 QWEN2 = {"depth": 2, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2, "patch_size": 7,
          "spatial_merge_size": 2}  # fmt: skip
 QWEN2_5 = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 7, "window_size": 28,
@@ -113,6 +132,8 @@ FAMILIES = {
     "qwen3_5_moe": ({"text_config": {**CASES["qwen3_5_moe_text"], **PARTLY}, "vision_config": QWEN3_5}, grids, None),
     "gemma3": ({"text_config": gemma3(), "vision_config": {**SIGLIP, "vision_use_head": False},
                 "mm_tokens_per_image": 4}, tiles, lambda _: 4),
+    "gemma4": ({"text_config": gemma4(use_bidirectional_attention="vision", attention_k_eq_v=True, pad_token_id=65),
+                "vision_config": PLACED}, placed, None),
     "cohere2_vision": ({"text_config": text("cohere2", pad_token_id=65), "vision_config": SIGLIP,
                         "downsample_factor": 2}, tiles, lambda _: 4),
 }  # fmt: skip
@@ -143,7 +164,7 @@ def kinds_of(model, row, columns):
     """Columns that say which tokens of a row stand for images, where a model reads one."""
     kinds = (torch.tensor([row]) == IMAGE).int()
     if model.config.model_type in SEE_EACH_OTHER:
-        return {"token_type_ids": kinds}
+        return {"token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids": kinds}
     return {"mm_token_type_ids": kinds} if "image_grid_thw" in columns else {}
 
 
@@ -176,7 +197,7 @@ def opened(folder, most=64, **options):
 
 
 @pytest.mark.parametrize(
-    "case", cases(FAMILIES, ("llava", "llava-pixtral", "idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"))
+    "case", cases(FAMILIES, ("llava", "llava-pixtral", "idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4"))
 )
 def test_images(case, tmp_path):
     model, (_, draw, rows) = saved(case, tmp_path), FAMILIES[case]
@@ -208,7 +229,7 @@ def test_images(case, tmp_path):
             assert relative_error(log_probs[1:], wanted) <= 1e-4
 
 
-@pytest.mark.parametrize("case", ["llava", "qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("case", ["llava", "qwen2_vl", "gemma4"])
 def test_answers_about_images(case, tmp_path):
     """Several images in a prompt, none, and one; positions in three axes go on behind the largest."""
     model, (_, draw, rows) = saved(case, tmp_path), FAMILIES[case]
@@ -396,6 +417,29 @@ def test_grids_that_do_not_go_with_tokens(tmp_path):
         assert 0 < peak_bytes(run) <= given.cost(trained).peak_bytes
     with build_engine(alone, make_plan(alone.spec, chunk_tokens=32)) as engine:
         assert engine.evaluate(text_alone).loss == loss
+
+
+def test_calls_of_padded_images_take_what_is_counted(tmp_path):
+    """Each takes as much as the largest of its call; columns that do not go together are refused."""
+    saved("gemma4", tmp_path)
+    source, images = opened(tmp_path, train_tower=True), placed(3) * 7
+    given: Any = source.spec.given
+    weights = {p.name: torch.zeros(p.shape) for group in source.spec.groups[1:4] for p in group.params}
+    trained = [name for name in weights if name not in given.tower.constants]
+    calls = given.tower.calls(joined(images))
+    assert [(len(call.columns["pixel_values"]), call.rows) for call in calls] == [(8, 37), (8, 36), (5, 18)]
+    for call in calls:
+        rest = call.columns, torch.zeros(1, call.rows, 24), lambda *_: None
+        assert peak_bytes(partial(given.tower, weights, call.columns)) <= given.cost(()).peak_bytes
+        taken = peak_bytes(partial(given.tower.backward, weights, trained, *rest))
+        assert taken <= given.cost(tuple(trained)).peak_bytes
+    layout, columns = Placed(3 * 49, 2, most=7), joined(images)
+    with pytest.raises(ValueError, match="an image of the batch takes 8 tokens, more than 7; make it smaller"):
+        layout.calls(columns, 64)
+    with pytest.raises(ValueError, match=r"do not go with image_position_ids of shape \[21, 32, 3\]"):
+        layout.calls({**columns, "image_position_ids": torch.zeros(21, 32, 3)}, 64)
+    with pytest.raises(ValueError, match=r"have \[32, 12, 8, .* with padding at the end; use the processor"):
+        layout.calls({**columns, "image_position_ids": columns["image_position_ids"].flip(1)}, 64)
 
 
 def test_an_image_that_is_too_large_for_a_call_is_refused():

@@ -15,7 +15,8 @@ from flexengine.models.opaque.loading import empty_model
 from flexengine.models.opaque.names import sources_of
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec
 from flexengine.models.towers.axes import NUM_AXES, with_axes
-from flexengine.models.towers.layouts import CALL_ROWS, Grids, Layout, Sizes, Tiles
+from flexengine.models.towers.layouts import CALL_ROWS, Grids, Layout, Placed, Sizes, Tiles
+from flexengine.models.towers.pooling import count_by_places
 from flexengine.models.towers.tower import TransformersTower
 from flexengine.models.with_images import NOTICE
 from flexengine.ops.attention.attention import CausalAttention
@@ -26,8 +27,8 @@ from flexengine.ops.given_rows import AddRows, Columns, GivenRows, PlaceRows, To
 from flexengine.ops.opaque_cost import traced
 from flexengine.options.job import Job
 
-TOWER, PROJECTOR = "tower", "projector"
-"""Groups of what gives rows: what sees images, and what makes rows of the text's width of that."""
+TOWER, PROJECTOR, CONSTANTS = "tower", "projector", "tower_constants"
+"""Groups of what gives rows: what sees images, what makes rows of the text's width of that, and what nobody trains."""
 _PROJECTOR = re.compile(
     r"(^|\.)(multi_modal_projector|vision_projection|connector|merger|deepstack_merger_list|embed_vision)\."
 )
@@ -59,6 +60,16 @@ def _grids(config: Any) -> Layout:
     return Grids(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2, vision.spatial_merge_size)
 
 
+def _placed(config: Any) -> Layout:
+    vision = config.vision_config
+    if getattr(vision, "use_clipped_linears", False):
+        raise ValueError(
+            "use_clipped_linears in vision_config of config.json: towers whose values are clipped are not"
+            " trained; leave max_image_tokens out to train the text alone"
+        )
+    return Placed(3 * vision.patch_size**2, vision.pooling_kernel_size)
+
+
 LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "llava": _tiles_or_sizes,
     "internvl": _tiles,
@@ -75,10 +86,14 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "qwen3_5": _grids,
     "qwen3_5_moe": _grids,
     "gemma3": _tiles,
+    "gemma4": _placed,
 }
 """Model type -> how its processor lays out images."""
-SEE_EACH_OTHER = ("gemma3",)
-"""Types whose text lets the tokens of an image see each other, the later ones too."""
+SEE_EACH_OTHER = ("gemma3", "gemma4")
+"""Types whose text may let the tokens of an image see each other, the later ones too: all do in Gemma 3, and in Gemma 4
+those of layers with a window, where the config says so."""
+PHOTO_ROWS = 280
+"""Rows of an image of Gemma 4, as its processor is published."""
 
 
 def with_images(model: ModelSpec, job: Job) -> ModelSpec:
@@ -92,6 +107,7 @@ def with_images(model: ModelSpec, job: Job) -> ModelSpec:
     _check(model, job)
     shell = empty_model(model.hf_config, "AutoModelForImageTextToText", job.dtype)
     layout = LAYOUTS[model.family](shell.config)
+    count_by_places(shell)
     # an image lies within a sequence
     most = min(job.max_image_tokens, max(job.max_seq_len, CALL_ROWS))
     made = model.hidden_size, getattr(torch, job.dtype), most
@@ -104,9 +120,23 @@ def with_images(model: ModelSpec, job: Job) -> ModelSpec:
     if given.num_axes > 1:
         model = with_axes(model)
     if model.family in SEE_EACH_OTHER:
-        given = replace(given, block_rows=min(tower.calls(layout.probe(1))[0].rows, TYPICAL_ROWS))
-        model = model.with_ops(lambda op: BlockAttention(op, given) if isinstance(op, CausalAttention) else op)
-    return _with_rows(model, given, params)
+        model, given = _with_blocks(model, given, layout, shell.config.text_config)
+    return _with_rows(model, given, params, tower.constants)
+
+
+def _with_blocks(model: ModelSpec, given: GivenRows, layout: Layout, text: Any) -> tuple[ModelSpec, GivenRows]:
+    """Let tokens of an image see each other, in the layers that do."""
+    within_windows = isinstance(layout, Placed)
+    if within_windows and text.use_bidirectional_attention != "vision":
+        return model, given
+    rows = given.tower.calls(layout.probe(1))[0].rows if isinstance(layout, Tiles) else PHOTO_ROWS
+    given = replace(given, block_rows=min(rows, TYPICAL_ROWS))
+
+    def sees(op: Op) -> Op:
+        is_one = isinstance(op, CausalAttention) and (op.style.window > 0 or not within_windows)
+        return BlockAttention(op, given) if is_one else op
+
+    return model.with_ops(sees), given
 
 
 def _given(tower: TransformersTower, layout: Layout, token_id: int, job: Job) -> GivenRows:
@@ -132,10 +162,14 @@ def _param(shell: Any, name: str, shape: tuple[int, ...]) -> ParamSpec:
     return ParamSpec(name, shape, sources_of(shell, name, shape), kind, init)
 
 
-def _with_rows(model: ModelSpec, given: GivenRows, params: Sequence[ParamSpec]) -> ModelSpec:
+def _with_rows(
+    model: ModelSpec, given: GivenRows, params: Sequence[ParamSpec], constants: Collection[str]
+) -> ModelSpec:
     """Put the groups of a tower behind the embedding's, an op behind the embedding, and one behind the first blocks."""
-    split = {TOWER: [p for p in params if not _PROJECTOR.search(p.name)]}
-    split[PROJECTOR] = [p for p in params if _PROJECTOR.search(p.name)]
+    split = dict[str, list[ParamSpec]]({TOWER: [], PROJECTOR: [], CONSTANTS: []})
+    for p in params:
+        name = CONSTANTS if p.name in constants else PROJECTOR if _PROJECTOR.search(p.name) else TOWER
+        split[name].append(p)
     own = [GroupSpec(name, name, tuple(members)) for name, members in split.items() if members]
 
     def moved(layer: LayerSpec) -> LayerSpec:
@@ -172,7 +206,10 @@ def frozen_of_images(model: ModelSpec, job: Job) -> tuple[str, ...]:
         asked = job.words.setting("train_tower", True)
         instead = f"it takes {job.words.spelled('max_image_tokens')}" if model.given is None else "it takes mode full"
         raise ValueError(f"{asked}: trains all of what sees images, and {instead}; leave it out, or say so")
-    return (TOWER,) if model.given is not None and not job.train_tower else ()
+    if model.given is None:
+        return ()
+    stays = (CONSTANTS,) if job.train_tower else (TOWER, CONSTANTS)
+    return tuple(group.name for group in model.groups if group.name in stays)
 
 
 def _check(model: ModelSpec, job: Job) -> None:

@@ -135,27 +135,73 @@ class Sizes(NamedTuple):
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[high, wide]])}
 
 
+class Placed(NamedTuple):
+    """Patches [n, P, W] of pictures, padded to equally many, and where each lies [n, P, 2], of padding (-1, -1).
+
+    merge: patches along each side that become one row. most: rows of one picture, which processors hold to.
+    """
+
+    width: int
+    merge: int
+    most: int = 1120
+    columns: tuple[str, ...] = ("pixel_values", "image_position_ids")
+
+    def calls(self, columns: Columns, most: int, borders: Collection[int] = ()) -> list[TowerCall]:
+        pixels, places = (columns[name] for name in self.columns)
+        if pixels.dim() != 3 or pixels.shape[2] != self.width or places.shape != (*pixels.shape[:2], 2):
+            raise ValueError(
+                f"pixel_values of shape {list(pixels.shape)} do not go with image_position_ids of shape"
+                f" {list(places.shape)}, whose patches have {self.width} values each; use the processor of this model"
+            )
+        real = (places != -1).all(-1)
+        counts = real.sum(-1)
+        if bool((real != (torch.arange(real.shape[1]) < counts[:, None])).any()) or bool(
+            (counts % self.merge**2).any()
+        ):
+            raise ValueError(
+                f"image_position_ids have {counts.tolist()} patches of images that are no padding, each {self.merge**2}"
+                " of which are a row, with padding at the end; use the processor of this model"
+            )
+        found, rows = [], (counts // self.merge**2).tolist()
+        if rows and max(rows) > self.most:
+            raise ValueError(f"an image of the batch takes {max(rows)} tokens, more than {self.most}; make it smaller")
+        for a, b, total in _runs(rows, most, borders, padded=True):
+            longest = int(counts[a:b].max())  # other padding is no work
+            found.append(TowerCall({n: columns[n][a:b, :longest] for n in self.columns}, total))
+        return found
+
+    def probe(self, rows: int) -> Columns:
+        """Pictures of as many rows as one may have; padded ones, as these take more."""
+        each = min(rows, self.most)
+        count, sides = -(-rows // each), [self.merge * side for side in _sides(each)]
+        places = torch.cartesian_prod(*map(torch.arange, sides)).flip(1).repeat(count + (count > 1), 1, 1)
+        if count > 1:
+            places[0, self.merge**2 :] = -1
+        return {"pixel_values": torch.ones(*places.shape[:2], self.width), "image_position_ids": places}
+
+
 def _sides(rows: int) -> tuple[int, int]:
     """Sides of a picture of at least so many rows, which is nearly square."""
     high = max(1, math.isqrt(rows))
     return high, -(-rows // high)
 
 
-def _runs(rows: list[int], most: int, borders: Collection[int]) -> list[tuple[int, int, int]]:
+def _runs(rows: list[int], most: int, borders: Collection[int], padded: bool = False) -> list[tuple[int, int, int]]:
     """Divide images into runs (first, end, rows) of at most `most` rows, which end at borders.
 
-    Raises: ValueError for an image of more.
+    padded: images of a run take as many rows as the largest of it. Raises: ValueError for an image of more.
     """
-    found, start, total, before = list[tuple[int, int, int]](), 0, 0, 0
+    found, start, total, before, largest = list[tuple[int, int, int]](), 0, 0, 0, 0
     for index, count in enumerate(rows):
         if count > most:
             raise ValueError(
                 f"image {index} of the batch takes {count} tokens, more than the {most} that one may have here; make it"
                 " smaller, or raise max_image_tokens and max_seq_len"
             )
-        if total and (total + count > most or before in borders):
+        taken = (index - start + 1) * max(largest, count) if padded else total + count
+        if total and (taken > most or before in borders):
             found.append((start, index, total))
-            start, total = index, 0
-        total += count
+            start, total, largest = index, 0, 0
+        total, largest = total + count, max(largest, count)
         before += count
     return [*found, (start, len(rows), total)] if rows else found

@@ -7,6 +7,7 @@ the meta device, and are called with the weights that are given.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -26,6 +27,8 @@ from flexengine.ops.opaque import OpaqueLinear
 from flexengine.ops.opaque_cost import traced
 
 Then = Callable[[Tensor], Tensor]
+_OTHER = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
+"""Weights of what hears, which an export has as they came."""
 
 
 class TransformersTower:
@@ -43,8 +46,15 @@ class TransformersTower:
         self._model, self._layout, self._width, self.dtype = model, layout, width, dtype
         self.columns = layout.columns
         text = {id(p) for p in model.get_decoder().parameters()} | {id(p) for p in _head(model)}
-        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in text}
+        self.shapes = {
+            name: tuple(p.shape)
+            for name, p in model.named_parameters()
+            if id(p) not in text and not _OTHER.search(name)
+        }
         """Shapes of its weights, by name."""
+        self.constants = {name: tuple(c.shape) for name, c in _constants(model)}
+        """Shapes of what checkpoints hold beside these, which is never trained; they are given with the weights."""
+        self.shapes |= self.constants
         self._features, self._adapters = _Features(model), tuple[Adapters, ...]()
         self._layers = list(_outermost_layers(model, self.shapes))
 
@@ -151,6 +161,15 @@ def _outermost_layers(model: nn.Module, own: Mapping[str, object]) -> Iterator[n
         if isinstance(module, nn.ModuleList) and not inside and any(key.startswith(f"{name}.") for key in own):
             seen.append(name)
             yield from module
+
+
+def _constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers of a tower that a checkpoint holds."""
+    for prefix, module in model.named_modules():
+        if prefix.split(".")[-1] == "vision_tower":
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer
 
 
 def _hand_over(name: str, add: AddGrad, leaf: Tensor) -> None:
