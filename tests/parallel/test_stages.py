@@ -261,23 +261,21 @@ def test_short_steps_are_trained_in_stages(planned):
     assert "handed over" in told
 
 
-@pytest.mark.usefixtures("quick_search")
-def test_experts_with_adapters_cross_one_link_each():
-    """Two ranks take twice the tokens of one in less than the time of relays, each of which fetches all experts."""
-    spec, profile = open_model("preset:qwen3-30b-a3b").spec, with_gpus(preset("rtx5090"), 2)
+def test_experts_with_adapters_cross_one_link_once_in_each_pass():
+    """Ranks that relay fetch all experts each, and wait for one host memory; in stages each fetches its blocks'."""
+    spec = open_model("preset:qwen3-30b-a3b").spec
     spec = with_lora(spec.with_layers([0, 1, 2, len(spec.layers) - 1]), LoRA(["all-linear", "all-experts"]))
-    asked = Request(1024, 4096, 8 * GIB, 60 * GIB, chunk_tokens=1024, round_tokens=2048, ranks=2)
-    plan = plan_for_ranks(spec, asked, profile)
+    asked = Request(1024, 4096, 6 * GIB, 60 * GIB, chunk_tokens=1024, round_tokens=2048, ranks=2)
+    plan = plan_for_ranks(spec, asked, with_gpus(preset("rtx5090"), 2))
     assert plan.transport == "stages"
-    assert (
-        plan.predicted.step_s < 0.6 * plan_for_ranks(spec, replace(asked, transport="relay"), profile).predicted.step_s
-    )
     layouts = layouts_of(spec, plan)
-    for layout in layouts:
-        trained = [group for group, home in enumerate(layout.homes) if home.trained]
-        assert trained == [len(spec.layers) + layout.stage.rank]
-    runs = runs_of_ranks(layouts[0], full_round(layouts[0]), 4)
-    check_runs(layouts[0], runs, 4)
+    runs = runs_of_ranks(layouts[0], full_round(layouts[0]), 2)
+    check_runs(layouts[0], runs, 2)
+    for rank, (layout, (wave, *_)) in enumerate(zip(layouts, runs, strict=True)):
+        fetched = (layout.slots[region.source].key for command in wave.program.commands for region in command.regions)
+        blocks = {key.owner for key in fetched if key.role == "weights" and key.owner not in ("embed", "head")}
+        assert blocks <= {f"block.{rank}", f"adapter.{rank}"}
+        assert {group for group, home in enumerate(layout.homes) if home.trained} == {len(spec.layers) + rank}
 
 
 def test_a_simulated_step_runs_every_layer_once_for_every_chunk_in_order(planned):

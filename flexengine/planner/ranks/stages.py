@@ -282,6 +282,7 @@ def _with_small_edges(model: ModelSpec) -> ModelSpec:
     small = build_model(model.name, {**model.hf_config, "vocab_size": SMALL_VOCABULARY})
     edges = {0: model.groups[0], len(small.groups) - 1: model.groups[head]}
     small = freeze_groups(small, {number for number, group in edges.items() if group.frozen})
-    layers = (small.layers[0], *model.layers[1:-1], small.layers[-1])
+    last = replace(small.layers[-1], params=tuple((local, head, name) for local, _, name in small.layers[-1].params))
+    layers = (small.layers[0], *model.layers[1:-1], last)
     groups = (small.groups[0], *model.groups[1:head], small.groups[-1], *model.groups[head + 1 :])
     return replace(model, vocab_size=SMALL_VOCABULARY, layers=layers, groups=groups)
