@@ -93,15 +93,17 @@ class CallRun(NamedTuple):
     max_gpu_mem_gib: float | None = None
     deterministic: bool = False
 
-    def length(self, call: OpaqueCall) -> int:
-        """Tokens of a call, half as many again and again until it fits; 0 where none do."""
+    def shape(self, call: OpaqueCall) -> tuple[int, int]:
+        """Tokens of a call's sequences and their number: as many as share one, or fewer and shorter ones until they
+        fit; no tokens where none do."""
         memory, count = self.profile.memory, min(self.tokens, MOST_TOKENS, call.op.rows_per_call or MOST_TOKENS)
         free = memory.gpu_free_bytes
         if self.max_gpu_mem_gib is not None:
             free = min(free, int(self.max_gpu_mem_gib * 2**30) - memory.gpu_context_bytes)
-        while count and call.operand_bytes(count, self.dtype.itemsize) > free:
-            count //= 2
-        return count
+        together = call.op.together if count == call.op.longest else 1
+        while count and call.operand_bytes(count * together, self.dtype.itemsize) > free:
+            count, together = (count, together // 2) if together > 1 else (count // 2, 1)
+        return count, together
 
 
 def timed_opaque_calls(calls: Sequence[OpaqueCall], run: CallRun) -> TimedCalls:
@@ -109,15 +111,15 @@ def timed_opaque_calls(calls: Sequence[OpaqueCall], run: CallRun) -> TimedCalls:
 
     Order: after the probe, before the arenas take their memory.
     """
-    lengths = [run.length(call) for call in calls]
-    key = VERSION, *machine(run.device), str(run.dtype), run.deterministic, tuple(lengths), tuple(map(_key_of, calls))
+    shapes = [run.shape(call) for call in calls]
+    key = VERSION, *machine(run.device), str(run.dtype), run.deterministic, tuple(shapes), tuple(map(_key_of, calls))
     path = profile_path(f"opaque {calls[0].op.title}", key, "opaque")
     found = read_remembered(path, TimedCalls.from_json)
     if found is None or len(found.calls) != len(calls):
         logger.info("timing opaque blocks on %s once (a few seconds)", run.device)
         forked = [run.device] if run.device.type == "cuda" else []
         with torch.random.fork_rng(devices=forked), deterministic_kernels(run.deterministic):
-            found = _timed_all(calls, lengths, run.device, run.dtype)
+            found = _timed_all(calls, shapes, run.device, run.dtype)
         write_remembered(path, found.to_json())
     return found
 
@@ -130,13 +132,14 @@ def _key_of(call: OpaqueCall) -> tuple[object, ...]:
 
 
 def _timed_all(
-    calls: Sequence[OpaqueCall], lengths: Sequence[int], device: torch.device, dtype: torch.dtype
+    calls: Sequence[OpaqueCall], shapes: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype
 ) -> TimedCalls:
     if device.type == "cuda":
         hold_cublas_workspace(device, dtype)
     before = _held(device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        found = tuple(_timed(call, n, device, dtype) if n else None for call, n in zip(calls, lengths, strict=True))
+        pairs = zip(calls, shapes, strict=True)
+        found = tuple(_timed(call, shape, device, dtype) if shape[0] else None for call, shape in pairs)
     grown = [max(0, now - then) for now, then in zip(_held(device), before, strict=True)]
     return TimedCalls(found, *grown)
 
@@ -150,24 +153,25 @@ def _held(device: torch.device) -> tuple[int, int]:
     return gpu_used_bytes(device) - torch.cuda.memory_reserved(device), resident_bytes()
 
 
-def _timed(call: OpaqueCall, tokens: int, device: torch.device, dtype: torch.dtype) -> TimedCall:
-    env, op = _operands(call, tokens, device, dtype), call.op
+def _timed(call: OpaqueCall, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> TimedCall:
+    env, op, (tokens, sequences) = _operands(call, shape, device, dtype), call.op, shape
     forward, backward = partial(op.forward, env), partial(op.backward_input, env) if op.has_input_half else None
     peak_bytes = _peak_bytes(device, (forward, backward or forward))
     start_s = time.perf_counter()
     while time.perf_counter() - start_s < WARM_S[device.type]:
         _seconds(device, backward or forward, 1)
     forward_s = _mean_s(device, forward)
-    return TimedCall(tokens, forward_s, _mean_s(device, backward) if backward else 0.0, peak_bytes)
+    return TimedCall(tokens, forward_s, _mean_s(device, backward) if backward else 0.0, peak_bytes, sequences)
 
 
-def _operands(call: OpaqueCall, tokens: int, device: torch.device, dtype: torch.dtype) -> OpEnv:
-    """Random operands of one sequence."""
+def _operands(call: OpaqueCall, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> OpEnv:
+    """Random operands of sequences of so many tokens, and so many of them."""
 
     def random(shape: tuple[int, ...], scale: float, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, device=device, dtype=kind) * scale
 
-    op, wide = call.op, torch.promote_types(dtype, torch.float32)
+    op, wide, lengths = call.op, torch.promote_types(dtype, torch.float32), (shape[0],) * shape[1]
+    tokens = sum(lengths)
     width = {op.y: math.prod(op.outputs[0].shape), op.x: op.width}
     weights = {name: random(shape, 0.02) for name, shape in call.shapes.items()}
     weights |= {name: random(shape, 0.02, torch.float32) for name, shape in call.buffers.items()}
@@ -176,7 +180,8 @@ def _operands(call: OpaqueCall, tokens: int, device: torch.device, dtype: torch.
     trained = op.params if op.has_weight_half else ()
     totals = {name: torch.zeros(weights[name].shape, device=device, dtype=wide) for name in trained}
     ids = torch.zeros(tokens, dtype=torch.int64)
-    chunk = ChunkContext(tokens, ids, ids, ids, torch.tensor([0, tokens]), (tokens,), torch.zeros(tokens), {})
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    chunk = ChunkContext(tokens, ids, ids, ids, ends, lengths, torch.zeros(tokens), {})
     return OpEnv(rows, weights, grads, totals, chunk, first=False, layer=call.layer)
 
 

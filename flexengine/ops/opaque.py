@@ -1,13 +1,15 @@
 """A decoder layer of any kind as one op: forward without a graph, backward by recomputation under autograd.
 
-The layer is a function of its weights and its input. Each sequence of a chunk is a call of its own, as the layer's
-masks and positions are those of one sequence. Nothing is kept but the layer's input.
+The layer is a function of its weights and its input. Sequences with all tokens that one may have share calls; every
+other one is a call of its own, as the layer's masks and positions are those of its length. Nothing is kept but the
+layer's input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.cross_entropy import LMHeadLoss
-from flexengine.ops.opaque_cost import CallCost, CostCurve, TimedCosts
+from flexengine.ops.opaque_cost import TRACED_BYTES, CallCost, CostCurve, TimedCosts
 
 Weights = Mapping[str, Tensor]
 
@@ -26,12 +28,21 @@ class LayerFunction(Protocol):
 
     __qualname__: str
 
-    def __call__(self, layer: int, weights: Weights, x: Tensor, adapters: tuple[Adapters, ...] = ()) -> Tensor:
-        """y [T, D] of one sequence x [T, D]. layer: the layer's number in the model, the embedding being 0.
+    def __call__(
+        self, layer: int, weights: Weights, x: Tensor, adapters: tuple[Adapters, ...] = (), sequences: int = 1
+    ) -> Tensor:
+        """y [T, D] of sequences of one length, one behind the other in x [T, D]. layer: the layer's number in the
+        model, the embedding being 0.
 
         adapters: those that its linear layers add, with A and B among the weights.
         """
         ...
+
+
+CALL_TOKENS = 16384
+"""Tokens of calls that take several sequences, at the most: larger products gain nothing."""
+MOST_GROWTH, MOST_ADDED_BYTES = 2, 1 << 30
+"""By what a call of several sequences may take more memory than one of a single sequence: so many times, and bytes."""
 
 
 class OpaqueLinear(NamedTuple):
@@ -67,13 +78,16 @@ class OpaqueBlock(Op):
     """y = layer(x), with weights from env.p. cost_of: what calls cost by their tokens.
 
     A call takes a sequence or, where a row of y depends on one row of x alone, rows_per_call tokens. params: what is
-    trained. linears: those of its linear layers that may have adapters.
+    trained. linears: those of its linear layers that may have adapters. in_batches: whether its function takes several
+    sequences; `together` of the longest ones share a call.
     """
 
     replays = False
     linears: tuple[OpaqueLinear, ...] = ()
     adapters: tuple[Adapters, ...] = ()
     longest: int | None = None
+    in_batches = False
+    together = 1
 
     def __init__(
         self, name: str, io: tuple[str, str], width: tuple[int, int], params: tuple[str, ...], function: LayerFunction,
@@ -102,8 +116,15 @@ class OpaqueBlock(Op):
         return op.changed(params=params, cost=self.cost_of(self.adapters, params))
 
     def up_to(self, tokens: int) -> Self:
-        """The same op for sequences of at most so many tokens, which bounds what its calls take."""
-        return self.changed(longest=tokens)
+        """The same op for sequences of at most so many tokens, which bounds what its calls take.
+
+        As many of these share a call as the memory of calls allows; budgets have no part in it.
+        """
+        if not self.in_batches or self.rows_per_call or 2 * tokens > CALL_TOKENS:
+            return self.changed(longest=tokens)
+        one, two = (self.cost.at(tokens, TRACED_BYTES, count).peak_bytes for count in (1, 2))
+        most = 1 + min(MOST_GROWTH * one, MOST_ADDED_BYTES) // max(1, two - one)
+        return self.changed(longest=tokens, together=min(most, CALL_TOKENS // tokens))
 
     @property
     def title(self) -> str:
@@ -117,16 +138,16 @@ class OpaqueBlock(Op):
     def forward(self, env: OpEnv) -> None:
         used = self.adapters if env.adapters else ()
         with torch.no_grad():
-            for rows in self._calls(env):
-                env.t[self.y][rows] = self.function(env.layer, env.p, env.t[self.x][rows], used)
+            for rows, count in self._calls(env):
+                env.t[self.y][rows] = self.function(env.layer, env.p, env.t[self.x][rows], used, count)
 
     def backward_input(self, env: OpEnv) -> None:
         first, trained = env.first, self.params if self.trained else ()
-        for rows in self._calls(env):
+        for rows, count in self._calls(env):
             with torch.enable_grad():
                 x = env.t[self.x][rows].detach().requires_grad_(True)
                 weights = _leaves(env.p, trained, True)
-                y = self.function(env.layer, weights, x, self.adapters)
+                y = self.function(env.layer, weights, x, self.adapters, count)
                 wanted = [x, *(weights[name] for name in trained)]
                 grads = torch.autograd.grad(y, wanted, env.g[self.y][rows], allow_unused=True)
             del y, weights
@@ -138,18 +159,31 @@ class OpaqueBlock(Op):
     def backward_weight(self, env: OpEnv) -> None:
         """Do nothing: one call of autograd gave both halves."""
 
-    def _calls(self, env: OpEnv) -> list[slice]:
-        """The rows of each call."""
-        step = self.rows_per_call
-        if step is None:
-            return sequences(env)
-        return [slice(start, min(start + step, env.chunk.tokens)) for start in range(0, env.chunk.tokens, step)]
+    def _calls(self, env: OpEnv) -> list[tuple[slice, int]]:
+        """The rows of each call, and how many sequences these are."""
+        step, tokens = self.rows_per_call, env.chunk.tokens
+        if step is not None:
+            return [(slice(start, min(start + step, tokens)), 1) for start in range(0, tokens, step)]
+        assert env.chunk.window is None, "an opaque block takes whole sequences"
+        calls, start = [], 0
+        for length, run in groupby(env.chunk.seq_lens):
+            left = len(list(run))
+            while left:
+                count = min(left, self._together(length))
+                calls.append((slice(start, start + count * length), count))
+                start, left = start + count * length, left - count
+        return calls
+
+    def _together(self, length: int) -> int:
+        """How many sequences of so many tokens share a call, at the most."""
+        return self.together if length == self.longest else 1
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
 
     def _work(self, tokens: int, seq_len: int, compute_bytes: int, part: Callable[[CallCost], Work]) -> Work:
         length = max(1, min(tokens, self.rows_per_call or seq_len))
-        return part(self.cost.at(length, compute_bytes)).times(tokens / length)
+        count = max(1, min(tokens // length, self._together(length)))
+        return part(self.cost.at(length, compute_bytes, count)).times(tokens / (count * length))
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return self._work(tokens, seq_len, compute_bytes, lambda cost: cost.forward)
@@ -162,17 +196,12 @@ class OpaqueBlock(Op):
         return halves * self._work(seq_len, seq_len, 2, lambda cost: cost.forward).flops
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return self.cost.at(min(tokens, self.rows_per_call or self.longest or tokens), compute_bytes).peak_bytes
+        length = max(1, min(tokens, self.rows_per_call or self.longest or tokens))
+        counts = {1, max(1, min(tokens // length, self._together(length)))}
+        return max(self.cost.at(length, compute_bytes, count).peak_bytes for count in counts)
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return self.workspace_bytes(tokens, compute_bytes)
-
-
-def sequences(env: OpEnv) -> list[slice]:
-    """The rows of each sequence of a chunk."""
-    assert env.chunk.window is None, "an opaque block takes whole sequences"
-    ends = torch.tensor(env.chunk.seq_lens).cumsum(0).tolist()
-    return [slice(end - count, end) for end, count in zip(ends, env.chunk.seq_lens, strict=True)]
 
 
 class OpaqueHead(LMHeadLoss):

@@ -24,7 +24,7 @@ from flexengine.ops.base import Work
 
 TRACED_BYTES = 2
 """Bytes of an element of what is traced: bfloat16, which all functions take. Wider ones take more in proportion."""
-SHORTEST, LONGEST = 16, 1024
+SHORTEST, LONGEST = 16, 4096
 """Lengths that are traced; beyond the longest one a parabola through the last three goes on."""
 LONGEST_LOOP = 128
 """The longest one of layers that go from token to token, which take as many calls as there are tokens."""
@@ -56,17 +56,20 @@ class CallCost(NamedTuple):
 
 
 class CostCurve:
-    """Costs of calls by length. traced: gives that of a length, in elements of TRACED_BYTES.
+    """Costs of calls by length. traced: gives that of so many sequences of a length, in elements of TRACED_BYTES.
 
     longest: tokens of the longest sequence that the model has positions for; of more tokens there are more calls.
     """
 
-    def __init__(self, traced: Callable[[int], CallCost], longest: int | None = None) -> None:
-        self._traced = lru_cache(maxsize=None)(traced)
+    def __init__(self, traced: Callable[[int, int], CallCost], longest: int | None = None, sequences: int = 1) -> None:
+        self._traced = lru_cache(maxsize=None)(lambda tokens: traced(tokens, sequences))
         self._limit = longest or sys.maxsize
+        self._of_more = lru_cache(maxsize=None)(lambda count: CostCurve(traced, longest, count))
 
-    def at(self, tokens: int, compute_bytes: int) -> CallCost:
-        """The cost of a call on a sequence of so many tokens, where an element takes compute_bytes."""
+    def at(self, tokens: int, compute_bytes: int, sequences: int = 1) -> CallCost:
+        """The cost of a call on sequences of so many tokens each, where an element takes compute_bytes."""
+        if sequences > 1:
+            return self._of_more(sequences).at(tokens, compute_bytes)
         found, padded = self._between(tokens), self._between(self._padded(tokens))
         wider = compute_bytes / TRACED_BYTES
         forward, backward = (w._replace(memory_bytes=wider * w.memory_bytes) for w in found[:2])
@@ -97,8 +100,9 @@ class CostCurve:
         return nothing.combined(self._traced(low), 1.0 - share).combined(self._traced(high), share)
 
     def _beyond(self, tokens: int) -> CallCost:
-        """Lagrange's parabola through the last three lengths."""
-        lengths = [self._longest // 4, self._longest // 2, self._longest]
+        """Lagrange's parabola through three long lengths. Of short ones the gradients of weights are the peak, and of
+        long ones what grows with them: a parabola through both sorts is far off."""
+        lengths = [self._longest // 2, 3 * self._longest // 4, self._longest]
         total = CallCost(Work(), Work(), 0)
         for length in lengths:
             others = [other for other in lengths if other != length]
@@ -108,12 +112,14 @@ class CostCurve:
 
 
 class TimedCall(NamedTuple):
-    """A call as a machine ran it: tokens, seconds of forward and backward, and most bytes taken (0: not known)."""
+    """A call as a machine ran it: tokens of each of its sequences, seconds of forward and backward, and most bytes
+    taken (0: not known)."""
 
     tokens: int
     forward_s: float
     backward_s: float
     peak_bytes: int
+    sequences: int = 1
 
 
 class TimedCosts:
@@ -125,9 +131,10 @@ class TimedCosts:
     def __init__(self, curve: CostCurve, call: TimedCall, seconds: Callable[[Work], float], bytes_per_s: float) -> None:
         self.curve, self.call, self._seconds, self._bytes_per_s = curve, call, seconds, bytes_per_s
 
-    def at(self, tokens: int, compute_bytes: int) -> CallCost:
-        """The cost of a call on a sequence of so many tokens, where an element takes compute_bytes."""
-        known, cost = (self.curve.at(count, compute_bytes) for count in (self.call.tokens, tokens))
+    def at(self, tokens: int, compute_bytes: int, sequences: int = 1) -> CallCost:
+        """The cost of a call on sequences of so many tokens each, where an element takes compute_bytes."""
+        known = self.curve.at(self.call.tokens, compute_bytes, self.call.sequences)
+        cost = self.curve.at(tokens, compute_bytes, sequences)
         return CallCost(
             self._timed(cost.forward, known.forward, self.call.forward_s),
             self._timed(cost.backward, known.backward, self.call.backward_s),

@@ -12,10 +12,14 @@ from flexengine.hardware import timed_calls
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.timed_calls import CallRun
 from flexengine.models.opaque import loading
-from flexengine.models.opaque.checks import check_given, check_layer
+from flexengine.models.opaque.checks import check_given, check_layer, takes_batches
+from flexengine.models.opaque.contexts import LayerCalls
+from flexengine.models.opaque.lengths import with_calls_up_to
 from flexengine.models.opaque.skeleton import Skeleton, StructureError, Unread
 from flexengine.models.registry import build_model, open_model
+from flexengine.ops import opaque
 from flexengine.ops.base import ChunkContext, OpEnv
+from flexengine.ops.opaque import OpaqueBlock
 from flexengine.optim import AdamW
 from flexengine.plan import PlanError
 from flexengine.planner.cost.cost_model import CostModel
@@ -67,11 +71,15 @@ def test_plans_give_the_same_bits_and_keep_to_their_budget(reference):
         same_bits(engine.state_dict(), streamed)
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [("gpt_neox", (300, 40)), ("mamba2", (100,)), ("cohere2_moe", (300,))])
+@pytest.mark.parametrize(
+    ("kind", "lengths"), [("gpt_neox", (300, 40)), ("mamba2", (100, 100)), ("lfm2", (90,) * 3), ("cohere2_moe", (300,))]
+)
 def test_memory_of_a_call_is_within_what_the_plan_counts(kind, lengths):
     spec, tokens = build_model(kind, config_of(kind)), sum(lengths)
     layer, params = spec.blocks[0], {param.name: param for param in spec.groups[1].params}
-    op, width = layer.ops[-1], spec.hidden_size
+    assert isinstance(layer.ops[-1], OpaqueBlock)
+    op, width = layer.ops[-1].up_to(max(lengths)), spec.hidden_size
+    assert op.together >= lengths.count(max(lengths))
     weights = {name: 0.1 * torch.randn(params[name].shape) for name in op.params}
     rows = {name: torch.randn(tokens, width) for name in ("x", "y")}
     ids = torch.zeros(tokens, dtype=torch.int64)
@@ -81,6 +89,42 @@ def test_memory_of_a_call_is_within_what_the_plan_counts(kind, lengths):
     env = OpEnv(rows, weights, {name: torch.randn(tokens, width) for name in rows}, totals, chunk, layer=1)
     held = max(peak_bytes(lambda: op.forward(env)), peak_bytes(lambda: op.backward_input(env)))
     assert held <= op.plain_workspace_bytes(tokens, 4) <= 4 * held
+
+
+def test_sequences_with_all_tokens_share_calls_under_any_plan(tmp_path, monkeypatch):
+    folder, counts, call = folder_with(config_of("gpt_neox"), tmp_path), [], LayerCalls.__call__
+    monkeypatch.setattr(LayerCalls, "__call__", lambda *of: counts.append((len(of[3]), *of[5:])) or call(*of))
+    ids = [[(7 * i + n) % 67 for i in range(16 if n < 6 else n)] for n in range(8)]
+    options = {**RANDOM, "max_global_batch_tokens": 128, "chunk_tokens": 48, "round_tokens": 96}
+
+    def train(**more):
+        with from_pretrained(folder, **options, **more) as engine:
+            counts.clear()
+            losses = [engine.train_step(ids)[0].loss for _ in range(2)]
+            return losses, engine.state_dict()
+
+    losses, state = train()
+    assert set(counts) == {(48, 3), (7, 1), (6, 1)}
+    again, other = train(max_gpu_mem_bytes=2 * 10**5)
+    assert again == losses
+    same_bits(other, state)
+    monkeypatch.setattr(opaque, "CALL_TOKENS", 16)
+    assert train()[0] == pytest.approx(losses, rel=1e-5)
+    assert {count for _, count in counts} == {1}
+
+
+class Mixing(torch.nn.Linear):
+    """A layer whose sequences see each other."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states + hidden_states.mean(0))
+
+
+def test_layers_made_for_one_sequence_are_called_with_one():
+    skeleton = Skeleton(loading.empty_model(config_of("gpt_neox")))
+    assert takes_batches(skeleton, LayerCalls(skeleton), [0, 1])
+    skeleton.layers[1] = Mixing(24, 24, device="meta", dtype=torch.bfloat16)
+    assert not takes_batches(skeleton, LayerCalls(skeleton), [0, 1])
 
 
 def test_what_opaque_blocks_cost_grows_with_the_length():
@@ -99,6 +143,7 @@ def test_calls_that_were_timed_are_priced_and_remembered(tmp_path, monkeypatch):
     timed, grown = with_timed_blocks(model, run, lambda find, record: found.append(find()) or found[0])
     (call, norm), op, plain = found[0].calls, timed.blocks[0].ops[0], model.blocks[0].ops[0]
     assert timed.blocks[1].ops is timed.blocks[0].ops
+    assert run.shape(opaque_calls(with_calls_up_to(model, 48))[0])[1] > 1
     assert min(call.forward_s, call.backward_s, norm.forward_s, norm.backward_s) > 0
     assert grown.memory.host_base_bytes >= profile.memory.host_base_bytes
     seconds = CostModel(profile, 4, 48, 48).work_s

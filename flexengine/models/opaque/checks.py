@@ -5,7 +5,7 @@ Its own forward is one chain of functions then, and the gradients of the blocks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flexengine.models.opaque.contexts import Context, LayerCalls
+from flexengine.models.opaque.contexts import Context, LayerCalls, hidden_of
 from flexengine.models.opaque.graph import leaves_of
 from flexengine.models.opaque.skeleton import DTYPE, Skeleton, StructureError, Unread
 
@@ -111,6 +111,32 @@ def check_gradients(skeleton: Skeleton, calls: LayerCalls) -> None:
         difference = 0.0 if one is None and other is None else _norm(one, other)
         if not difference <= max(BOUND * _norm(one, None), floor):
             raise StructureError(f"layer by layer the gradient of {name} is not that of its own forward")
+
+
+def takes_batches(skeleton: Skeleton, calls: LayerCalls, indices: Collection[int]) -> bool:
+    """Whether these layers take two sequences of one length at once and give of each what they give of it alone.
+
+    Numbers are compared where gradients are; of a larger model shapes are, without storage.
+    """
+    small = sum(p.numel() for p in skeleton.model.parameters()) <= MOST_COMPARED
+    generator, x = torch.Generator().manual_seed(0), torch.empty(2 * TOKENS, skeleton.width, device="meta")
+    try:
+        contexts = skeleton.contexts(TOKENS, DTYPE, torch.device("cpu"), 2)
+        for index in indices:
+            found = hidden_of(skeleton.call_without_storage(index, contexts[index], TOKENS, 2))
+            if found.shape != x.shape:
+                return False
+            if small:
+                named = skeleton.layers[index].named_parameters()
+                weights = {name: 0.1 * torch.randn(p.shape, generator=generator) for name, p in named}
+                x = torch.randn(x.shape, generator=generator)
+                with torch.no_grad():
+                    alone = torch.cat([calls(index + 1, weights, part) for part in x.split(TOKENS)])
+                    if not _norm(calls(index + 1, weights, x, (), 2), alone) <= BOUND * _norm(alone, None):
+                        return False
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):  # it is made for one sequence
+        return False
+    return True
 
 
 def _norm(one: Tensor | None, other: Tensor | None) -> float:

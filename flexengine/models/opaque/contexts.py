@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flexengine.models.opaque.known import KnownModules
 from flexengine.models.opaque.linears import adding, shapes_of
-from flexengine.models.opaque.skeleton import Skeleton, StructureError
+from flexengine.models.opaque.skeleton import Skeleton, StructureError, rows_of
 from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.opaque_cost import CallCost, traced_call
 
@@ -30,7 +30,7 @@ def _is(value: Any) -> bool:
 
 
 class Contexts:
-    """Contexts of all layers by the length of a sequence.
+    """Contexts of all layers by the length of sequences and their number.
 
     Those used last are kept, of as many bytes as the largest takes: about those of one chunk's sequences.
     """
@@ -39,9 +39,9 @@ class Contexts:
         self._skeleton = skeleton
         self._kept: OrderedDict[tuple, tuple[int, list[Context]]] = OrderedDict()
 
-    def at(self, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Context]:
-        """The context of every layer for a sequence of so many tokens."""
-        key = tokens, dtype, device
+    def at(self, tokens: int, like: Tensor, sequences: int = 1) -> list[Context]:
+        """The context of every layer for sequences of so many tokens; like: has the dtype and device to compute in."""
+        key = tokens, like.dtype, like.device, sequences
         if key not in self._kept:
             found = self._skeleton.contexts(*key)
             self._kept[key] = context_bytes(found), found
@@ -65,18 +65,21 @@ class LayerCalls:
         self._own = [{n for n, _ in (*m.named_parameters(), *m.named_buffers())} for m in skeleton.layers]
 
     def __call__(
-        self, layer: int, weights: Mapping[str, Tensor], x: Tensor, adapters: tuple[Adapters, ...] = ()
-    ) -> Tensor:
-        """y [T, D] of a sequence; layer: its number in the model, that of the embedding being 0."""
-        context = self._contexts.at(len(x), x.dtype, x.device)[layer - 1]
+        self, layer: int, weights: Mapping[str, Tensor], x: Tensor, adapters: tuple[Adapters, ...] = (),
+        sequences: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """y [T, D] of sequences; layer: its number in the model, that of the embedding being 0."""
+        context = self._contexts.at(len(x) // sequences, x, sequences)[layer - 1]
         own = {name: tensor for name, tensor in weights.items() if name in self._own[layer - 1]}
         with self.known.called(layer - 1), adding(self.skeleton.layers[layer - 1], adapters, weights):
-            return _hidden(self.skeleton.call_layer(layer - 1, own, x, context))
+            return hidden_of(self.skeleton.call_layer(layer - 1, own, x, context, sequences))
 
     def cost(
-        self, index: int, tokens: int, adapters: tuple[Adapters, ...] = (), trained: Collection[str] = ()
-    ) -> CallCost:
-        """What a call of a layer costs, with what its contexts take while they are kept and a new one is made.
+        self, index: int, tokens: int, adapters: tuple[Adapters, ...] = (), trained: Collection[str] = (),
+        sequences: int = 1,
+    ) -> CallCost:  # fmt: skip
+        """What a call of a layer costs on sequences of so many tokens each, with what its contexts take while they are
+        kept and a new one is made.
 
         trained: names of parameters. Raises: StructureError where the layer does not run on so many tokens in the dtype
         that is traced.
@@ -89,17 +92,19 @@ class LayerCalls:
 
         def call(weights: dict[str, Tensor], x: Tensor) -> Tensor:
             with self.known.called(index), adding(layer, adapters, weights):
-                return _hidden(skeleton.call_layer(index, {name: weights[name] for name in own}, x, given))
+                mine = {name: weights[name] for name in own}
+                return hidden_of(skeleton.call_layer(index, mine, x, given, sequences))
 
         try:
-            contexts = skeleton.contexts(tokens, torch.bfloat16, torch.device("cpu"))
+            contexts = skeleton.contexts(tokens, torch.bfloat16, torch.device("cpu"), sequences)
             given |= tree_map(lambda value: value.to("meta") if _is(value) else value, contexts[index])
-            cost = traced_call(call, own | added, skeleton.width, tokens, trained)
+            cost = traced_call(call, own | added, skeleton.width, tokens * sequences, trained)
         except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
             why = " ".join(str(error).split())[:200]
             raise StructureError(f"layer {index} does not run on {tokens} tokens in bfloat16 ({why})") from None
         return cost._replace(peak_bytes=cost.peak_bytes + 2 * context_bytes(contexts))
 
 
-def _hidden(found: Any) -> Tensor:
-    return (found[0] if isinstance(found, (tuple, list)) else found)[0].flatten(1)
+def hidden_of(found: Any) -> Tensor:
+    """The hidden state [T, D] of all sequences, of what a layer gives."""
+    return rows_of(found[0] if isinstance(found, (tuple, list)) else found)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from flexengine.models.decoder import LayerContent, assemble
-from flexengine.models.opaque.checks import TRACED_TOKENS, check_contexts, check_gradients, check_layer
+from flexengine.models.opaque.checks import TRACED_TOKENS, check_contexts, check_gradients, check_layer, takes_batches
 from flexengine.models.opaque.contexts import Context, LayerCalls
 from flexengine.models.opaque.edges import Edges, parameter
 from flexengine.models.opaque.linears import linears_of
@@ -32,14 +32,14 @@ def build(name: str, config: dict[str, Any]) -> ModelSpec:
     skeleton = Skeleton(empty_model(config))
     skeleton.learn_outputs()
     edges, calls = Edges(skeleton), skeleton.titled(LayerCalls(skeleton))
-    contexts = _check(skeleton, calls)
+    contexts, in_batches = _check(skeleton, calls)
     text = skeleton.model.config.get_text_config()
     spec = assemble(
         name,
         config["model_type"],
         config,
         embedding=edges.embedding(),
-        blocks=_blocks(skeleton, edges, calls, contexts),
+        blocks=_blocks(edges, calls, contexts, in_batches),
         head=edges.head(),
         hidden_size=skeleton.width,
         vocab_size=edges.vocab_size,
@@ -71,8 +71,8 @@ def _check_sources(spec: ModelSpec) -> None:
         )
 
 
-def _check(skeleton: Skeleton, calls: LayerCalls) -> list[Context]:
-    """What layers are given beside the hidden state, of which they are a chain of functions.
+def _check(skeleton: Skeleton, calls: LayerCalls) -> tuple[list[Context], bool]:
+    """What layers are given beside the hidden state, of which they are a chain of functions; whether they take batches.
 
     Raises: StructureError where they are no such chain.
     """
@@ -82,11 +82,11 @@ def _check(skeleton: Skeleton, calls: LayerCalls) -> list[Context]:
         check_layer(skeleton, index, contexts[index])
         calls.cost(index, min(TRACED_TOKENS, skeleton.longest_sequence or TRACED_TOKENS))
     check_gradients(skeleton, calls)
-    return contexts
+    return contexts, takes_batches(skeleton, calls, kinds.values())
 
 
-def _blocks(skeleton: Skeleton, edges: Edges, calls: LayerCalls, contexts: list[Context]) -> list[LayerContent]:
-    known, blocks = {}, []
+def _blocks(edges: Edges, calls: LayerCalls, contexts: list[Context], in_batches: bool) -> list[LayerContent]:
+    known, blocks, skeleton = {}, [], calls.skeleton
     entry = edges.entry()
     for index, layer in enumerate(skeleton.layers):
         key = _kind(skeleton, index), index == 0 and bool(entry.ops)
@@ -95,13 +95,16 @@ def _blocks(skeleton: Skeleton, edges: Edges, calls: LayerCalls, contexts: list[
         if key not in known:
 
             def cost_of(adapters: tuple[Adapters, ...], trained: tuple[str, ...], index: int = index) -> CostCurve:
-                return CostCurve(lambda tokens: calls.cost(index, tokens, adapters, trained), skeleton.longest_sequence)
+                return CostCurve(
+                    lambda tokens, sequences: calls.cost(index, tokens, adapters, trained, sequences),
+                    skeleton.longest_sequence,
+                )
 
             names = tuple(param.name for param in params)
             op = OpaqueBlock(
                 "layer", ("entered" if key[1] else "x", "y"), (skeleton.width, skeleton.width), names, calls, cost_of
             )
-            op.buffers = tuple(name for name, _ in buffers)
+            op.buffers, op.in_batches = tuple(name for name, _ in buffers), in_batches
             op.linears = linears_of(skeleton, index, contexts[index])
             known[key] = (*entry.ops, op) if key[1] else (op,)
         own = LayerContent(known[key], params, buffers)

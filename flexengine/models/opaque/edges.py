@@ -18,7 +18,7 @@ from flexengine.ops.base import Op
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.embedding import Embedding
 from flexengine.ops.opaque import LayerFunction, OpaqueBlock, OpaqueHead
-from flexengine.ops.opaque_cost import CostCurve, traced_call
+from flexengine.ops.opaque_cost import CallCost, CostCurve, traced_call
 
 EMBED, HEAD = "embed.weight", "lm_head.weight"
 ROWS_PER_CALL = 1024
@@ -73,8 +73,8 @@ class Edges:
         """
         skeleton, width = self.skeleton, self.skeleton.input_width
 
-        def first_input(values: Mapping[str, Tensor], x: Tensor) -> Tensor:
-            return skeleton.first_input(x, values, inputs_embeds=x[None])
+        def first_input(values: Mapping[str, Tensor], x: Tensor, sequences: int = 1) -> Tensor:
+            return skeleton.first_input(x, values, inputs_embeds=x.unflatten(0, (sequences, -1)))
 
         used = used_by(lambda values: first_input(values, torch.zeros(2, width)), skeleton.outside)
         values = {own: torch.randn(p.shape[-1:]).expand(p.shape) for own, p in skeleton.outside.items()}
@@ -90,8 +90,10 @@ class Edges:
         local = {f"embed.{own}": own for own in used}
         fixed = [name for name, own in local.items() if not skeleton.outside[own].requires_grad]
 
-        def entered(layer: int, weights: Mapping[str, Tensor], x: Tensor, adapters: object = ()) -> Tensor:
-            return first_input({own: weights[name].to(x.dtype) for name, own in local.items()}, x)
+        def entered(
+            layer: int, weights: Mapping[str, Tensor], x: Tensor, adapters: object = (), sequences: int = 1
+        ) -> Tensor:
+            return first_input({own: weights[name].to(x.dtype) for name, own in local.items()}, x, sequences)
 
         op = self._around("entry", ("x", "entered"), (width, skeleton.width), local, entered, None)
         params = {name: parameter(skeleton, name, skeleton.outside[own]) for name, own in local.items()}
@@ -109,10 +111,11 @@ class Edges:
         longest = skeleton.longest_sequence
 
         def cost_of(adapters: tuple[Adapters, ...], trained: tuple[str, ...]) -> CostCurve:
-            return CostCurve(
-                lambda tokens: traced_call(lambda w, x: function(0, w, x), shapes, width, tokens, trained, "cpu"),
-                longest,
-            )
+            def traced(tokens: int, sequences: int) -> CallCost:
+                call = lambda weights, x: function(0, weights, x, (), sequences)  # noqa: E731
+                return traced_call(call, shapes, width, tokens * sequences, trained, "cpu")
+
+            return CostCurve(traced, longest)
 
         return OpaqueBlock(name, io, widths, tuple(local), skeleton.titled(function), cost_of, rows)
 
@@ -154,7 +157,9 @@ class Edges:
         used = used_by(lambda values: skeleton.after_layers(x, values), skeleton.outside)
         local = {f"final.{own}": own for own in used}
 
-        def final(layer: int, weights: Mapping[str, Tensor], x: Tensor, adapters: object = ()) -> Tensor:
+        def final(
+            layer: int, weights: Mapping[str, Tensor], x: Tensor, adapters: object = (), sequences: int = 1
+        ) -> Tensor:
             return skeleton.after_layers(x, {own: weights[name] for name, own in local.items()})
 
         rows = min(ROWS_PER_CALL, skeleton.longest_sequence or ROWS_PER_CALL)

@@ -24,7 +24,7 @@ from flexengine.models.opaque.remote_code import digest_of_code
 DTYPE = torch.bfloat16
 """The dtype of runs without storage: kernels of experts have one on the meta device in it alone."""
 LayerForward = Callable[[int, Tensor, dict[str, Any]], Tensor]
-"""(number of a layer, hidden state [1, T, ...], what the layer is given beside it) -> its hidden state [1, T, ...]."""
+"""(number of a layer, hidden state [B, T, ...], what the layer is given beside it) -> its hidden state [B, T, ...]."""
 COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
 """Fields of configs with the number of layers of a decoder."""
 KNOWN = "known-1"
@@ -149,8 +149,9 @@ class Skeleton:
             return _first(functional_call(self.base, state, (), {**given, "use_cache": False}))
 
     def first_input(self, like: Tensor, values: Mapping[str, Tensor], **given: Any) -> Tensor:
-        """What the first layer is given [T, D], for input_ids [1, T] or inputs_embeds [1, T, E]; as `run_base`."""
-        return self._reached(like, values, **given).x[0].flatten(1)
+        """What the first layer is given [T, D], for input_ids [B, T / B] or inputs_embeds [B, T / B, E]; as
+        `run_base`."""
+        return rows_of(self._reached(like, values, **given).x)
 
     @cached_property
     def inner(self) -> tuple[int, ...]:
@@ -213,14 +214,16 @@ class Skeleton:
         """Elements of a row of the embedding."""
         return self.model.get_input_embeddings().weight.shape[1]
 
-    def contexts(self, tokens: int, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
-        """What the model's own forward gives each layer beside the hidden state, for a sequence of so many tokens."""
-        rows = torch.zeros(1, tokens, self.input_width, dtype=dtype, device=device)
+    def contexts(
+        self, tokens: int, dtype: torch.dtype, device: torch.device, sequences: int = 1
+    ) -> list[dict[str, Any]]:
+        """What the model's own forward gives each layer beside the hidden state, for sequences of so many tokens."""
+        rows = torch.zeros(sequences, tokens, self.input_width, dtype=dtype, device=device)
         with torch.no_grad():
             return self.record(rows, {})
 
     def record(self, rows: Tensor, values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """What each layer is given beside the hidden state, for rows [1, T, E] of the embedding; as `run_base`.
+        """What each layer is given beside the hidden state, for rows [B, T, E] of the embedding; as `run_base`.
 
         Raises: StructureError where layers do not follow each other, once each and with nothing in between.
         """
@@ -246,23 +249,27 @@ class Skeleton:
         found = self.call_without_storage(0, context, 2)
         self.outputs = len(found) if isinstance(found, (tuple, list)) else 0
 
-    def call_without_storage(self, index: int, context: dict[str, Any], tokens: int) -> Any:
-        """Run a layer on a hidden state of so many tokens on the meta device; context: of that length, anywhere."""
+    def call_without_storage(self, index: int, context: dict[str, Any], tokens: int, sequences: int = 1) -> Any:
+        """Run a layer on sequences of so many tokens on the meta device; context: of these, anywhere."""
         given = tree_map(lambda value: value.to("meta") if isinstance(value, Tensor) else value, context)
         weights = {
             n: torch.empty(p.shape, dtype=DTYPE, device="meta") for n, p in self.layers[index].named_parameters()
         }
-        return self.call_layer(index, weights, torch.empty(tokens, self.width, dtype=DTYPE, device="meta"), given)
+        x = torch.empty(sequences * tokens, self.width, dtype=DTYPE, device="meta")
+        return self.call_layer(index, weights, x, given, sequences)
 
-    def call_layer(self, index: int, weights: Mapping[str, Tensor], x: Tensor, context: dict[str, Any]) -> Any:
-        """What a layer itself gives for x [T, D]; weights: its parameters by name."""
+    def call_layer(
+        self, index: int, weights: Mapping[str, Tensor], x: Tensor, context: dict[str, Any], sequences: int = 1
+    ) -> Any:
+        """What a layer itself gives for x [T, D] of sequences of one length; weights: its parameters by name."""
         layer = self.layers[index]
+        state = {**self.buffers_of(layer, x), **weights}
         with replaced_forward(layer, None):
-            return functional_call(layer, {**self.buffers_of(layer, x), **weights}, (self._as_seen(x),), context)
+            return functional_call(layer, state, (self._as_seen(x, sequences),), context)
 
-    def _as_seen(self, x: Tensor) -> Tensor:
-        """The hidden state [1, T, ...] of x [T, D] as layers see it."""
-        return x.view(1, len(x), *self.inner)
+    def _as_seen(self, x: Tensor, sequences: int = 1) -> Tensor:
+        """The hidden state [B, T / B, ...] of x [T, D] as layers see it."""
+        return x.view(sequences, len(x) // sequences, *self.inner)
 
     # ---- replacing --------------------------------------------------------------------------------------------------
 
@@ -315,6 +322,11 @@ class Unread(dict):
         raise StructureError("a layer reads what others may have written")
 
     __getitem__ = __contains__ = __iter__ = get = items = values = keys = _refuse  # type: ignore[assignment]
+
+
+def rows_of(hidden: Tensor) -> Tensor:
+    """The hidden state [T, D] of all sequences, of one [B, T / B, ...] as layers see it."""
+    return hidden.flatten(0, 1).flatten(1)
 
 
 def _is_tensor(value: Any) -> bool:
