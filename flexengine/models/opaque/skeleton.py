@@ -149,8 +149,7 @@ class Skeleton:
             return _first(functional_call(self.base, state, (), {**given, "use_cache": False}))
 
     def first_input(self, like: Tensor, values: Mapping[str, Tensor], **given: Any) -> Tensor:
-        """What the first layer is given [T, D], for input_ids [B, T / B] or inputs_embeds [B, T / B, E]; as
-        `run_base`."""
+        """What the first layer is given, as rows, for input_ids [B, T] or inputs_embeds [B, T, E]; as `run_base`."""
         return rows_of(self._reached(like, values, **given).x)
 
     @cached_property
