@@ -308,7 +308,7 @@ def bold_plan(seed: int, size: int, share: float = 0.7, tied: bool = False) -> L
 
 
 @pytest.mark.parametrize("ways", ranks_checker.WAYS, ids="-".join)
-@pytest.mark.parametrize("seed", cases(range(4), range(2)))
+@pytest.mark.parametrize("seed", cases(range(4), range(1)))
 def test_speculating_plans_are_proven_whatever_came_before(seed, ways, monkeypatch):
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
     monkeypatch.setattr(waves, "SECTION_BYTES", 1 << (15 if seed % 2 else 28))

@@ -33,10 +33,8 @@ RULES = {
 WITH_ALL_TESTS = (
     "lion",
     "sgd",
-    "muon",
     "muon, rounded masters",
     "8-bit adamw, rounded masters",
-    "8-bit adamw, float32",
 )
 LR = {"adamw": 1e-2, "muon": 1e-2, "lion": 1e-2, "sgd": 1e-1}
 SIZE = {"chunk_tokens": 16, "chunks_per_round": 3, "max_seq_len": 40}
