@@ -139,7 +139,9 @@ def layer_plans(draw, names, may_again=False):
 
 
 @st.composite
-def group_plans(draw):
+def group_plans(draw, frozen):
+    if frozen:
+        return GroupPlan(weights=draw(st.sampled_from(("gpu", "host", "drive"))), update="none")
     weights, grads = draw(HOMES), draw(HOMES)
     if weights == grads == "host" and draw(st.booleans()):
         return GroupPlan(update="cpu", states=draw(st.sampled_from(("host", "drive"))))
@@ -156,7 +158,7 @@ def plan_decisions(draw, spec):
             draw(layer_plans(savable_ops(block.ops), may_again))
             for block, may_again in zip(spec.blocks, below, strict=False)
         ],
-        "groups": [draw(group_plans()) for _ in spec.groups],
+        "groups": [draw(group_plans(group.frozen)) for group in spec.groups],
         "drive_tile": draw(st.sampled_from((1, 5000))),
         "optimizer_tile": draw(st.sampled_from((257, 1000, 1 << 14))),
         "share_edge_slots": draw(st.booleans()),

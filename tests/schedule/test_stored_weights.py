@@ -11,6 +11,8 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
 from flexengine.plan import GroupPlan, Numerics
 from flexengine.schedule.checker import ProgramError, check_program
+from flexengine.schedule.commands import Stream
+from flexengine.schedule.drive import BLOCK_BYTES
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
@@ -105,6 +107,36 @@ def test_a_missing_or_wrong_decoding_is_rejected(seed):
             replace(command, args=command.args._replace(pieces=(place._replace(source_offset=1 << 40),))),
             replace(command, args=command.args._replace(pieces=(place._replace(first_element=1 << 40),))),
             replace(command, args=command.args._replace(pieces=(*command.args.pieces, place))),
+        ]
+        for changed in wrong:
+            with pytest.raises(ProgramError):
+                check(replace(program, commands=(*before, changed, *after)), layout)
+
+
+@pytest.mark.parametrize("seed", [2, 3], ids=["in parts", "whole"])
+def test_changed_reads_of_a_drive_are_rejected(seed):
+    """Ends swapped, cut short, from other blocks, to another place or not at a block's border; what it leaves or waits
+    for not declared; and no read at all."""
+    layout = random_layout(seed)
+    program = lower_round(layout, full_round(layout), True)
+    reads = [command for command in program.commands if command.stream is Stream.DRIVE_FETCH]
+    assert len(reads) > 1
+    for command in reads:
+        before, after = program.commands[: command.index], program.commands[command.index + 1 :]
+        first, *others = command.copies
+        homes = {c.source for read in reads for c in read.copies} - {first.source}
+        regions = [
+            first._replace(source=first.target, target=first.source),
+            first._replace(num_bytes=first.num_bytes - BLOCK_BYTES),
+            first._replace(source=max(homes)),
+            first._replace(target_offset=first.target_offset + 16),
+        ]
+        wrong = [
+            *(replace(command, copies=(region, *others)) for region in regions),
+            replace(command, writes=command.writes[:1]),
+            replace(command, reads=()),
+            replace(command, writes=(), copies=(), reads=()),
+            *([replace(command, waits=())] if command.waits else []),
         ]
         for changed in wrong:
             with pytest.raises(ProgramError):
