@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from flexengine.checkpoint.expressions import full_matches
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.lora_layers import with_adapters
-from flexengine.models.saved_modules import edge_modules, saved_tensors, with_saved_modules
+from flexengine.models.saved_modules import edge_modules, is_saved, saved_tensors, with_saved_modules
 from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource, divided
 from flexengine.ops.adapters.lora import LoraDown
 from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters, OfExperts
@@ -288,7 +288,7 @@ def _check(adapted: ModelSpec, lora: LoRA) -> None:
                 f" principal parts of rank {min(rows, columns)} at the most; give a rank of at most"
                 f" {min(rows, columns)}"
             )
-        if any(adapter.module.endswith(name) for name in lora.modules_to_save):
+        if is_saved(adapter.module, lora.modules_to_save, inside=True):
             raise ValueError(
                 f"modules_to_save names {adapter.module}, which has an adapter; leave it out there or in the targets"
             )

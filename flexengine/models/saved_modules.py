@@ -1,6 +1,6 @@
-"""Describes a model with adapters of which some modules are trained in full: embedding, head, norms, routers.
+"""Describes a model with adapters of which some modules are trained in full: embedding, head, norms, routers, towers.
 
-A module is named as PEFT's `modules_to_save` names it, by the end of its name. The embedding and the head go on as
+A module is named as PEFT's `modules_to_save` names it, by the end of its name; of a tower also one that holds others. The embedding and the head go on as
 groups that the planner places. Small modules of a block lie with its adapters, which always live on the GPU.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.experts.experts import GroupedLinear
+from flexengine.ops.given_rows import PlaceRows, placing
 from flexengine.ops.linear import Linear
 from flexengine.ops.opaque import OpaqueBlock
 from flexengine.wording import did_you_mean, shown
@@ -42,11 +43,16 @@ def with_saved_modules(model: ModelSpec, names: Sequence[str]) -> tuple[ModelSpe
 def saved_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
     """Pair the names that files of adapters have for tensors that are trained in full, with these.
 
-    A tied embedding that is trained has the head's name as well.
+    A tied embedding that is trained has the head's name as well. Those of towers have the names of transformers.
     """
+    tower = _of_tower(model)
     for group in model.groups if model.lora is not None else ():
-        for source in (s for p in group.params for s in p.sources if not (group.frozen or p.added)):
-            yield from _names_in_adapter(model, source)
+        for param in (p for p in group.params if not (group.frozen or p.added)):
+            if param.name in tower and len(param.sources) == 1:
+                yield param.name, param.sources[0]
+                continue
+            for source in param.sources:
+                yield from _names_in_adapter(model, source)
 
 
 def grown_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
@@ -87,6 +93,13 @@ def saved_names(model: ModelSpec) -> list[str]:
     return names
 
 
+def is_saved(module: str, names: Sequence[str], inside: bool = False) -> bool:
+    """Whether names mean a module. inside: or one that it lies in, as those of towers do."""
+    parts = module.split(".")
+    outer = {".".join(parts[:end]) for end in range(1, len(parts))} if inside else set[str]()
+    return any(one.endswith(name) for name in names for one in {module, *outer})
+
+
 def _module(name: str) -> str:
     """The module that a tensor of the checkpoint belongs to."""
     return name.rpartition(".")[0]
@@ -94,21 +107,29 @@ def _module(name: str) -> str:
 
 def _modules(model: ModelSpec) -> dict[tuple[int, str], set[str]]:
     """The modules of every parameter of the model beneath adapters, by group and name."""
+    tower = _of_tower(model)
     found = {
-        (index, param.name): {_module(s.name) for s in param.sources if s.name.endswith((".weight", ".bias"))}
+        (index, param.name): {
+            _module(s.name) for s in param.sources if s.name.endswith((".weight", ".bias")) or param.name in tower
+        }
         for index, group in enumerate(model.groups)
         for param in group.params
-        if not param.added
+        if not (param.added or group.frozen)
     }
     if model.tie_word_embeddings:
         found[0, model.groups[0].params[0].name].add(_module(model.head_source))
     return found
 
 
+def _of_tower(model: ModelSpec) -> set[str]:
+    """Names of the parameters of what gives rows of images."""
+    return set(placing(model.layers[0].ops).weights) if model.given is not None else set()
+
+
 def _chosen(model: ModelSpec, names: Sequence[str]) -> set[tuple[int, str]]:
-    modules, chosen = _modules(model), set[tuple[int, str]]()
+    modules, tower, chosen = _modules(model), _of_tower(model), set[tuple[int, str]]()
     for name in names:
-        hits = {key for key, of_param in modules.items() if any(module.endswith(name) for module in of_param)}
+        hits = {k for k, found in modules.items() if any(is_saved(m, [name], k[1] in tower) for m in found)}
         if not hits:
             short = list(
                 dict.fromkeys(module.rpartition(".")[2] for of_param in modules.values() for module in of_param)
@@ -137,7 +158,7 @@ def _check_ops(model: ModelSpec, chosen: set[tuple[int, str]]) -> None:
                 )
             own = [places[name] for name in op.params if places[name] in modules]
             hit = [key for key in own if key in chosen]
-            if hit and len(hit) < len(own) and not isinstance(op, OpaqueBlock):
+            if hit and len(hit) < len(own) and not isinstance(op, OpaqueBlock | PlaceRows):
                 together = sorted({module for key in own for module in modules[key]})
                 raise ValueError(f"modules_to_save names some of {', '.join(together)}, which train together; name all")
 

@@ -133,8 +133,9 @@ def _with_blocks(model: ModelSpec, given: GivenRows, layout: Layout, text: Any) 
     given = replace(given, block_rows=min(rows, TYPICAL_ROWS))
 
     def sees(op: Op) -> Op:
-        is_one = isinstance(op, CausalAttention) and (op.style.window > 0 or not within_windows)
-        return BlockAttention(op, given) if is_one else op
+        if isinstance(op, CausalAttention) and (op.style.window > 0 or not within_windows):
+            return BlockAttention(op, given)
+        return op
 
     return model.with_ops(sees), given
 
@@ -170,7 +171,8 @@ def _with_rows(
     for p in params:
         name = CONSTANTS if p.name in constants else PROJECTOR if _PROJECTOR.search(p.name) else TOWER
         split[name].append(p)
-    own = [GroupSpec(name, name, tuple(members)) for name, members in split.items() if members]
+    named = ((name, members) for name, members in split.items() if members)
+    own = [GroupSpec(name, name, tuple(members), frozen=name == CONSTANTS) for name, members in named]
 
     def moved(layer: LayerSpec) -> LayerSpec:
         places = ((local, group + len(own) * (group > 0), name) for local, group, name in layer.params)
@@ -204,7 +206,11 @@ def frozen_of_images(model: ModelSpec, job: Job) -> tuple[str, ...]:
     """
     if job.train_tower and (model.given is None or job.lora_setup):
         asked = job.words.setting("train_tower", True)
-        instead = f"it takes {job.words.spelled('max_image_tokens')}" if model.given is None else "it takes mode full"
+        instead = (
+            f"it takes {job.words.spelled('max_image_tokens')}"
+            if model.given is None
+            else "in mode lora modules_to_save names it"
+        )
         raise ValueError(f"{asked}: trains all of what sees images, and {instead}; leave it out, or say so")
     if model.given is None:
         return ()

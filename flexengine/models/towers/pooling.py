@@ -13,7 +13,7 @@ Pool = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 def count_by_places(model: Any) -> None:
     """Have a pooler of patches by their places find which of its rows are real by how many patches are."""
-    pooler = getattr(getattr(model.base_model, "vision_tower", None), "pooler", None)
+    pooler: Any = getattr(getattr(model.base_model, "vision_tower", None), "pooler", None)
     if hasattr(pooler, "_avg_pool_by_positions"):
         pooler._avg_pool_by_positions = _counting(pooler._avg_pool_by_positions)
 
