@@ -1,7 +1,8 @@
 """Describes a model with adapters of which some modules are trained in full: embedding, head, norms, routers, towers.
 
-A module is named as PEFT's `modules_to_save` names it, by the end of its name; of a tower also one that holds others. The embedding and the head go on as
-groups that the planner places. Small modules of a block lie with its adapters, which always live on the GPU.
+A module is named as PEFT's `modules_to_save` names it, by the end of its name; of a tower also one that holds others.
+The embedding and the head go on as groups that the planner places, as towers do. Small modules of a block lie with its
+adapters, which always live on the GPU.
 """
 
 from __future__ import annotations

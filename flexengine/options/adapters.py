@@ -93,7 +93,7 @@ class AdapterOptions:
         Sequence[str],
         Option(
             "modules that are trained in full beside adapters, by the ends of their names: embed_tokens, lm_head,"
-            " norms",
+            " norms; of images multi_modal_projector, vision_tower",
             needs=FOR_ADAPTERS,
         ),
     ] = ()
