@@ -94,8 +94,7 @@ def with_task(source: ModelSource, job: Job) -> ModelSource:
         return source
     job.check_task()
     labels, problem = tuple(job.labels), job.problem_type
-    if not labels and problem == "regression":
-        labels = ("LABEL_0",)  # as transformers calls the only one
+    labels = labels or (("LABEL_0",) if problem == "regression" else ())  # as transformers calls the only one
     if not labels:
         raise ValueError(
             f"{job.words.setting('task', job.task)}: {spec.name} has no head with classes of its own; name them:"
@@ -248,9 +247,7 @@ def make_request(
         asked = job.words.setting("transport", job.transport)
         raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
     if job.dtype == "bfloat16" and lacks_bfloat16(profile):
-        raise ValueError(
-            f"dtype=bfloat16: {profile.name} multiplies no bfloat16; give --dtype float16 (dtype='float16')"
-        )
+        raise ValueError(f"dtype=bfloat16: {profile.name} multiplies no bfloat16; give --dtype float16")
     if job.matmul_dtype == "fp8" and not profile.matmul.fp8_flops_per_s:
         raise ValueError(
             f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
@@ -382,10 +379,9 @@ def positive_budget(place: str, num_bytes: int) -> int:
 
 
 def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> None:
-    """Raise PlanError when a plan within its budgets takes more than the machine that it is for has left now."""
+    """Raise PlanError when a plan within its budgets takes more than the machine that it is for has left now, all ranks begun."""
     gpu_bytes, host_bytes = plan.predicted.gpu_bytes, plan.predicted.host_bytes
     free_gpu = profile.memory.gpu_free_bytes + profile.memory.gpu_context_bytes
-    # all ranks have begun
     free_host = profile.memory.host_available_bytes + plan.request.ranks * profile.memory.host_base_bytes
     if device_type == "cpu":  # both arenas are host memory
         gpu_bytes, host_bytes = 0, plan.request.ranks * gpu_bytes + host_bytes

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
-from flexengine.ops.products import multiplies_in_kernels
+from flexengine.ops.cards import multiplies_in_kernels
 from flexengine.ops.row_range import rows_within
 
 

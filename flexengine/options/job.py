@@ -270,8 +270,7 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
             state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
             master = "beside" if self.dtype == "float16" else "full"
             return Numerics(self.dtype, master, grad, state, optimizer=self.optimizer, base=base, keep=keep)
-        master = "split" if self.master_dtype == "float32" else "stochastic"
-        state = self.optimizer_state_dtype
+        master, state = ("split" if self.master_dtype == "float32" else "stochastic"), self.optimizer_state_dtype
         return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base, keep)
 
     @property

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_helpers import PlainKernels, make, masked, random_rows, use_own_kernels
 
-from flexengine.ops import products
+from flexengine.ops import cards
 from flexengine.ops.attention import attention
 from flexengine.ops.attention import reference as attention_reference
 from flexengine.ops.attention.choice import AttentionChoice
@@ -226,11 +226,11 @@ def test_soft_caps_take_the_plain_path_in_float32():
 
 @pytest.mark.parametrize(("style", "name"), [(CAUSAL, "efficient"), (AttentionStyle(soft_cap=50.0), None)], ids=str)
 def test_float16_on_a_card_before_2020_takes_the_memory_efficient_kernels(style, name, monkeypatch):
-    monkeypatch.setattr(products, "_capability", lambda _: (7, 5))
+    monkeypatch.setattr(cards, "_capability", lambda _: (7, 5))
     queries = Queries()
     queries.dtype, queries.device = torch.float16, torch.device("cuda", 0)
     assert choose_kernels("flash", queries, (2048,), (), style) is (KERNELS[name] if name else None)
-    monkeypatch.setattr(products, "_capability", lambda _: (8, 0))
+    monkeypatch.setattr(cards, "_capability", lambda _: (8, 0))
     assert choose_kernels("flash", queries, (2048,)) is KERNELS["flash"]
 
 
@@ -324,7 +324,7 @@ def test_windows_by_both_kernels(make_harness, checks, cuts, kernels):
 @pytest.mark.parametrize("style", [CAUSAL, AttentionStyle(0.2, 300)], ids=str)
 def test_memory_efficient_kernels_match_definition(make_harness, checks, style, monkeypatch):
     """Those of cards before 8.0, on any card."""
-    monkeypatch.setattr(products, "_capability", lambda _: (7, 5))
+    monkeypatch.setattr(cards, "_capability", lambda _: (7, 5))
     h, op, tolerance = make_harness("cuda", torch.float16), make(8, 2, 64, style), checks.GPU_TOLERANCE[torch.bfloat16]
     check_uncut(h, checks, op, (700, 1, 129, 213), tolerance)
     qkv, grad_o = random_rows(h, 1100, 8, 2, 64)

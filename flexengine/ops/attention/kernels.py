@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexengine.ops.attention.choice import KERNEL_NAMES, KernelName
 from flexengine.ops.attention.style import CAUSAL, AttentionStyle
-from flexengine.ops.products import multiplies_in_kernels
+from flexengine.ops.cards import multiplies_in_kernels
 
 CUDNN_LENGTHS = 256
 """cuDNN serves lengths that are multiples of this: it prepares itself for every new one, which takes up to a second."""
