@@ -61,10 +61,13 @@ class CostCurve:
     longest: tokens of the longest sequence that the model has positions for; of more tokens there are more calls.
     """
 
-    def __init__(self, traced: Callable[[int, int], CallCost], longest: int | None = None, sequences: int = 1) -> None:
+    def __init__(
+        self, traced: Callable[[int, int], CallCost], longest: int | None = None, sequences: int = 1,
+        of_one: CostCurve | None = None,
+    ) -> None:  # fmt: skip
         self._traced = lru_cache(maxsize=None)(lambda tokens: traced(tokens, sequences))
-        self._limit = longest or sys.maxsize
-        self._of_more = lru_cache(maxsize=None)(lambda count: CostCurve(traced, longest, count))
+        self._limit, self._of_one = longest or sys.maxsize, of_one
+        self._of_more = lru_cache(maxsize=None)(lambda count: CostCurve(traced, longest, count, self))
 
     def at(self, tokens: int, compute_bytes: int, sequences: int = 1) -> CallCost:
         """The cost of a call on sequences of so many tokens each, where an element takes compute_bytes."""
@@ -83,7 +86,9 @@ class CostCurve:
 
     @cached_property
     def _longest(self) -> int:
-        """The longest length that is traced."""
+        """The longest length that is traced, of one sequence or of several."""
+        if self._of_one is not None:
+            return self._of_one._longest
         lengths = (min(length, self._limit) for length in (SHORTEST, 2 * SHORTEST))
         short, double = (self._traced(length).forward.kernels for length in lengths)
         return min(LONGEST_LOOP if double > 1.5 * short else LONGEST, self._limit)
