@@ -379,7 +379,7 @@ def positive_budget(place: str, num_bytes: int) -> int:
 
 
 def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> None:
-    """Raise PlanError when a plan within its budgets takes more than the machine that it is for has left now, all ranks begun."""
+    """Raise PlanError when a plan within its budgets takes more than its machine has left now, all ranks begun."""
     gpu_bytes, host_bytes = plan.predicted.gpu_bytes, plan.predicted.host_bytes
     free_gpu = profile.memory.gpu_free_bytes + profile.memory.gpu_context_bytes
     free_host = profile.memory.host_available_bytes + plan.request.ranks * profile.memory.host_base_bytes
