@@ -98,6 +98,9 @@ CAUSE_WORDS = {
     "cpu": "the CPU",
     "relay_in": "what other ranks hand over",
     "relay_out": "what is handed to other ranks",
+    "drive_in": "the drive, for updates",
+    "drive_out": "the drive, which is written,",
+    "drive_fetch": "the drive, for weights",
     "comm": "exchanges between GPUs",
     ISSUE: "the host to issue commands",
 }

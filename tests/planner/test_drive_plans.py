@@ -15,10 +15,13 @@ from flexengine.planner.cost.memory import host_required_bytes
 from flexengine.planner.cost.stream_loads import ON_DRIVE
 from flexengine.planner.drive_states import planes_on_host
 from flexengine.planner.problem import Problem
+from flexengine.reports.charts.streams import STREAM_NAMES
+from flexengine.reports.picture import CAUSE_WORDS
 from flexengine.reports.plan_text import describe
+from flexengine.schedule.commands import Stream
 from flexengine.schedule.drive import drive_bytes
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.step_parts import limiter
+from flexengine.schedule.step_parts import LIMIT_WORDS, limiter
 from tests.schedule.small_plans import small_model
 
 GIB, MIB = 2**30, 2**20
@@ -80,6 +83,13 @@ def test_frozen_blocks_are_read_from_a_drive():
     slow = step_seconds(layout, PROFILE.changed(**shared_drive(1e6, 1e6).values()))
     assert slow.step_s > 1.9 * layout.drive_bytes / 1e6
     assert "the drive, which weights are read from" in limiter(slow)
+
+
+def test_every_stream_has_its_words():
+    names = {stream.value for stream in Stream}
+    assert names <= CAUSE_WORDS.keys()
+    assert names <= LIMIT_WORDS.keys()
+    assert set(Stream) == STREAM_NAMES.keys()
 
 
 def test_seconds_of_a_drive():
