@@ -224,7 +224,7 @@ def test_soft_caps_take_the_plain_path_in_float32():
     assert choose_kernels("flash", queries, (2048,), (), AttentionStyle(soft_cap=50.0)) is None
 
 
-@pytest.mark.parametrize(("style", "name"), [(CAUSAL, "efficient"), (AttentionStyle(soft_cap=50.0), None)], ids=str)
+@pytest.mark.parametrize(("style", "name"), [(CAUSAL, "efficient"), (AttentionStyle(window=300), None)], ids=str)
 def test_float16_on_a_card_before_2020_takes_the_memory_efficient_kernels(style, name, monkeypatch):
     monkeypatch.setattr(cards, "_capability", lambda _: (7, 5))
     queries = Queries()
@@ -322,8 +322,8 @@ def test_windows_by_both_kernels(make_harness, checks, cuts, kernels):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("style", [CAUSAL, AttentionStyle(0.2, 300)], ids=str)
-def test_memory_efficient_kernels_match_definition(make_harness, checks, style, monkeypatch):
-    """Those of cards before 8.0, on any card."""
+def test_cards_before_8_0_match_definition(make_harness, checks, style, monkeypatch):
+    """By memory-efficient attention, where there is no window; any card has it."""
     monkeypatch.setattr(cards, "_capability", lambda _: (7, 5))
     h, op, tolerance = make_harness("cuda", torch.float16), make(8, 2, 64, style), checks.GPU_TOLERANCE[torch.bfloat16]
     check_uncut(h, checks, op, (700, 1, 129, 213), tolerance)

@@ -154,7 +154,6 @@ class Efficient(Kernels):
         *sizes, mask = self._sizes(own, keys, lengths)
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
             own[None], keys[None], values[None], None, *sizes, 0.0, mask, True, scale=style.scale,
-            window_size=style.window or None,
         )  # fmt: skip
         pieces = [rows[:, :count] for rows, count in zip(lse, self._counts(own, sizes, lengths), strict=True)]
         return out[0], torch.cat(pieces, dim=1)
@@ -172,7 +171,7 @@ class Efficient(Kernels):
         operands = (x.contiguous()[None] for x in (grad_out, q, k, v))
         grad_q, grad_k, grad_v, _ = torch.ops.aten._efficient_attention_backward(
             *operands, None, results.out.contiguous()[None], cu, cu_keys, longest, longest_keys, lse, 0.0, rng[0],
-            rng[1], mask, False, scale=style.scale, window_size=style.window or None,
+            rng[1], mask, False, scale=style.scale,
         )  # fmt: skip
         groups = rows.k.shape[1]
         return grad_q[0], *(x[0].unflatten(1, (groups, -1)).sum(2) for x in (grad_k, grad_v))
@@ -301,8 +300,8 @@ def can_serve(
         return False
     if kernels == "triton":
         return dtype in (torch.bfloat16, torch.float16)
-    if kernels == "efficient" and dtype != torch.float16:
-        return False
+    if kernels == "efficient" and (dtype != torch.float16 or style.window):
+        return False  # its gradients of slices with a window are wrong, as of torch 2.11
     if style.soft_cap or (value_dim or head_dim) < head_dim or (style.window and kernels == "cudnn"):
         return False
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0
