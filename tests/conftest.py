@@ -1,10 +1,8 @@
 """Set-up of all tests: one CPU thread, Triton's interpreter without a GPU, seeds, the gpu mark; makes engine_helpers.py
 importable (in its importlib mode pytest leaves sys.path alone)."""
 
-import dataclasses
 import fcntl
 import gc
-import json
 import logging
 import os
 import signal
@@ -161,73 +159,6 @@ def no_garbage() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-REMEMBERED = 50
-"""Descriptions at once: of hundreds of large models a search for garbage would go through all layers."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _descriptions() -> Iterator[dict[Any, Any]]:
-    """A module's tests share the ops of a config: what is remembered of ops, such as programs of layers, serves all.
-
-    A description is a function of name and config, and ops are never changed. Processes that are forked have it too.
-    """
-    from flexengine.models import registry  # noqa: PLC0415 (with Triton's interpreter set above)
-
-    found: dict[Any, Any] = {}
-
-    def remembered(build: Callable[[str, dict], Any]) -> Callable[[str, dict], Any]:
-        def described(name: str, config: dict) -> Any:
-            key = name, json.dumps(config, default=repr)
-            if len(found) == REMEMBERED:
-                found.clear()
-            if key not in found:
-                found[key] = build(name, config)
-            return found[key]
-
-        return described
-
-    with pytest.MonkeyPatch.context() as patch:
-        for family, row in registry.FAMILIES.items():
-            patch.setitem(registry.FAMILIES, family, row._replace(build=remembered(row.build)))
-        yield found
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _plans(request: pytest.FixtureRequest) -> Iterator[dict[Any, Any]]:
-    """A module's tests that ask the same of the planner get one answer: it is a function of model, request and machine.
-
-    Not where plans are what is tested.
-    """
-    from flexengine.planner import planner  # noqa: PLC0415 (with Triton's interpreter set above)
-
-    found: dict[Any, Any] = {}
-    search = planner.fastest
-
-    def remembered(rows: Any, problem: Any) -> Any:
-        key = tuple(getattr(problem, field.name) for field in dataclasses.fields(problem))
-        if key not in found:
-            found[key] = search(rows, problem)
-        return found[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name != "planner" and request.path.name != "test_reproducible.py":
-            patch.setattr(planner, "fastest", remembered)
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def _own_models_and_plans(
-    request: pytest.FixtureRequest, _descriptions: dict[Any, Any], _plans: dict[Any, Any]
-) -> Iterator[None]:
-    """A test that changes a module's names, on which both may depend, shares none with the tests around it."""
-    alone = "monkeypatch" in request.fixturenames
-    for found in (_descriptions, _plans) if alone else ():
-        found.clear()
-    yield
-    for found in (_descriptions, _plans) if alone else ():
-        found.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")
