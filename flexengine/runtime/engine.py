@@ -217,9 +217,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         weight = (loss_weight if divisor is None else divisor) * self.state.grad_factor
         most = self.settings.max_grad_norm
         if most is None and self.plan.request.numerics.scales_loss:
-            most = (
-                math.inf
-            )  # clips nothing, and waits for all gradients as clipping does: all are finite, or none counts
+            most = math.inf  # clips nothing, but no update counts before all gradients are known to be finite
         return update_settings(self.optimizer, lr, most, weight, step, seed)
 
     # -- changing the plan ---------------------------------------------------------------------------------------------

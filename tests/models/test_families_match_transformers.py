@@ -58,7 +58,7 @@ def test_loss_gradients_and_logits(reference):
     engine.close()
 
 
-@pytest.mark.parametrize("reference", cases(CASES, OF_BLOCKS.values()), indirect=True)
+@pytest.mark.parametrize("reference", cases(CASES, FAMILY_CASES.values()), indirect=True)
 def test_cut_sequences_and_export(reference, tmp_path):
     engine = engine_like(reference, chunk_tokens=20)
     check_against_transformers(engine, reference)
