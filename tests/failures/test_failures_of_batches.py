@@ -125,7 +125,10 @@ REQUESTS = {
     "lr_negative": (lambda: AdamW(lr=-1.0), ("lr must be finite and at least 0, got -1.0",)),
     "beta_of_one": (lambda: AdamW(betas=(0.9, 1.0)), (r"betas.*got \(0.9, 1.0\)",)),
     "eps_zero": (lambda: AdamW(eps=0.0), ("eps must be finite and above 0, got 0.0",)),
-    "dtype_unknown": ({"dtype": "float8"}, ("dtype='float8' is not supported; choose bfloat16, float32, float64",)),
+    "dtype_unknown": (
+        {"dtype": "float8"},
+        ("dtype='float8' is not supported; choose bfloat16, float16, float32, float64",),
+    ),
     "state_dtype_unknown": ({"optimizer_state_dtype": "int4"}, ("optimizer_state_dtype='int4'.*choose float32",)),
     "recompute_unknown": ({"recompute": "some"}, ("recompute='some'; choose auto, none or full",)),
     "budget_twice": (

@@ -111,5 +111,5 @@ def test_refuses_other_shapes(device):
         fp8.quantize(x, partials, 448.0, LEAST, scale, narrow, None)
     with pytest.raises(ValueError, match=r"columns must have shape \[8, 7\], got \[4, 7\]"):
         fp8.quantize(x, partials, 448.0, LEAST, scale, None, narrow)
-    with pytest.raises(ValueError, match=r"x must be torch\.bfloat16 or torch\.float32"):
+    with pytest.raises(ValueError, match=r"x must be torch\.bfloat16 or torch\.float16 or torch\.float32"):
         fp8.absmax_partials(x.double(), partials)

@@ -103,8 +103,8 @@ def test_a_layer_and_its_unit_are_those_of_the_written_sum(spans, behind, checks
     params |= {"v": torch.randn(20, WIDTH), "d.lora_A": torch.randn(3, WIDTH), "d.lora_B": torch.randn(20, 3)}
     inputs, grad, found = {"x": torch.randn(19, 24), "r": torch.randn(19, 20)}, torch.randn(19, 20), []
     for kernel in (False, True):
-        for module in ("adapters.lora", "glu"):
-            monkeypatch.setattr(f"flexengine.ops.{module}.use_kernel", lambda tensor, kernel=kernel: kernel)
+        for choice in ("adapters.lora.use_product_kernel", "glu.use_kernel"):
+            monkeypatch.setattr(f"flexengine.ops.{choice}", lambda tensor, kernel=kernel: kernel)
         outputs, grads, sums = run_ops(ops, params, inputs, {"y": grad})
         found.append({name: outputs[name] for name in ("a", "y")} | {"grad_x": grads["x"]} | sums)
     expected = by_autograd(params, inputs, spans, behind, grad)

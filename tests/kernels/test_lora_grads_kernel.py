@@ -59,7 +59,9 @@ def test_a_layer_has_the_gradients_of_separate_passes(before_a_unit, columns, ch
     x, output, found = torch.randn(70, 24).bfloat16(), ops[-1].outputs[0], []
     grad = torch.randn(70, *output.shape).bfloat16()
     for kernel in (False, True):
-        monkeypatch.setattr("flexengine.ops.adapters.lora_grads.use_kernel", lambda tensor, kernel=kernel: kernel)
+        monkeypatch.setattr(
+            "flexengine.ops.adapters.lora_grads.use_product_kernel", lambda tensor, kernel=kernel: kernel
+        )
         _, grads, sums = run_ops(ops, params, {"x": x}, {output.name: grad}, chunks=2)
         found.append(grads | sums)
     assert found[0].keys() == found[1].keys() == {"x", "l.lora_A", "l.lora_B"}

@@ -104,7 +104,7 @@ def test_sequences_with_all_tokens_share_calls_under_any_plan(tmp_path, monkeypa
             return losses, engine.state_dict()
 
     losses, state = train()
-    assert set(counts) == {(48, 3), (7, 1), (6, 1)}
+    assert set(counts) == {(32, 2), (7, 1), (6, 1)}  # both rounds have nearly as many tokens
     again, other = train(max_gpu_mem_bytes=2 * 10**5)
     assert again == losses
     same_bits(other, state)

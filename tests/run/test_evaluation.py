@@ -79,7 +79,7 @@ class ScriptedEngine:
 
     def train_step(self, input_ids, labels, lr):
         out = SimpleNamespace(loss=1.0, num_tokens=10, num_target_tokens=5, model_flops=1.0, hardware_flops=1.0)
-        return out, SimpleNamespace(grad_norm=1.0, skipped=False, seconds=0.1)
+        return out, SimpleNamespace(grad_norm=1.0, skipped=False, seconds=0.1, loss_scale=None)
 
     def evaluate(self, input_ids, labels):
         self.evaluated.append(input_ids)

@@ -93,7 +93,7 @@ class FakeEngine:
             loss=loss, num_tokens=tokens, num_target_tokens=targets, model_flops=6e9, hardware_flops=8e9
         )
         self.lrs.append(lr)
-        return out, SimpleNamespace(grad_norm=1.5, skipped=len(self.lrs) == self.skip_at, seconds=0.1)
+        return out, SimpleNamespace(grad_norm=1.5, skipped=len(self.lrs) == self.skip_at, seconds=0.1, loss_scale=None)
 
     def evaluate(self, input_ids, labels):
         self.evaluated.append((input_ids, labels))
