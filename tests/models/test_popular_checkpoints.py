@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import transformers
+from thorough import cases
 
 from bench.coverage import OPAQUE_BOUND, ROUNDED, TOKENS, TOWER, compared, shrunk
 from flexengine.hardware.presets import preset
@@ -50,7 +51,7 @@ def test_native_ones_have_their_published_size():
     assert {name: share for name, share in found.items() if abs(share - 1) > 0.01} == {}
 
 
-@pytest.mark.parametrize("name", ["HuggingFaceTB/SmolLM3-3B", "google/gemma-3-4b-it"])
+@pytest.mark.parametrize("name", cases(["HuggingFaceTB/SmolLM3-3B", "google/gemma-3-4b-it"], ["google/gemma-3-4b-it"]))
 def test_plans_at_full_size_keep_their_budgets(name):
     spec = build_model(name, CHECKPOINTS[name][1])
     request = Request(2048, 32768, 24 << 30, 640 << 30, chunk_tokens=4096, round_tokens=16384)

@@ -47,7 +47,7 @@ def train(rank: int, folder: str, kind: str) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, ("dpo", "grpo", "distill")))
+@pytest.mark.parametrize("kind", cases(KINDS, ("dpo", "grpo")))
 def test_two_ranks_learn_what_one_learns(tmp_path, kind):
     records, _, details = KINDS[kind]
     (tmp_path / "rewards.py").write_text(REWARDS)

@@ -174,6 +174,7 @@ def test_llama_8b_in_24_gib(search, request):
     assert predicted.busy_s["compute"] > 0.9 * predicted.step_s
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick_search")
 def test_llama_1b_in_4_gib():
     request = Request(2048, 131072, 4 * GIB, 60 * GIB, graphs="never")
