@@ -270,7 +270,7 @@ def choose_kernels(
     if not q.is_cuda:
         return None
     width = q.shape[-1]
-    names = [name for name in KERNEL_NAMES if runs_on(name, q.device)]
+    names: list[KernelName] = [name for name in KERNEL_NAMES if runs_on(name, q.device)]
     able: list[KernelName] = [name for name in names if can_serve(name, q.dtype, width, style, value_dim)]
     if "cudnn" in able and not _serves_cudnn(seq_lens, other_lens):
         able.remove("cudnn")
