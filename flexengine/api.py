@@ -27,7 +27,7 @@ from flexengine.models.task_heads import new_head_notice
 from flexengine.native.host_memory import gpu_numa_node
 from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
 from flexengine.options.adapters import LORA_OPTIONS, meant_by
-from flexengine.options.job import ADAPTER_LR, Job, OptimizerName
+from flexengine.options.job import ADAPTER_LR, Job, OptimizerName, plans_clipping
 from flexengine.options.keywords import takes
 from flexengine.options.lora import LoRA
 from flexengine.options.option import options_of
@@ -198,8 +198,8 @@ def prepare(arguments: PrepareArguments) -> PlannedRun:
 
 
 def _prepare(arguments: PrepareArguments) -> PlannedRun:
-    asked, how = (arguments.path_or_preset, arguments.as_job(), arguments.hardware), arguments.whole_steps
-    return prepare_job(*asked, whole_steps=how)
+    path_or_preset, job = arguments.path_or_preset, arguments.as_job()
+    return prepare_job(path_or_preset, job, arguments.hardware, whole_steps=arguments.whole_steps)
 
 
 def prepare_job(
@@ -389,7 +389,7 @@ def check_optimizer(optimizer: object) -> None:
 
 def _check_same_plan(planned: PlannedRun, job: Job) -> None:
     """Raise ValueError for a change that the plan does not know of."""
-    if planned.plan.request.clipping != (job.max_grad_norm is not None or job.numerics.scales_loss):
+    if planned.plan.request.clipping != plans_clipping(job):
         made = "with" if planned.plan.request.clipping else "without"
         raise ValueError(
             f"max_grad_norm={job.max_grad_norm}, but the plan was made {made} clipping; give prepare the same"

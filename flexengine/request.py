@@ -31,7 +31,7 @@ from flexengine.models.task_heads import config_for, read_head, with_head_saved,
 from flexengine.models.towers.description import frozen_of_images, with_images
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options.adapters import LORA_OPTIONS
-from flexengine.options.job import Job
+from flexengine.options.job import Job, plans_clipping
 from flexengine.options.lora import LoRA
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import hub_model, shown
@@ -273,7 +273,7 @@ def make_request(
         whole_steps=whole_steps,
         graphs=job.cuda_graphs,
         numerics=job.numerics,
-        clipping=job.max_grad_norm is not None or job.numerics.scales_loss,
+        clipping=plans_clipping(job),
         ranks=ranks,
         nodes=nodes,
         max_drive_bytes=drive_budget(job.offload_dir, job.max_disk_gib, ranks * nodes),

@@ -192,7 +192,7 @@ class GLU(Op):
         gate_up, out = env.t[self.gate_up], env.t[self.y]
         if self.before is None or not env.adapters:
             return glu_forward(gate_up, out, self.activation)
-        if has_kernel(gate_up) and multiplies_in_kernels(gate_up.device):
+        if has_product_kernel(gate_up):
             return self._unit_of_sums(gate_up, self.before.of(env), out)
         glu_forward(with_added(gate_up, *self.before.of(env)), out, self.activation)
 
@@ -212,7 +212,7 @@ class GLU(Op):
         if self.before is None and behind is None:
             return glu_backward(grad_out, gate_up, grad_gate_up, self.activation)
         added = (gate_up[:, :1], gate_up[:0, :1], ()) if self.before is None else self.before.of(env)
-        if has_kernel(gate_up) and multiplies_in_kernels(gate_up.device):
+        if has_product_kernel(gate_up):
             from flexengine.kernels import lora_glu  # noqa: PLC0415
 
             return lora_glu.glu_backward(grad_out, gate_up, *added, grad_gate_up, str(self.activation), behind)
@@ -243,3 +243,8 @@ def plus_product(grad_out: Tensor, behind: tuple[Tensor, Tensor] | None) -> Tens
 def has_kernel(tensor: Tensor) -> bool:
     """Whether kernels of units take a tensor: all types but float64."""
     return use_kernel(tensor) and tensor.element_size() < FLOAT64_BYTES
+
+
+def has_product_kernel(tensor: Tensor) -> bool:
+    """Whether kernels of units that multiply by adapters' matrices take a tensor."""
+    return has_kernel(tensor) and multiplies_in_kernels(tensor.device)

@@ -293,6 +293,12 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
         return Job(**{name: getattr(self, name) for name in options_of(Job)})
 
 
+def plans_clipping(job: Job) -> bool:
+    """Whether steps are planned as clipped ones: under a loss scale, too, no update counts before all gradients are
+    known."""
+    return job.max_grad_norm is not None or job.numerics.scales_loss
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardJob(Job):
     """A job that trains nothing and only runs forward, as to generate: weights have no gradients and no states."""

@@ -159,16 +159,11 @@ class StepPredictor:
 
     def _interpolated(self, rounds: Rounds, place: float, rows: float) -> float:
         """Seconds of a step between places of the grid, by compute and by rows."""
-        below = min(GRID - 1, math.floor(rows))
-        more = rows - below
-        return sum(
-            weight * self._at_rows(rounds, place, at) for at, weight in ((below, 1 - more), (below + 1, more)) if weight
-        )
 
-    def _at_rows(self, rounds: Rounds, place: float, rows: int) -> float:
-        below = math.floor(place)
-        low_s, high_s = (self._simulated(rounds, at, rows) for at in (below, below + 1))
-        return low_s + (place - below) * (high_s - low_s)
+        def at_rows(at: int) -> float:
+            return _between(place, lambda by_compute: self._simulated(rounds, by_compute, at))
+
+        return _between(rows, at_rows)
 
     def _simulated(self, rounds: Rounds, place: int, rows: int) -> float:
         """Seconds of a step whose compute has this many `GRID`ths of its full length, and whose chunks so many of
@@ -198,6 +193,13 @@ class StepPredictor:
         if self.plan.updates_on_cpu:
             return seconds
         return seconds + StepPricer(self.profile).update(self._layout, self._cost).step_s
+
+
+def _between(place: float, value_at: Callable[[int], float]) -> float:
+    """The value at a place between two of a grid, on the line through theirs; on one of them its own."""
+    below = math.floor(place)
+    low, more = value_at(below), place - below
+    return low + more * (value_at(below + 1) - low) if more else low
 
 
 def _without_graphs(plan: Plan) -> Plan:

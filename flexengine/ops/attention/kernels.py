@@ -13,7 +13,6 @@ Shapes: q, out [T, N, H]; k, v [K, G, H], K = T for packed sequences; lse [N, T]
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,11 +150,12 @@ class Efficient(Kernels):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
     ) -> tuple[Tensor, Tensor]:
         own, keys, values = self._repeated(Rows(q, k, v))
-        *sizes, mask = self._sizes(own, keys, lengths)
+        cu, cu_keys, longest, longest_keys, mask = self._sizes(own, keys, lengths)
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            own[None], keys[None], values[None], None, *sizes, 0.0, mask, True, scale=style.scale,
+            own[None], keys[None], values[None], None, cu, cu_keys, longest, longest_keys, 0.0, mask, True,
+            scale=style.scale,
         )  # fmt: skip
-        pieces = [rows[:, :count] for rows, count in zip(lse, self._counts(own, sizes, lengths), strict=True)]
+        pieces = [rows[:, :count] for rows, count in zip(lse, self._counts(own, cu, lengths), strict=True)]
         return out[0], torch.cat(pieces, dim=1)
 
     def backward(
@@ -164,7 +164,7 @@ class Efficient(Kernels):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v = self._repeated(rows)
         cu, cu_keys, longest, longest_keys, mask = self._sizes(q, k, lengths)
-        counts = self._counts(q, (cu,), lengths)
+        counts = self._counts(q, cu, lengths)
         lse = results.lse.new_full((len(counts), q.shape[1], -(-max(counts) // 32) * 32), torch.inf)
         for padded, piece, count in zip(lse, results.lse.split(counts, dim=1), counts, strict=True):
             padded[:, :count] = piece
@@ -191,9 +191,9 @@ class Efficient(Kernels):
         return lengths.cu_seqlens, lengths.cu_seqlens, longest, longest, 1
 
     @staticmethod
-    def _counts(q: Tensor, sizes: Sequence[Any], lengths: Lengths | None) -> list[int]:
-        """Tokens of the sequences whose statistics come one by one."""
-        return [len(q)] if sizes[0] is None or lengths is None else list(lengths.seq_lens)
+    def _counts(q: Tensor, cu: Tensor | None, lengths: Lengths | None) -> list[int]:
+        """Tokens of the sequences whose statistics come one by one. cu: running sums, where there are several."""
+        return [len(q)] if cu is None or lengths is None else list(lengths.seq_lens)
 
 
 class RowGradients(NamedTuple):

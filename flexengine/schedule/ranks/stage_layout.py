@@ -12,7 +12,7 @@ from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.parts import Part
 from flexengine.schedule.pieces import Piece, pieces_of, whole_piece
-from flexengine.schedule.ranks.stages import Stage, StageSemaphores, why_no_stages
+from flexengine.schedule.ranks.stages import Stage, StageSemaphores, head_group, why_no_stages
 from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import PlaneKind
 
@@ -40,7 +40,7 @@ class StageLayout(Layout):
     @property
     def head_group(self) -> int:
         """The group whose gradient is relayed, unless it is frozen."""
-        return self.given.layers[-1].groups[0]
+        return head_group(self.given)
 
     def owns_group(self, group: int) -> bool:
         """Whether all rounds of a group's layer are this rank's."""

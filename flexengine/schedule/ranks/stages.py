@@ -110,6 +110,11 @@ class StageSemaphores:
         return (self.norm()._replace(of="all"),)
 
 
+def head_group(model: ModelSpec) -> int:
+    """The number of the head's group, which those of adapters come behind."""
+    return model.layers[-1].groups[0]
+
+
 def why_no_stages(model: ModelSpec, ranks: int) -> str:
     """Why so many ranks cannot train a model in stages, in words; empty where they can."""
     blocks, edges = len(model.blocks), (model.layers[0], model.layers[-1])

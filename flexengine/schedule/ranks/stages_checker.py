@@ -16,7 +16,7 @@ from flexengine.schedule.commands import Command, FinishGradient, LayerCall, Upd
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.order import Event
 from flexengine.schedule.ranks.rank_run import RankRun
-from flexengine.schedule.ranks.stages import HandedOver
+from flexengine.schedule.ranks.stages import HandedOver, head_group
 
 Wave = tuple[int, int]
 """A step, and the number of the wave in it."""
@@ -55,7 +55,7 @@ def check_layers(layout: Layout, together: Sequence[RankRun], wave: str) -> None
 
 def _check_rounds(layout: Layout, together: Sequence[RankRun], wave: str) -> None:
     """Check how often each part of a gradient is stored in a wave, and whether it is added to what is stored."""
-    rounds, head = together[0].rounds, layout.model.layers[-1].groups[0]
+    rounds, head = together[0].rounds, head_group(layout.model)
     stored: dict[tuple[int, int, int], list[bool]] = defaultdict(list)  # (number, before, elements) of a run, in order
     for rank, run in enumerate(together):
         finished = (c.args for c in run.program.commands if isinstance(c.args, FinishGradient))
@@ -101,6 +101,6 @@ def held_in_stages(layout: Layout, event: Event, role: str, owner: str, writes: 
         return run.step, run.number, int(isinstance(what, HandedOver) and what.back)
     if run.updates or isinstance(event.command.args, UpdateTile):  # speculative ones read what their wave has left
         return run.step, rounds.stop - 1
-    if owner == layout.model.groups[layout.model.layers[-1].groups[0]].name:
+    if owner == layout.model.groups[head_group(layout.model)].name:
         return run.step, rounds.start + event.rank - (not writes)
     return run.step, rounds.stop - 1 if writes else rounds.start - 1
