@@ -127,7 +127,8 @@ class Plan:
 
     Chunks hold up to `chunk_tokens` packed tokens; a round is up to `chunks_per_round` chunks. Slot counts are prefetch
     depths: `weight_slots` for streamed block weights, `save_slots` for kept outputs on their way to and from the
-    host, `drive_slots` for states of `drive_tile` elements on their way from and to a drive. `share_edge_slots` lays
+    host, `drive_slots` for states of `drive_tile` elements on their way from and to a drive,
+    `window_slots` for what layers carry along sequences that ranks cut. `share_edge_slots` lays
     the embedding's and head's slots over the blocks' slots, `grads_over_weights` their gradients' slots over their
     weights', which nobody reads once the gradient is made. in_parts: blocks whose experts
     may be cut stream them part by part, so that a slot holds a part; `weight_slots` and `grad_slots` count such slots.
@@ -159,6 +160,7 @@ class Plan:
     transport: TransportName = "relay"
     drive_slots: int = 4
     drive_tile: int = 1 << 24
+    window_slots: int = 1
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:
@@ -166,7 +168,8 @@ class Plan:
             raise ValueError(
                 f"chunk_tokens={self.chunk_tokens} and chunks_per_round={self.chunks_per_round} must be > 0"
             )
-        if min(self.weight_slots, self.grad_slots, self.save_slots, self.optimizer_slots, self.drive_slots) < 1:
+        slots = self.weight_slots, self.grad_slots, self.save_slots, self.optimizer_slots, self.drive_slots
+        if min(*slots, self.window_slots) < 1:
             raise ValueError("every kind of slot needs at least one")
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")

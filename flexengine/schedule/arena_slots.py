@@ -354,9 +354,11 @@ class _GpuSlots:
                     region.add_once(key, num_bytes, "kept activations", self._sizes.most_saved(layer)[0])
 
     def _window_slots(self, region: Region) -> None:
-        """Append slots for what the layer in work carries along a sliced sequence, as large as the largest layer's."""
+        """Append slots for what layers in work carry along a sliced sequence, as large as the largest layer's."""
         if self._sizes.window_rows:
             layers = [i for i, layer in enumerate(self._model.layers) if layer.kind == "block"]
             windows = [self._sizes.window_of(layer) for layer in layers]
-            region.add("window", max(w.num_bytes for w in windows), "key/value window")
-            region.add("grad_window", max(w.grad_bytes for w in windows), "key/value window")
+            for k in range(self._plan.window_slots):
+                region.add("window", max(w.num_bytes for w in windows), "key/value window", index=k)
+            for k in range(self._plan.window_slots):
+                region.add("grad_window", max(w.grad_bytes for w in windows), "key/value window", index=k)

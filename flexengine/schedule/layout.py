@@ -9,7 +9,7 @@ from __future__ import annotations
 from copy import copy
 from functools import cached_property
 from itertools import accumulate
-from typing import Self
+from typing import Literal, Self
 
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
@@ -72,6 +72,11 @@ class Layout(PlannedSizes):
     def place(self, role: Role, owner: str | int = "", index: int = -1, memory: Memory = "gpu") -> Slot:
         """The slot with this key. Raises KeyError when the plan gives none."""
         return self.slots[self.slot(role, owner, index, memory)]
+
+    def window(self, role: Literal["window", "grad_window"], layer: int) -> int:
+        """The slot of what a layer carries along a sliced sequence. Layers take turns where there are several."""
+        ring = self.ring(role)
+        return ring[layer % len(ring)]
 
     def ring(self, role: Role, owner: str | int = "") -> list[int]:
         """Indices of all GPU slots 0, 1, ... of a role and owner; empty when the plan gives none."""

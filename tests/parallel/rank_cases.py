@@ -334,7 +334,7 @@ def planned(case: Case, ranks: Ranks) -> Plan:
         plan = in_stages(plan)
     if case.context and ranks.size > 1:
         homes = (home if home.update == "none" else GroupPlan(update=home.update) for home in plan.groups)
-        plan = replace(plan, transport="context", groups=tuple(homes))
+        plan = replace(plan, transport="context", groups=tuple(homes), window_slots=1 + ranks.size % 2)
     if case.bold and ranks.size > 1:
         homes = [replace(home, speculative=home.update == "cpu") for home in plan.groups]
         if case.stages:  # the second block of two would be on a GPU

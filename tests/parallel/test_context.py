@@ -42,7 +42,8 @@ def cut(plan: Plan, model: ModelSpec, size: int, update: Literal["cpu", "gpu"] =
     """The plan for ranks that cut rounds, of sequences of six slices and two chunks more."""
     request = replace(plan.request, ranks=size, max_seq_len=64 * SLICES, max_global_batch_tokens=4096)
     groups = homes_of(model, [GroupPlan(update=update)] * len(model.groups))
-    return replace(plan, request=request, transport="context", groups=groups, chunks_per_round=SLICES + 2)
+    rounds = {"chunks_per_round": SLICES + 2, "window_slots": 1 + size % 2}
+    return replace(plan, request=request, transport="context", groups=groups, **rounds)
 
 
 def round_of(slices: int, before: int = 0, after: int = 0) -> RoundShape:

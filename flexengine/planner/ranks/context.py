@@ -23,6 +23,9 @@ from flexengine.schedule.ranks.transports import layout_of
 CHUNKS_OF_RANK = (4, 16)
 """Chunks of the longest sequence for each rank that are tried, unless sizes are pinned. More balance work better and
 take longer to plan; fewer attend with more queries at once."""
+WINDOW_SLOTS = (2, 1)
+"""Slots for what layers carry along sequences, the first number that has room. With two, what other ranks hand over of
+the next layer comes while this one computes."""
 
 
 def why_not(model: ModelSpec, request: Request) -> str:
@@ -83,11 +86,13 @@ def _fitted(of_rank: Problem, request: Request) -> Plan | None:
         found = fastest(OF_WHOLE_EXPERTS, replace(of_rank, request=asked))
         if found is None:
             return None
-        plan = replace(found.plan, request=request, transport="context", touched_only=False)
-        layout = layout_of(of_rank.model, plan)
-        room = of_rank.room(layout)
-        if room.fits:
-            return replace(plan, predicted=bytes_planned(layout, plan.predicted, of_rank.profile))
+        for window_slots in WINDOW_SLOTS:
+            changes = {"transport": "context", "touched_only": False, "window_slots": window_slots}
+            plan = replace(found.plan, request=request, **changes)
+            layout = layout_of(of_rank.model, plan)
+            room = of_rank.room(layout)
+            if room.fits:
+                return replace(plan, predicted=bytes_planned(layout, plan.predicted, of_rank.profile))
         gpu, host = room.lacks(of_rank.limits.spare_bytes)
         kept = plan.num_chunks / layout.kept_chunks  # of a round, over those of a rank
         whole = host_required_bytes(of_rank.layout(replace(found.plan, request=own)), of_rank.profile)

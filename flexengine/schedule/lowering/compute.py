@@ -83,11 +83,12 @@ class ComputeLowering:
 
     def _bind_window(self, call: ComputeCall) -> None:
         """Bind the keys and values of a sliced sequence: forward adds a slice, backward reads all up to its own."""
-        c, chunk, window = call.chunk, self._context.shape.chunks[call.chunk], self._layout.slot("window")
+        c, chunk = call.chunk, self._context.shape.chunks[call.chunk]
+        window = self._layout.window("window", call.layer)
         call.areas["window"] = window
         sequence = f"window {call.layer} {chunk.first_slice}"
         if call.kind == "backward":
-            grad_window = self._layout.slot("grad_window")
+            grad_window = self._layout.window("grad_window", call.layer)
             call.reads.append(Access(window, f"{sequence} to {self._context.slices_here(chunk)[-1]}"))
             if c != chunk.last_slice:
                 call.reads.append(Access(grad_window, f"grad {sequence} from {c + 1}"))

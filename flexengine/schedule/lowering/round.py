@@ -242,11 +242,8 @@ class RoundLowering(LayerWalk):
         self, index: int, layer: LayerSpec, at: StagePart, weights: dict[int, int], accumulators: dict[int, int],
         begun: bool, chunks: Sequence[int],
     ) -> None:  # fmt: skip
-        """Run the chunks of a round in reverse order, which is that of a sliced sequence's gradients.
-
-        The head goes in forward order: its chunks arrive that way, and it starts the backward pass.
-        """
-        order = chunks if layer.kind == "head" else chunks[::-1]
+        """Run the chunks of a round in reverse order, which is that of a sliced sequence's gradients."""
+        order = chunks[::-1]
         for number, c in enumerate(order):
             self.gradients.update_waiting(turns=len(order) - number)
             chunk = self.context.shape.chunks[c]

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from flexengine.schedule.checker import ProgramError
-from flexengine.schedule.commands import FinishGradient, LayerCall
+from flexengine.schedule.commands import FinishGradient
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.context_semaphores import HandedOn
@@ -60,7 +60,7 @@ def _check_stored(layout: Layout, together: Sequence[RankRun], where: str) -> No
     """Check that each part of a gradient is stored as often as layers add to it, and what it is added to."""
     stored: dict[tuple[int, int, int, int], list[bool]] = defaultdict(list)
     number = together[0].number
-    for run in reversed(together):  # the head's come first, and end on the last rank
+    for run in together:
         for args in (c.args for c in run.program.commands if isinstance(c.args, FinishGradient)):
             for found in args.runs:
                 stored[args.group, found.number, found.before, found.numel].append(args.has_previous)
@@ -79,15 +79,12 @@ def _check_stored(layout: Layout, together: Sequence[RankRun], where: str) -> No
 
 def held_in_context(event: Event) -> tuple[int, ...]:
     """What bytes of the node's memory hold where an event reads them, or has written them: of which step, round and
-    layer; of a tied gradient that its other layer has yet to be added to."""
+    layer; what the head has stored of a tied gradient has no layer."""
     run, what = event.run, event.command.args
     return run.step, run.number, what.layer if isinstance(what, HandedOn) else -1
 
 
-def is_stored_by_head(layout: Layout, event: Event, owner: str, writes: bool) -> bool:
-    """Whether an event writes, or reads, what the head has stored of a tied group's gradient before the embedding."""
-    if event.run.updates or isinstance(event.command.args, LayerCall):
-        return False
-    tied = {g.name for g, use in zip(layout.model.groups, group_uses(layout.model), strict=True) if use.gradients > 1}
-    last = event.rank == layout.plan.request.ranks - 1
-    return owner in tied and last == writes
+def reads_what_head_stored(event: Event) -> bool:
+    """Whether an event of a round fetches a tied gradient behind the head, which has stored it in the same round."""
+    left = event.command.name._replace(verb="offload")
+    return any(command.name == left for command in event.run.program.commands[: event.command.index])

@@ -6,17 +6,15 @@ from typing import NamedTuple
 
 from flexengine.models.spec import LayerSpec
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Signal, Stream
-from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import SlotRing, StagePart
 from flexengine.schedule.lowering.gradients import GradientLowering, nothing_in_round
 from flexengine.schedule.lowering.kinds import RoundKind, Wave
 from flexengine.schedule.lowering.round import RoundLowering
 from flexengine.schedule.lowering.shape import ChunkShape, RoundShape
-from flexengine.schedule.lowering.stored_gradient import StoredPiece
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.ranks.chunk_shares import shares_of
-from flexengine.schedule.ranks.context_semaphores import ContextSemaphores, HandedOn, ends_of_groups
+from flexengine.schedule.ranks.context_semaphores import ContextSemaphores, HandedOn
 from flexengine.schedule.ranks.relay_lowering import SharedContext, SharedUpdate
 from flexengine.schedule.ranks.stage_lowering import exchange_squares
 from flexengine.schedule.slots import SlotKey
@@ -52,16 +50,10 @@ class ChunksContext(SharedContext):
     def number_kept(self, c: int) -> int:
         return c - self.chunks.start
 
-    def order_of(self, layer: LayerSpec) -> list[int]:
-        """The ranks that add to a layer's gradient, in turn; the last one stores it.
-
-        The head's chunks go forward. The last rank stores its gradient also where it has no chunks, so that the same
-        rank does in every round.
-        """
-        running = [rank for rank in range(self.size) if self.shares[rank]]
-        if layer.kind != "head":
-            return running[::-1]
-        return running if running[-1] == self.size - 1 else [*running, self.size - 1]
+    @property
+    def order(self) -> list[int]:
+        """The ranks that add to a layer's gradient, in turn; the last one, which is the first rank, stores it."""
+        return [rank for rank in range(self.size) if self.shares[rank]][::-1]
 
     # -- between neighbours --------------------------------------------------------------------------------------------
 
@@ -127,7 +119,7 @@ class WindowsHandedOn:
             slices = range(max(first, share.start), share.stop)
             if slices:
                 regions = [r for c in slices for r in self._regions(layer, c, c - first)]
-                target = Access(self._layout.slot("window"), f"window {layer} {first} to {slices[-1]}")
+                target = Access(self._layout.window("window", layer), f"window {layer} {first} to {slices[-1]}")
                 what = HandedOn("window", layer, giver, taken=True)
                 name = CommandName("fetch", "window", self._owner(layer), giver)
                 self._context.take(Moved(name, f"rows {layer} {giver}", regions, what), target, again)
@@ -135,7 +127,7 @@ class WindowsHandedOn:
     def leave_rows(self, layer: int, c: int) -> None:
         """Leave the rows of a slice for later ranks."""
         first, own = self._context.shape.chunks[c].first_slice, self._context.chunks
-        source = Access(self._layout.slot("window"), f"window {layer} {first} to {c}")
+        source = Access(self._layout.window("window", layer), f"window {layer} {first} to {c}")
         what = HandedOn("window", layer, self._context.rank, taken=False)
         name, regions = CommandName("offload", "window", self._owner(layer), c), self._regions(layer, c, c - first)
         self._context.leave(Moved(name, f"rows {layer} {c}", regions, what), source, ends=c + 1 == own.stop)
@@ -145,7 +137,7 @@ class WindowsHandedOn:
         own, giver = self._context.chunks, self._context.rank + 1
         first = self._context.shape.chunks[own[-1]].first_slice
         regions = [r for c in range(first, own.stop) for r in self._grad_regions(layer, c - first, giver)]
-        target = Access(self._layout.slot("grad_window"), f"grad window {layer} {first} from {own.stop}")
+        target = Access(self._layout.window("grad_window", layer), f"grad window {layer} {first} from {own.stop}")
         what, name = HandedOn("grads", layer, giver, taken=True), CommandName("fetch", "window", self._owner(layer))
         self._context.take(Moved(name, f"grads {layer} {giver}", regions, what), target)
 
@@ -153,7 +145,7 @@ class WindowsHandedOn:
         """Leave the gradients of rows of ranks before this one."""
         own, rank = self._context.chunks, self._context.rank
         first = self._context.shape.chunks[own.start].first_slice
-        source = Access(self._layout.slot("grad_window"), f"grad window {layer} {first} from {own.start}")
+        source = Access(self._layout.window("grad_window", layer), f"grad window {layer} {first} from {own.start}")
         regions = [r for c in range(first, own.start) for r in self._grad_regions(layer, c - first, rank)]
         what, name = HandedOn("grads", layer, rank, taken=False), CommandName("offload", "window", self._owner(layer))
         taken = self._context.semaphores.handed(what._replace(taken=True))._replace(of=rank - 1)
@@ -166,7 +158,7 @@ class WindowsHandedOn:
         """From the window to the place of chunk c, the `number`-th slice of its sequence."""
         layout, place = self._layout, self._layout.slot("handed", f"window {layer}", c, "node")
         pieces = slice_pieces(layout.window_of(layer), layout.window_slices, number, layout.compute_bytes, grads=False)
-        window = layout.slot("window")
+        window = layout.window("window", layer)
         return [CopyRegion(window, piece.first, place, piece.packed, piece.num_bytes) for piece in pieces]
 
     def _grad_regions(self, layer: int, number: int, giver: int) -> list[CopyRegion]:
@@ -174,20 +166,18 @@ class WindowsHandedOn:
         of_layer = layout.window_of(layer), layout.window_slices
         num_bytes = slice_bytes(*of_layer, layout.compute_bytes, grads=True)
         whole = SlotKey("handed", f"grads {giver}", number, "node")
-        place, window = layout.slot_of(whole._replace(within=("bytes", num_bytes))), layout.slot("grad_window")
+        place, window = layout.slot_of(whole._replace(within=("bytes", num_bytes))), layout.window("grad_window", layer)
         pieces = slice_pieces(*of_layer, number, layout.compute_bytes, grads=True)
         return [CopyRegion(window, piece.first, place, piece.packed, piece.num_bytes) for piece in pieces]
 
 
 class ChunksGradients(GradientLowering):
     """Goes on from the accumulators of the rank before in the order of chunks, and hands them on; the last one stores.
-
-    Head and embedding of a tied group are stored by the last and the first rank, one after the other.
     """
 
     def __init__(self, context: ChunksContext, kind: RoundKind) -> None:
         super().__init__(context, kind, nothing_in_round(context.layout))
-        self._chunks, self._uses = context, group_uses(context.model)
+        self._chunks = context
         self._at_work: LayerSpec | None = None
         self._accumulators: dict[str, SlotRing] = {}
         self._slots: dict[int, int] = {}  # by group, its accumulator
@@ -202,7 +192,7 @@ class ChunksGradients(GradientLowering):
             if name not in self._accumulators:
                 self._accumulators[name] = SlotRing(self._layout.ring("accumulator", name))
             found[group] = self._accumulators[name].take()
-        order = self._chunks.order_of(layer)
+        order = self._chunks.order
         place = order.index(self._chunks.rank)
         for group in self._trained(layer) if place else ():
             slot = found[group]
@@ -215,11 +205,9 @@ class ChunksGradients(GradientLowering):
         """Hand an accumulator on, or store the gradient where all chunks have been added."""
         layer, rank = self._at_work, self._chunks.rank
         assert layer is not None, "accumulators come first"
-        order = self._chunks.order_of(layer)
+        order = self._chunks.order
         following = order[order.index(rank) + 1 :][:1]
         if not following:
-            if self._is_tied(group) and layer.kind != "head":
-                self._stored.add((group, part))  # by the last rank
             super().finish(group, part, accumulator)
             return
         what, number = HandedOn("sums", self._number(layer), rank, taken=False), layer.groups.index(group)
@@ -233,23 +221,6 @@ class ChunksGradients(GradientLowering):
 
     def _name(self, group: int) -> str:
         return self._context.model.groups[group].name
-
-    def _fetch_home(self, stored: StoredPiece, back: list[CopyRegion]) -> None:
-        super()._fetch_home(stored, back)
-        if self._is_tied(stored.group):
-            head = self._at_work is not None and self._at_work.kind == "head"
-            signal = self._chunks.semaphores.relayed(stored.group, stored.part, stored.number)
-            awaits = signal._replace(of=0, lag=1) if head else signal._replace(of=self._chunks.size - 1)
-            self._builder.between_ranks(-1, awaits=(awaits,))
-
-    def _send_home(self, stored: StoredPiece, staging: int) -> None:
-        super()._send_home(stored, staging)
-        if self._is_tied(stored.group):
-            signal = self._chunks.semaphores.relayed(stored.group, stored.part, stored.number)
-            self._builder.between_ranks(-1, signals=(signal,))
-
-    def _is_tied(self, group: int) -> bool:
-        return self._uses[group].gradients > 1
 
     def _class(self, group: int) -> str:
         return self._context.model.groups[group].slot_class
@@ -298,7 +269,7 @@ class ContextRound(RoundLowering):
             self._windows.leave_rows(index, c)
 
     def _backward_layer(self, index: int, layer: LayerSpec) -> None:
-        if self.context.rank in self.context.order_of(layer):
+        if self.context.chunks:
             super()._backward_layer(index, layer)
 
     def _refill_window(self, index: int, slices: range, weights: dict[int, int]) -> None:
@@ -315,7 +286,7 @@ class ContextRound(RoundLowering):
         begun: bool,
     ) -> None:  # fmt: skip
         layer = self.model.layers[index]
-        first = first and self.context.order_of(layer)[0] == self.context.rank
+        first = first and self.context.order[0] == self.context.rank
         super()._backward_chunk(index, c, at, weights, accumulators, first, begun)
         carries = layer.kind == "block" and self._windows.carries(index)
         if carries and c == self.context.chunks.start and self._windows.comes_from_before(c):
@@ -323,12 +294,12 @@ class ContextRound(RoundLowering):
 
 
 class ContextUpdate(SharedUpdate):
-    """An update before which the first rank and the last exchange sums of squares with all."""
+    """An update before which the first rank, which stores gradients, tells all of their sums of squares."""
 
     def sums_of_squares(self) -> Access:
-        layout, semaphores, rank = self.layout, ContextSemaphores(self.layout), self.kind.share.rank
-        own = [g for g, end in enumerate(ends_of_groups(layout)) if end == rank]
+        layout, semaphores = self.layout, ContextSemaphores(self.layout)
         trained = [g for g, spec in enumerate(layout.model.groups) if not spec.frozen]
+        own = trained if self.kind.share.rank == 0 else []
         before = (signal for group in trained[:1] for signal in semaphores.updated_before(group))
         exchange_squares(self.builder, layout, own, semaphores, *before)
         return Access(layout.slot("norm_squares"), "norm squares")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from flexengine.schedule.commands import Signal
@@ -27,7 +26,6 @@ class ContextSemaphores(Semaphores):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        self._ends = sorted(set(ends_of_groups(layout)) - {-1})
         self._first = super().count
         self._kinds = 3 + 2 * max(len(layer.groups) for layer in layout.model.layers)
         self._num_layers = len(layout.model.layers)
@@ -54,16 +52,5 @@ class ContextSemaphores(Semaphores):
         return Signal(self._first + what.layer * self._kinds + kind, "own", "round")
 
     def all_norms(self) -> tuple[Signal, ...]:
-        """The first rank has stored the sums of squares of blocks' gradients, and the last one those of the head's,
-        where these are trained."""
-        return tuple(self.norm()._replace(of=rank) for rank in self._ends)
-
-
-def ends_of_groups(layout: Layout) -> Sequence[int]:
-    """By group, the rank on which its gradient ends; -1 where it has none."""
-    found = [-1] * len(layout.groups)
-    for layer in layout.model.layers[::-1]:  # blocks and the embedding come after the head
-        for group in layer.groups:
-            if not layout.model.groups[group].frozen:
-                found[group] = layout.plan.request.ranks - 1 if layer.kind == "head" else 0
-    return found
+        """The first rank, on which all gradients end, has stored their sums of squares."""
+        return (self.norm()._replace(of=0),)

@@ -19,7 +19,7 @@ from flexengine.schedule.lowering.round import EvaluationLowering, RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.update import UpdateLowering
 from flexengine.schedule.ranks.chunk_shares import shares_of, why_no_context
-from flexengine.schedule.ranks.context_checker import check_context, held_in_context, is_stored_by_head
+from flexengine.schedule.ranks.context_checker import check_context, held_in_context, reads_what_head_stored
 from flexengine.schedule.ranks.context_lowering import ContextRound, ContextUpdate
 from flexengine.schedule.ranks.context_semaphores import ContextSemaphores
 from flexengine.schedule.ranks.order import Event
@@ -256,8 +256,10 @@ class Context(Alone):
         check_context(layout, runs)
 
     def held(self, layout: Layout, event: Event, role: str, owner: str, writes: bool) -> tuple[int, ...]:
-        if role == "handed" or is_stored_by_head(layout, event, owner, writes):
+        if role == "handed":
             return held_in_context(event)
+        if not writes and reads_what_head_stored(event):
+            return event.run.step, event.run.number
         return super().held(layout, event, role, owner, writes)
 
 
