@@ -4,7 +4,8 @@
 
 Every call is one that the engine makes: views of a fused row in bf16, packed sequences of equal length, results and
 gradients of queries, keys and values. Rates count the products that the definition has, over pairs that are visible:
-2 * (H + V) FLOPs per head and pair forward, 2 * (3 * H + 2 * V) backward, however many a kernel makes. Padded values
+2 * (H + V) FLOPs per head and pair forward, 2 * (3 * H + 2 * V) backward, however many a kernel makes. Rows of earlier
+keys are calls for a slice of a long sequence, whose queries all see so many keys of the slices before. Padded values
 are those of latent attention with zeros behind them, as kernels of one width want them. Errors are
 ||result - exact|| / ||exact|| against the plain path in float64, on two sequences of 512 tokens.
 """
@@ -39,9 +40,9 @@ class Case(NamedTuple):
     widths: tuple[int, int]
     style: AttentionStyle = CAUSAL
 
-    def flops(self, tokens: int, seq_len: int) -> tuple[float, float]:
-        """Forward and backward."""
-        pairs = tokens * self.heads[0] * self.style.mean_keys(seq_len)
+    def flops(self, tokens: int, seq_len: int, earlier: bool = False) -> tuple[float, float]:
+        """Forward and backward. earlier: every query sees seq_len keys."""
+        pairs = tokens * self.heads[0] * (seq_len if earlier else self.style.mean_keys(seq_len))
         return 2.0 * pairs * sum(self.widths), 2.0 * pairs * (3 * self.widths[0] + 2 * self.widths[1])
 
 
@@ -61,7 +62,15 @@ class Operands(NamedTuple):
 
     rows: Rows
     grad_out: Tensor
-    lengths: Lengths
+    lengths: Lengths | None
+
+
+def earlier_operands(case: Case, tokens: int, keys: int, device: torch.device) -> Operands:
+    """The queries of a slice, and so many keys and values of a window."""
+    (n, g), (h, v) = case.heads, case.widths
+    shapes = ((tokens, n, h), (keys, g, h), (keys, g, v), (tokens, n, v))
+    *rows, grad_out = (torch.randn(*shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    return Operands(Rows(*rows), grad_out, None)
 
 
 def operands_of(case: Case, seq_lens: tuple[int, ...], device: torch.device) -> Operands:
@@ -126,10 +135,14 @@ def relative(x: Tensor, exact: Tensor) -> float:
     return float((x[..., : exact.shape[-1]].double() - exact).norm() / exact.norm())
 
 
-def measure(case: Case, tokens: int, seq_len: int, device: torch.device) -> list[dict]:
-    """A row for all kernels that serve a case."""
-    operands, rows = operands_of(case, (seq_len,) * (tokens // seq_len), device), []
-    forward_flops, backward_flops = case.flops(tokens, seq_len)
+def measure(case: Case, tokens: int, seq_len: int, device: torch.device, earlier: bool = False) -> list[dict]:
+    """A row for all kernels that serve a case. earlier: seq_len is of earlier keys."""
+    if earlier:
+        operands = earlier_operands(case, tokens, seq_len, device)
+    else:
+        operands = operands_of(case, (seq_len,) * (tokens // seq_len), device)
+    forward_flops, backward_flops = case.flops(tokens, seq_len, earlier)
+    rows = []
     for name, pads in contenders(case):
         calls = Calls(KERNELS[name], padded(operands) if pads else operands, case.style)
         forward_s, backward_s = cuda_timer(calls.forward, LEAST_S), cuda_timer(calls.backward, LEAST_S)
@@ -138,6 +151,7 @@ def measure(case: Case, tokens: int, seq_len: int, device: torch.device) -> list
             "seq_len": seq_len,
             "kernels": name,
             "padded": pads,
+            "earlier": earlier,
             "forward_s": forward_s,
             "backward_s": backward_s,
             "forward_flops_per_s": forward_flops / forward_s,
@@ -151,11 +165,11 @@ def measure(case: Case, tokens: int, seq_len: int, device: torch.device) -> list
 
 def line(row: dict) -> str:
     """A row of the table."""
-    name = row["kernels"] + (", padded" if row["padded"] else "")
+    name = row["kernels"] + (", padded" if row["padded"] else "") + (", earlier" if row["earlier"] else "")
     figures = "".join(
         f"{1e3 * row[f'{half}_s']:9.3f} ms{row[f'{half}_flops_per_s'] / 1e12:6.0f}" for half in ("forward", "backward")
     )
-    return f"{row['case']:20}{row['seq_len']:6}  {name:15}{figures}  " + " ".join(
+    return f"{row['case']:20}{row['seq_len']:6}  {name:16}{figures}  " + " ".join(
         f"{error:.1e}" for error in row["errors"].values()
     )
 
@@ -165,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 8192], help="tokens of a sequence")
+    parser.add_argument("--earlier", type=int, nargs="*", default=[], help="earlier keys, of cases without a window")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="cases by name")
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args(arguments)
@@ -175,13 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_gpu("bench.attention")
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    print(f"{'case':20}{'tokens':>6}  {'kernels':15}{'forward':>12}{'TF/s':>6}{'backward':>12}{'TF/s':>6}  errors")
+    print(f"{'case':20}{'tokens':>6}  {'kernels':16}{'forward':>12}{'TF/s':>6}{'backward':>12}{'TF/s':>6}  errors")
     rows = []
     with torch.no_grad():
-        for case in CASES:
+        for case in (case for case in CASES if case.name in (args.only or [case.name])):
             for seq_len in args.seq_lens:
-                if case.name in (args.only or [case.name]):
-                    rows += measure(case, args.tokens, seq_len, device)
+                rows += measure(case, args.tokens, seq_len, device)
+            for keys in () if case.style.window else args.earlier:
+                rows += measure(case, args.tokens, keys, device, earlier=True)
     write_json(args.json, {"tokens": args.tokens, "rows": rows})
 
 

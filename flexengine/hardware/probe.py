@@ -21,6 +21,7 @@ from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import DEFAULT_SHAPE, HardwareProfile, ProbeShape
 from flexengine.native import library
 from flexengine.native.threads import host_threads
+from flexengine.ops.attention.packages import installed_packages
 from flexengine.ops.fp8 import multiplies_fp8
 
 PROBE_VERSION = 12  # part of the cache key: raise it when what is measured changes its meaning
@@ -268,7 +269,8 @@ def machine(device: torch.device) -> tuple[object, ...]:
     versions = (torch.__version__, torch.version.cuda, nvidia_driver_version() if cuda else "none")
     native = library.ABI_VERSION if library.load() is not None else None  # AdamW on the CPU is far slower without
     host = (cpu_name(), os.cpu_count(), torch.get_num_threads(), host_threads())
-    return (*versions, native, _name(device), total_bytes, *host)
+    packages = installed_packages() if cuda else ()  # none: a key as of before there were any
+    return (*versions, native, _name(device), total_bytes, *host, *packages)
 
 
 def _name(device: torch.device) -> str:

@@ -16,6 +16,11 @@ def multiplies_in_kernels(device: torch.device) -> bool:
     return device.type != "cuda" or _capability(device.index) >= PRODUCTS_SINCE
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a card."""
+    return _capability(device.index)
+
+
 @lru_cache
 def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)

@@ -6,7 +6,7 @@ from attention_helpers import PlainKernels
 
 from bench import attention
 from flexengine.ops.attention.kernels import Rows
-from flexengine.ops.attention.style import AttentionStyle
+from flexengine.ops.attention.style import CAUSAL, AttentionStyle
 
 CPU = torch.device("cpu")
 SMALL = attention.Case("small", (4, 2), (8, 4), AttentionStyle(window=5))
@@ -54,6 +54,9 @@ def test_rows_have_rates_of_both_directions(monkeypatch: pytest.MonkeyPatch, cap
     assert [(row["kernels"], row["padded"]) for row in rows] == [("flash", True), ("triton", False), ("triton", True)]
     assert rows[0]["forward_flops_per_s"] == SMALL.flops(40, 20)[0] / 1e-3
     assert "triton, padded" in capsys.readouterr().out
+    slices = attention.measure(SMALL._replace(style=CAUSAL), 12, 20, CPU, earlier=True)
+    assert slices[0]["forward_flops_per_s"] == pytest.approx(2 * 12 * 4 * 20 * (8 + 4) / 1e-3)
+    assert "triton, padded, earlier" in capsys.readouterr().out
 
 
 def test_lengths_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]):

@@ -14,8 +14,9 @@ from flexengine.hardware.curve import Points
 from flexengine.hardware.measure.timing import Timer
 from flexengine.ops.attention.choice import AttentionChoice, KernelName
 from flexengine.ops.attention.kernels import KERNELS, Lengths, Results, Rows, can_serve
+from flexengine.ops.attention.packages import PACKAGES
 from flexengine.ops.attention.reference import attention_backward_reference, attention_forward_reference
-from flexengine.ops.attention.style import AttentionShape
+from flexengine.ops.attention.style import AttentionShape, AttentionStyle
 
 QUERIES_PER_KEY = 4
 KERNEL_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy at any length
@@ -118,6 +119,13 @@ def fitting_rows(head_dim: int, free_bytes: int) -> int:
     return rows
 
 
+def errors_of(
+    kernels: KernelName,
+) -> tuple[Callable[[KernelName, AttentionShape, torch.device, torch.dtype], float], ...]:
+    """What kernels are checked by: of packages, of which a person may have any release, slices as well."""
+    return (error_of, slice_error_of) if kernels in PACKAGES else (error_of,)
+
+
 def error_of(kernels: KernelName, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> float:
     """Largest relative error of output, statistics and gradients against the plain path, on two sequences of 512.
 
@@ -129,11 +137,40 @@ def error_of(kernels: KernelName, shape: AttentionShape, device: torch.device, d
     rng = torch.zeros(2, dtype=torch.int64, device=device)
     results = Results(*KERNELS[kernels].forward(*operands, lengths, style))
     grads = KERNELS[kernels].backward(grad_out, operands, results, lengths, rng, style)
-    rows = Rows(*(x.cpu() for x in operands))
-    plain = Results(torch.empty(grad_out.shape, dtype=dtype), torch.empty(results.lse.shape))
-    attention_forward_reference(*rows, lengths.seq_lens, 0, *plain, style)
-    wanted = attention_backward_reference(grad_out.cpu(), rows, plain, lengths.seq_lens, 0, style=style)
-    pairs = zip((*results, *grads), (*plain, *wanted), strict=True)
+    return _largest_error((*results, *grads), operands, grad_out, lengths.seq_lens, style)
+
+
+def slice_error_of(kernels: KernelName, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> float:
+    """The same for the last 512 queries of a sequence of 1024: with a window one call, else one over their own keys and
+    one over the earlier ones, whose log-sum-exps join them."""
+    style, groups = shape.style.within(1024), max(1, KERNEL_ROWS // KERNEL_TOKENS // shape.members)
+    (q, k, v), grad_out, _ = _operands(1024, groups, 1024, shape, device, dtype)
+    q, grad_out, run = q[512:], grad_out[512:], KERNELS[kernels]
+    own = Lengths((512,), torch.arange(0, 1024, 512, dtype=torch.int32, device=device))
+    calls = [(slice(0, 1024), own)] if style.window else [(slice(512, 1024), own), (slice(0, 512), None)]
+    parts = [run.forward(q, k[keys], v[keys], lengths, style) for keys, lengths in calls]
+    lse = torch.stack([part.cpu() for _, part in parts]).logsumexp(0)
+    out = sum(out.cpu().float() * (part.cpu() - lse).exp().t()[..., None] for out, part in parts)
+    assert isinstance(out, Tensor)
+    joined = Results(out.to(device, dtype), lse.to(device))
+    rng, grads = torch.zeros(2, dtype=torch.int64, device=device), Rows(*(torch.zeros(x.shape) for x in (q, k, v)))
+    for keys, lengths in calls:
+        found = run.backward(grad_out, Rows(q, k[keys], v[keys]), joined, lengths, rng, style)
+        for total, grad in zip((grads.q, grads.k[keys], grads.v[keys]), found, strict=True):
+            total.add_(grad.cpu())
+    return _largest_error((*joined, *grads), Rows(q, k, v), grad_out, (512,), style, 512)
+
+
+def _largest_error(
+    found: Sequence[Tensor], operands: Rows, grad_out: Tensor, seq_lens: tuple[int, ...], style: AttentionStyle,
+    keys_before: int = 0,
+) -> float:  # fmt: skip
+    """Compare output, statistics and gradients with the plain path's on the CPU."""
+    rows, (tokens, heads) = Rows(*(x.cpu() for x in operands)), grad_out.shape[:2]
+    plain = Results(torch.empty(grad_out.shape, dtype=grad_out.dtype), torch.empty(heads, tokens))
+    attention_forward_reference(*rows, seq_lens, keys_before, *plain, style)
+    wanted = attention_backward_reference(grad_out.cpu(), rows, plain, seq_lens, keys_before, style=style)
+    pairs = zip(found, (*plain, *wanted), strict=True)
     return max(float((a.cpu().float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 

@@ -16,7 +16,7 @@ from flexengine.hardware.card_watch import CardWatch, mean_mhz
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.measure.attention import (
     AttentionRates,
-    error_of,
+    errors_of,
     fastest_first,
     fitting_rows,
     kernel_rates,
@@ -44,6 +44,7 @@ from flexengine.hardware.parts import AttentionProfile, HostProfile, LinkProfile
 from flexengine.hardware.profile import DeviceType, HardwareProfile, ProbeShape
 from flexengine.native import allocate_host
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
+from flexengine.ops.attention.kernels import runs_on
 from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE, multiplies_fp8
 from flexengine.ops.linear_shape import LinearShape
@@ -274,10 +275,10 @@ def _attention_rates(
     found: list[AttentionRates] = []
     rows = fitting_rows(shape.head_dim, int(MEMORY_SHARE * _free_bytes(device)))
     for kernels in KERNEL_NAMES if device.type == "cuda" else ():
-        if not serves(kernels, dtype, shape, KERNEL_LENGTHS[0]):
+        if not runs_on(kernels, device) or not serves(kernels, dtype, shape, KERNEL_LENGTHS[0]):
             continue
         try:
-            if error_of(kernels, shape, device, dtype) <= ATTENTION_ERROR:
+            if all(error(kernels, shape, device, dtype) <= ATTENTION_ERROR for error in errors_of(kernels)):
                 found.append(kernel_rates(kernels, KERNEL_LENGTHS, shape, device, dtype, timer, least_s, rows))
         except (RuntimeError, NotImplementedError):  # an older card
             pass

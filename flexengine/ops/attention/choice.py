@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple, get_args
 
 from flexengine.ops.attention.style import AttentionShape
 
-KernelName = Literal["flash", "cudnn", "triton", "efficient"]
+KernelName = Literal["flash", "cudnn", "triton", "efficient", "flash2", "flash3", "flash4"]
 """Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only. triton:
-our own, for 16 bits of every style. efficient: torch's memory-efficient ones, for float16 on cards before 8.0 too."""
+our own, for 16 bits of every style. efficient: torch's memory-efficient ones, for float16 on cards before 8.0 too.
+flash2, flash3, flash4: of the packages flash-attn, flash_attn_interface and flash-attn-4, where they are installed."""
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 
 

@@ -1,5 +1,5 @@
 """Attention kernels on CUDA behind one interface: torch's flash and memory-efficient ones, cuDNN's through torch's
-operators, our own.
+operators, our own, and those of packages that are installed (packages.py).
 
 A call is causal over packed sequences, every query with the keys of its own sequence up to itself, or it is over some
 earlier keys of one long sequence, which all queries see; or, with more keys than queries, causal over the end of one
@@ -12,62 +12,22 @@ Shapes: q, out [T, N, H]; k, v [K, G, H], K = T for packed sequences; lse [N, T]
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine.ops.attention.choice import KERNEL_NAMES, KernelName
+from flexengine.ops.attention.kernel_calls import Kernels, Lengths, Results, Rows
+from flexengine.ops.attention.packages import MOST_SEQUENCES, PACKAGES, installed, package_runs_on
 from flexengine.ops.attention.style import CAUSAL, AttentionStyle
-from flexengine.ops.cards import multiplies_in_kernels
+from flexengine.ops.cards import capability, multiplies_in_kernels
 
 CUDNN_LENGTHS = 256
 """cuDNN serves lengths that are multiples of this: it prepares itself for every new one, which takes up to a second."""
 
 MOST_HEAD_DIM: dict[KernelName, int] = {"flash": 256, "cudnn": 128, "triton": 512, "efficient": 256}
-
-
-class Lengths(NamedTuple):
-    """The packed sequences of a causal call: tokens of each, and their running sum [sequences + 1] int32 on the GPU."""
-
-    seq_lens: tuple[int, ...]
-    cu_seqlens: Tensor
-
-
-class Rows(NamedTuple):
-    """Queries, and keys and values of all tokens that they see; values may be narrower than keys."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-class Results(NamedTuple):
-    """Where forward writes out [T, N, V] and lse [N, T]."""
-
-    out: Tensor
-    lse: Tensor
-
-
-class Kernels(ABC):
-    """Forward and backward of one library. `lengths` None: all queries see all keys.
-
-    rng: int64 [2] on the device, which the operators want and do not read without dropout.
-    """
-
-    @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
-
-    @abstractmethod
-    def backward(
-        self, grad_out: Tensor, rows: Rows, results: Results, lengths: Lengths | None, rng: Tensor,
-        style: AttentionStyle = CAUSAL,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """(grad_q, grad_k, grad_v) from the results of all keys that the queries see, here and in other calls."""
+"""Packages' have those of flash."""
 
 
 class Flash(Kernels):
@@ -254,7 +214,9 @@ def _operands(rows: Rows, lengths: Lengths | None, style: AttentionStyle) -> tup
 
 
 OWN = Triton()
-KERNELS: dict[KernelName, Kernels] = {"flash": Flash(), "cudnn": Cudnn(), "triton": OWN, "efficient": Efficient()}
+KERNELS: dict[KernelName, Kernels] = {
+    "flash": Flash(), "cudnn": Cudnn(), "triton": OWN, "efficient": Efficient(), **PACKAGES,
+}  # fmt: skip
 
 
 def choose_kernels(
@@ -274,6 +236,8 @@ def choose_kernels(
     able: list[KernelName] = [name for name in names if can_serve(name, q.dtype, width, style, value_dim)]
     if "cudnn" in able and not _serves_cudnn(seq_lens, other_lens):
         able.remove("cudnn")
+    if len(seq_lens) > MOST_SEQUENCES:
+        able = [name for name in able if name not in PACKAGES]
     order: tuple[KernelName, ...] = ("triton", "flash") if style.window else ("flash", "triton")
     order = (*order, "efficient")
     choices: tuple[KernelName, ...] = (*((preferred,) if isinstance(preferred, str) else preferred), *order)
@@ -287,7 +251,10 @@ def _serves_cudnn(seq_lens: tuple[int, ...], other_lens: tuple[int, ...]) -> boo
 
 
 def runs_on(kernels: KernelName, device: torch.device) -> bool:
-    """Whether a card has such kernels: before compute capability 8.0 there are only torch's memory-efficient ones."""
+    """Whether a card has such kernels: before compute capability 8.0 there are only torch's memory-efficient ones, and
+    packages know some cards."""
+    if kernels in PACKAGES:
+        return device.type == "cuda" and package_runs_on(kernels, capability(device)[0])
     return kernels == "efficient" or multiplies_in_kernels(device)
 
 
@@ -295,8 +262,11 @@ def can_serve(
     kernels: KernelName, dtype: torch.dtype, head_dim: int, style: AttentionStyle = CAUSAL, value_dim: int | None = None
 ) -> bool:
     """Whether such kernels are written for operands like these; a card may still have none of them. Only our own have
-    soft caps, values narrower than keys and heads of any width, and cuDNN has no window through torch's operators."""
-    if head_dim > MOST_HEAD_DIM[kernels]:
+    soft caps, values narrower than keys and heads of any width, and cuDNN has no window through torch's operators.
+    Packages serve what flash does, so that `kernel_workspace_bytes` counts their memory, where they are installed."""
+    if kernels in PACKAGES and not installed(kernels):
+        return False
+    if head_dim > MOST_HEAD_DIM["flash" if kernels in PACKAGES else kernels]:
         return False
     if kernels == "triton":
         return dtype in (torch.bfloat16, torch.float16)
