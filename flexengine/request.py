@@ -75,8 +75,8 @@ def _check_opaque(spec: ModelSpec, job: Job) -> None:
     """Raise ValueError for what takes the single ops of a layer, where layers are opaque blocks."""
     if not spec.whole_sequences:
         return
-    for option, value in (("matmul_dtype", "fp8"), ("keep_dtype", "fp8")):
-        if getattr(job, option) == value:
+    for option in ("matmul_dtype", "keep_dtype"):
+        if (value := getattr(job, option)) != "compute":
             raise ValueError(
                 f"{job.words.setting(option, value)}: layers of {spec.family} run as opaque blocks, whose products are"
                 " not replaced; leave it out, or give a model of a type that flexengine models lists"
@@ -248,10 +248,10 @@ def make_request(
         raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
     if job.dtype == "bfloat16" and lacks_bfloat16(profile):
         raise ValueError(f"dtype=bfloat16: {profile.name} multiplies no bfloat16; give --dtype float16")
-    if job.matmul_dtype == "fp8" and not profile.matmul.fp8_flops_per_s:
+    if job.matmul_dtype != "compute" and not profile.matmul.fp8_flops_per_s:
         raise ValueError(
-            f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
-            " (L40S, RTX 4090, H100 and newer); leave it out"
+            f"matmul_dtype={job.matmul_dtype}: {profile.name} multiplies no FP8 operands; that takes compute capability"
+            " 8.9 or more (L40S, RTX 4090, H100 and newer); leave it out"
         )
     if job.cuda_graphs == "always" and device_type != "cuda":
         raise ValueError(

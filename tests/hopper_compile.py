@@ -226,6 +226,19 @@ def adapted_unit() -> None:
     lora_grads.write_gradients(gate_up, low, up, 1.0, low, parts, sums, (256, 256), 256)
 
 
+def fp8_blocks() -> None:
+    """What rounds to FP8 with scales for blocks, and what multiplies it."""
+    from flexengine.kernels import fp8_block_product, fp8_blocks  # noqa: PLC0415
+
+    x, codes = torch.zeros(256, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
+    scales, squares = torch.zeros(2, 256), torch.zeros(2, 4)
+    fp8_blocks.round_vectors(x, 448.0, 1e-30, (codes, scales), (codes.clone(), scales.clone()))
+    for transposed in (False, True):
+        fp8_blocks.round_squares(x, 448.0, 1e-30, codes, squares, transposed)
+    fp8_block_product.block_product(codes, codes, scales, squares, True, x, None, False)
+    fp8_block_product.block_product(codes, codes, scales, scales, False, x.float(), None, True)
+
+
 WIDE_TILES = "experts, wide tiles"
 CASES: dict[str, Callable[[], None]] = {
     "attention, 64": lambda: attention((8, 1), (64, 64)),
@@ -240,6 +253,7 @@ CASES: dict[str, Callable[[], None]] = {
     "delta rule, 128, fp32": lambda: delta_rule(128, 128, torch.float32),
     "scan, 128 and 64": lambda: scan(128, 64, torch.bfloat16),
     "adapted unit": adapted_unit,
+    "FP8 blocks": fp8_blocks,
     "experts": lambda: experts((128, 128, 64, 8, 8, 3)),
     WIDE_TILES: lambda: experts((128, 256, 64, 8, 8, 3)),
 }

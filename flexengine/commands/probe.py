@@ -159,7 +159,12 @@ def _fp8_lines(profile: HardwareProfile, unit: str, scale: float) -> list[str]:
     points = profile.matmul.fp8_flops_per_s
     if not points:
         return [_row("the same with FP8 operands", "not on this card")]
-    return [_header(f"the same with FP8 operands, {unit} by tokens", points), _cells("all", points, scale)]
+    return [
+        _header(f"the same with FP8 operands, {unit} by tokens", points),
+        _cells("all", points, scale),
+        *_share_lines("products scaled by rows", profile.matmul.fp8_row_shares),
+        *_share_lines("products scaled by blocks", profile.matmul.fp8_block_shares),
+    ]
 
 
 def _share_lines(name: str, shares: Points) -> list[str]:

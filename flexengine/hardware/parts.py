@@ -30,14 +30,8 @@ STOCHASTIC = " stochastic"
 """Ends the name of an update by the CPU whose bf16 masters are rounded stochastically; before it is the state dtype."""
 INTO_SECOND = " into second planes"
 """Ends the name of an update by the CPU whose results go elsewhere than they were read, past the caches."""
-ADAMW_BYTES = {
-    "float32": 26,
-    "bfloat16": 18,
-    "int8": 14.0625,
-    "float32 stochastic": 22,
-    "bfloat16 stochastic": 14,
-    "int8 stochastic": 10.0625,
-}
+ADAMW_BYTES = {"float32": 26, "bfloat16": 18, "int8": 14.0625}
+ADAMW_BYTES |= {"float32 stochastic": 22, "bfloat16 stochastic": 14, "int8 stochastic": 10.0625}
 """Bytes that AdamW moves per parameter with bf16 gradients, by state dtype, and by masters: split, or bf16 that is
 rounded stochastically. Memory bounds it; random bits do, where memory is fast."""
 STOCHASTIC_BYTES_PER_S = 125e9
@@ -48,6 +42,8 @@ INTO_SECOND_SHARE = 0.87
 """Rate of an update into second planes where nobody has measured it, by that of the same one in place. It moves the
 same bytes, but two threads of an AMD EPYC have 0.84 to 0.97 of the rate, least with float32 states
 (bench/results/cpu_adamw_elsewhere.json)."""
+UNMEASURED_ROWS, UNMEASURED_BLOCKS = ((1, 0.95),), ((1, 0.8),)
+"""Shares of the rate with one scale that are taken where nobody measured scales of rows and blocks: our estimate."""
 MOST_SECONDS = 60.0
 """Of what passes before anything moves: real ones are microseconds, and planning with 1e300 would not end."""
 
@@ -101,6 +97,9 @@ class MatmulProfile(Part):
     by itself is left out: much of it hides under the products, so that a share may be above 1. Empty in presets."""
     sm_clock_mhz: float = 0.0
     """Clock of the GPU's multiprocessors while the cube was multiplied; 0 where the driver does not tell it."""
+    fp8_row_shares: Points = ()
+    fp8_block_shares: Points = ()
+    """(tokens, rate of linear layers with FP8 operands scaled by rows, and by blocks, over that with one scale)."""
 
     def rate(self, tokens: int) -> float:
         """Give the attained FLOP/s of a linear layer over `tokens` tokens.
@@ -110,11 +109,14 @@ class MatmulProfile(Part):
         """
         return _rate("tokens", self.flops_per_s, tokens)
 
-    def fp8_rate(self, tokens: int) -> float:
-        """Give `rate` with FP8 operands. Raises: ValueError also if the device multiplies none."""
+    def fp8_rate(self, tokens: int, scaling: str = "fp8") -> float:
+        """Give `rate` with FP8 operands, scaled as this value of --matmul-dtype says. Raises: ValueError also if the
+        device multiplies none."""
         if not self.fp8_flops_per_s:
             raise ValueError("the device multiplies no FP8 operands")
-        return _rate("tokens", self.fp8_flops_per_s, tokens)
+        shares = {"fp8": ((1, 1.0),), "fp8-rowwise-gw-hp": self.fp8_row_shares or UNMEASURED_ROWS}
+        share = interpolate(shares.get(scaling, self.fp8_block_shares or UNMEASURED_BLOCKS), tokens)
+        return share * _rate("tokens", self.fp8_flops_per_s, tokens)
 
     def grouped_share(self, tokens: int, otherwise: float) -> float:
         """Give the rate of experts' products over `tokens` tokens, as a share of a linear layer's.
@@ -296,7 +298,7 @@ POINT_FIELDS = {
     "attention_backward_flops_per_s": "tokens of a sequence",
 }
 """Keys of curves, which the planner reads, and the unit of their x."""
-SHARE_FIELDS = ("grouped_shares", "head_shares")
+SHARE_FIELDS = ("grouped_shares", "head_shares", "fp8_row_shares", "fp8_block_shares")
 """Curves by tokens that say how fast other products are than linear layers."""
 SECONDS_FIELDS = ("launch_s", "issue_s", "copy_latency_s")
 
@@ -359,10 +361,8 @@ def _check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
 
 
 def _check_shape(name: str, value: Any) -> None:
-    form = f"(hidden_size, intermediate_size), both from 1 to {MAX_WHOLE}"
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected {form}")
-    if not all(is_whole(size, 1) for size in value):
+    if not isinstance(value, tuple) or len(value) != 2 or not all(is_whole(size, 1) for size in value):
+        form = f"(hidden_size, intermediate_size), both from 1 to {MAX_WHOLE}"
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected {form}")
 
 

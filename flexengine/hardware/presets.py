@@ -40,6 +40,8 @@ MEMORY_SHARE = 0.90  # of the published bandwidth; an H200 copies at 4.24 of 4.8
 # Shares of the link's rate beside AdamW on the CPU, which takes most of host memory's rate: the host of an H200 moves
 # 22 and 31 of 55 GB/s then.
 H2D_BESIDE_CPU_SHARE, D2H_BESIDE_CPU_SHARE = 0.40, 0.56
+TRITON_BLOCKS = ((1, 0.6),)
+# Share of the FP8 rate with scales for blocks where Triton multiplies, as cuBLAS does on Hopper alone: not measured.
 LAUNCH_S, ISSUE_S, COPY_LATENCY_S = 4e-6, 30e-6, 3e-6
 
 PROCESS_HOST_BYTES = 3 * GIB  # torch and CUDA libraries in RAM
@@ -88,6 +90,7 @@ def _published(card: Card) -> HardwareProfile:
             fp8_flops_per_s=fp8_matmul_curve(peak, memory) if card.multiplies_fp8 else (),
             shape=SHAPE[:2],
             peak_flops_per_s=peak,
+            fp8_block_shares=TRITON_BLOCKS if card.multiplies_fp8 and not card.hopper_attention else (),
         ),
         AttentionProfile(forward, backward, SHAPE.head_dim, "cudnn" if card.hopper_attention else "flash"),
         LinkProfile(

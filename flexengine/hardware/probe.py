@@ -139,8 +139,8 @@ def check_multiplies(device: torch.device, dtype: str, matmul_dtype: str) -> Non
             f" {'.'.join(map(str, BFLOAT16_SINCE))} or more, and it has {'.'.join(map(str, capability))}; give"
             " --dtype float16 (dtype='float16')"
         )
-    if matmul_dtype == "fp8" and not multiplies_fp8(device):
-        raise ValueError(f"matmul_dtype=fp8: {name} multiplies no FP8 operands; leave it out")
+    if matmul_dtype != "compute" and not multiplies_fp8(device):
+        raise ValueError(f"matmul_dtype={matmul_dtype}: {name} multiplies no FP8 operands; leave it out")
 
 
 def _measured(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:

@@ -43,6 +43,8 @@ _LATER_FIELDS = {
     "grouped_shares",
     "head_shares",
     "sm_clock_mhz",
+    "fp8_row_shares",
+    "fp8_block_shares",
     *ONE_RANK_FIELDS,
     *DRIVE_FIELDS,
 }

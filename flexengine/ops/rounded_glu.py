@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, wide
-from flexengine.ops.fp8 import FORWARD_DTYPE, LEAST_ABSMAX
+from flexengine.ops.fp8_scaling import FORWARD_DTYPE, LEAST_ABSMAX
 from flexengine.ops.glu import GLU, Added, Addend, glu_backward, glu_forward, has_kernel, plus_product, with_added
 
 COLUMNS = 128

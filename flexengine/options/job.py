@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from flexengine.options.adapters import AdapterOptions
 from flexengine.options.drive import DriveOptions
 from flexengine.options.images import ImageOptions
 from flexengine.options.option import KeywordWords, Need, Option, Words, check_each_once, check_needs, options_of
 from flexengine.options.task import TaskOptions
-from flexengine.plan import MOST_ROUNDED, Numerics, rounds_of_step
+from flexengine.plan import MOST_ROUNDED, MatmulDtype, Numerics, rounds_of_step
 
 ComputeDtype = Literal["bfloat16", "float16", "float32", "float64"]
 GradDtype = Literal["bfloat16", "float32", "float64"]
@@ -33,6 +33,7 @@ MOST_GIB = 2**20
 LARGEST_SEED = 2**32 - 1
 FOR_WIDE = (Need("dtype", ("float64",), of=("float64",)),)
 FOR_BF16 = (Need("dtype", ("bfloat16",), of=("bfloat16", "bf16", "fp8")),)
+FP8_PRODUCTS = tuple(name for name in get_args(MatmulDtype) if name != "compute")
 NARROW = ("bfloat16", "float16", "float32")
 FOR_STATES = (
     Need("optimizer", ("adamw", "muon"), of=("int8",), why="is for adamw and muon"),
@@ -102,16 +103,18 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
         ),
     ] = ()
     matmul_dtype: Annotated[
-        Literal["compute", "fp8"],
+        MatmulDtype,
         Option(
-            "what the linear layers and experts of the blocks multiply: compute = --dtype, fp8 = FP8 scaled per tensor"
-            " (experts: per row), for bfloat16",
+            "what the linear layers and experts of the blocks multiply: compute = --dtype, or, for bfloat16, FP8: fp8 ="
+            " scaled per tensor; fp8-blockwise = per row and 128 columns, weights per 128 x 128, as DeepSeek-V3;"
+            " fp8-rowwise-gw-hp and fp8-blockwise-gw-hp = per row and by blocks, gradients of weights in --dtype;"
+            " experts always per row",
             needs=(
-                *FOR_BF16,
+                Need("dtype", ("bfloat16",), of=FP8_PRODUCTS),
                 Need(
                     "use_dora",
                     absent=True,
-                    of=("fp8",),
+                    of=FP8_PRODUCTS,
                     why="are not built beside each other: FP8 would round the small factors of DoRA away",
                 ),
             ),

@@ -241,7 +241,11 @@ DTYPES |= dict.fromkeys(("fp64", "f64", "double"), "float64") | dict.fromkeys(("
 SPELLINGS: dict[str, Mapping[str, str]] = {
     **dict.fromkeys(("dtype", "master_dtype", "grad_dtype", "optimizer_state_dtype"), DTYPES),
     "base_dtype": {"bfloat16": "bf16", "4bit": "nf4", "float8_e4m3fn": "fp8"},
-    "matmul_dtype": {"float8": "fp8", "float8_e4m3fn": "fp8"},
+    "matmul_dtype": {
+        **dict.fromkeys(("float8", "float8_e4m3fn", "tensorwise"), "fp8"),
+        **dict.fromkeys(("blockwise", "fp8-block"), "fp8-blockwise"),
+        **dict.fromkeys(("rowwise_with_gw_hp", "rowwise", "fp8-row", "fp8-rowwise"), "fp8-rowwise-gw-hp"),
+    },
     "lr_schedule": {"warmup_stable_decay": "wsd"},
     "data_source": {"json-sft": "json_sft"},
 }

@@ -23,6 +23,9 @@ class PlanError(ValueError):
         self.reason, self.required_bytes, self.budget_bytes = reason, required_bytes, budget_bytes
 
 
+MatmulDtype = Literal["compute", "fp8", "fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp"]
+
+
 @dataclass(frozen=True)
 class Numerics:
     """Types that decide results; a plan is made for them and never changes them.
@@ -30,16 +33,16 @@ class Numerics:
     compute: dtype of weights and activations in compute; master: `split` (bf16 + 16-bit remainder = exact fp32), `full`
     (the weight itself is the master), `stochastic` (bf16 with stochastic rounding) or `beside` (float16 and its fp32,
     with gradients computed times a loss scale); grad and state: storage dtypes; matmul: what the linear layers of
-    blocks multiply, `compute` or `fp8`; optimizer: the name of what updates, which decides the rules of all parameters;
-    base: what frozen linear layers of blocks are stored in, `compute` or a format of fewer bytes; keep: what backward
-    reads gate and up of gated FFNs in, `compute` or `fp8`.
+    blocks multiply, `compute` or FP8 with a scheme of scales; optimizer: the name of what updates, which decides the
+    rules of all parameters; base: what frozen linear layers of blocks are stored in, `compute` or a format of fewer
+    bytes; keep: what backward reads gate and up of gated FFNs in, `compute` or `fp8`.
     """
 
     compute: str = "bfloat16"
     master: Literal["split", "full", "stochastic", "beside"] = "split"
     grad: str = "bfloat16"
     state: str = "float32"
-    matmul: Literal["compute", "fp8"] = "compute"
+    matmul: MatmulDtype = "compute"
     optimizer: str = "adamw"
     base: Literal["compute", "fp8", "nf4", "int8", "mxfp4"] = "compute"
     keep: Literal["compute", "fp8"] = "compute"

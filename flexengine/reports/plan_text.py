@@ -82,8 +82,8 @@ def _answer_lines(picture: Picture) -> list[str]:
 def _hardware_line(picture: Picture) -> str:
     """Describe the machine that the plan is for."""
     profile, memory, fp8 = picture.profile, picture.profile.memory, ""
-    if picture.plan.request.numerics.matmul == "fp8":
-        fp8 = f" ({format_tflops(profile.matmul.fp8_rate(picture.plan.chunk_tokens))} with FP8 operands)"
+    if (matmul := picture.plan.request.numerics.matmul) != "compute":
+        fp8 = f" ({format_tflops(profile.matmul.fp8_rate(picture.plan.chunk_tokens, matmul))} with FP8 operands)"
     return (
         f"{profile.name} ({profile.source}): {format_tflops(profile.matmul.peak_flops_per_s)} in matrix products{fp8},"
         f" link {profile.link.h2d_bytes_per_s / 1e9:.1f} GB/s in and {profile.link.d2h_bytes_per_s / 1e9:.1f} GB/s out,"

@@ -82,9 +82,9 @@ def without_fp8() -> Whole:
     return Whole(random_weights(tiny_config(**WIDE, attention_bias=True)), BF16)
 
 
-def fp8() -> Whole:
-    whole = without_fp8()._replace(numerics=replace(BF16, matmul="fp8"))
-    return changed(whole, with_fp8_linears(whole.source.spec))
+def fp8(matmul: str = "fp8") -> Whole:
+    whole = without_fp8()._replace(numerics=replace(BF16, matmul=matmul))
+    return changed(whole, with_fp8_linears(whole.source.spec, matmul))
 
 
 def short(family: str, **changes: int) -> Whole:
@@ -108,6 +108,8 @@ KINDS: dict[str, Callable[[], Whole]] = {
     "lora on nf4": lambda: stored("nf4"),
     "lora on int8": lambda: stored("int8"),
     "fp8 products": fp8,
+    "fp8 products by rows": lambda: fp8("fp8-rowwise-gw-hp"),
+    "fp8 products by blocks": lambda: fp8("fp8-blockwise"),
     "activations kept in fp8": kept,
     "lora, activations kept in fp8": lambda: with_adapters(kept()),
     "experts in parts": in_parts,
@@ -136,7 +138,7 @@ def check(kind: str, monkeypatch: pytest.MonkeyPatch) -> Whole:
     exact = whole.numerics.compute == "float32"
     assert loss == pytest.approx(plain_loss, rel=1e-5 if exact else 1e-2)
     error, name = worst_error(gradients, plain_gradients)
-    if whole.numerics.matmul == "fp8":
+    if whole.numerics.matmul != "compute":
         check_rounding(gradients, plain_gradients)
     else:
         assert error <= (IN_FLOAT32 if exact else IN_BF16), f"gradient of {name}: relative error {error:.1e}"

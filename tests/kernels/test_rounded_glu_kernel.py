@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexengine.kernels import glu, rounded_glu
-from flexengine.ops.fp8 import LEAST_ABSMAX
+from flexengine.ops.fp8_scaling import LEAST_ABSMAX
 from flexengine.ops.rounded_glu import LARGEST, round_rows
 from tests.kernels.test_glu_kernel import reference
 

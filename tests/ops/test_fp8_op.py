@@ -1,9 +1,13 @@
 """Linear layers with FP8 operands: against products of the rounded operands, and near those of the operands."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 
-from flexengine.ops.fp8 import Fp8Linear, multiplies_fp8, quantize, scale_buffer, scale_of
+from flexengine.ops.fp8 import SCALINGS, Fp8Linear, multiplies_fp8
+from flexengine.ops.fp8_scaling import quantize, scale_buffer, scale_of
 from flexengine.ops.linear import Linear
 
 VARIANTS = [(bias, residual) for bias in (False, True) for residual in (False, True)]
@@ -12,39 +16,73 @@ ROUNDING = 2.2e-3  # of a result in bf16; with a residual two of them
 NEARNESS = 0.1  # an operand of 3 bits of mantissa is 2.6% off on average, one of 2 bits 5.2%
 
 
-def operands(h, tokens, d, f, bias, residual):
-    op = Fp8Linear(Linear("proj", "x", "y", d, f, "w", "b" if bias else None, "r" if residual else None))
+def operands(h, tokens, d, f, bias, residual, scaling="fp8"):
+    linear = Linear("proj", "x", "y", d, f, "w", "b" if bias else None, "r" if residual else None)
+    op = Fp8Linear(linear, scaling=SCALINGS[scaling])
     inputs = {"x": h.randn(tokens, d)} | ({"r": h.randn(tokens, f)} if residual else {})
     params = {"w": h.randn(f, d, scale=d**-0.5)} | ({"b": h.randn(f)} if bias else {})
     return op, h.chunk((tokens,)), inputs, params, h.randn(tokens, f, scale=1e-3)
 
 
-def rounded(x, dtype):
-    """What FP8 keeps of x, in float64."""
+def wide(x):
+    return x.double().cpu()
+
+
+def rounded(x, dtype=torch.float8_e4m3fn, rows=None, columns=None):
+    """What FP8 keeps of x, in float64, with a scale for so many rows and columns (all of them)."""
     x, largest = x.float().cpu(), torch.finfo(dtype).max
-    scale = x.abs().max() / largest
-    return (x / scale).clamp(-largest, largest).to(dtype).double() * scale.double()
+    kept = torch.empty_like(x, dtype=torch.float64)
+    for some in torch.arange(len(x)).split(rows or len(x)):
+        for part in torch.arange(x.shape[1]).split(columns or x.shape[1]):
+            block = x[some][:, part]
+            absmax = block.abs().max()
+            codes = (block * (torch.tensor(largest) / absmax)).clamp(-largest, largest).to(dtype)
+            kept[some[:, None], part] = codes.double() * (absmax / largest).double()
+    return kept
 
 
-def definition(inputs, params, grad_y, forward=lambda x: x.double().cpu(), gradient=lambda x: x.double().cpu()):
-    """(y, grad_x, grad_w, grad_b) of operands rounded by `forward` and `gradient`, in float64."""
-    x, w, g = forward(inputs["x"]), forward(params["w"]), gradient(grad_y)
-    y = x @ w.t()
+class Rounding(NamedTuple):
+    """How operands are rounded: rows of forward and of the gradient of x, weights, and columns of those of weights."""
+
+    x: Callable = wide
+    w: Callable = wide
+    w_t: Callable = wide
+    g: Callable = wide
+    x_t: Callable = wide
+    g_t: Callable = wide
+
+
+E5M2 = torch.float8_e5m2
+ROUNDINGS = {
+    "fp8": Rounding(rounded, rounded, rounded, lambda g: rounded(g, E5M2), rounded, lambda g: rounded(g, E5M2)),
+    "fp8-rowwise-gw-hp": Rounding(
+        lambda x: rounded(x, rows=1), lambda w: rounded(w, rows=1), lambda w: rounded(w, columns=1),
+        lambda g: rounded(g, rows=1),
+    ),
+    "fp8-blockwise-gw-hp": Rounding(*[BY_BLOCKS := lambda x: rounded(x, rows=1, columns=128)],
+        *[SQUARES := lambda w: rounded(w, rows=128, columns=128)] * 2, BY_BLOCKS),
+}  # fmt: skip
+ROUNDINGS["fp8-blockwise"] = ROUNDINGS["fp8-blockwise-gw-hp"]._replace(
+    **dict.fromkeys(("x_t", "g_t"), lambda x: rounded(x, rows=128, columns=1))
+)
+
+
+def definition(inputs, params, grad_y, by=Rounding()):  # noqa: B008 - a value
+    """(y, grad_x, grad_w, grad_b) of rounded operands, in float64."""
+    y = by.x(inputs["x"]) @ by.w(params["w"]).t()
     if "b" in params:
         y = y + params["b"].double().cpu()
     if "r" in inputs:
         y = y + inputs["r"].double().cpu()
-    return y, g @ w, g.t() @ x, grad_y.double().cpu().sum(0)
+    return y, by.g(grad_y) @ by.w_t(params["w"]), by.g_t(grad_y).t() @ by.x_t(inputs["x"]), wide(grad_y).sum(0)
 
 
-def check(h, checks, tokens, d, f, bias, residual):
-    op, chunk, inputs, params, grad_y = operands(h, tokens, d, f, bias, residual)
+def check(h, checks, tokens, d, f, bias, residual, scaling="fp8"):
+    op, chunk, inputs, params, grad_y = operands(h, tokens, d, f, bias, residual, scaling)
     before = {name: h.randn(*p.shape, scale=1e-2).float() for name, p in params.items()}
     first = h.run(op, chunk, inputs, params, {"y": grad_y})
     added = h.run(op, chunk, inputs, params, {"y": grad_y}, previous_params=before)
-    exact = definition(
-        inputs, params, grad_y, lambda x: rounded(x, torch.float8_e4m3fn), lambda x: rounded(x, torch.float8_e5m2)
-    )
+    exact = definition(inputs, params, grad_y, ROUNDINGS[scaling])
     y, grad_x, grad_w, grad_b = exact
     checks.close(first.outputs["y"], y, 2 * ROUNDING, name="y")
     checks.close(first.grads["x"], grad_x, 2 * ROUNDING, name="grad_x")
@@ -68,19 +106,27 @@ def test_matches_the_product_of_rounded_operands(make_harness, checks, tokens, d
     check(make_harness("cpu", torch.bfloat16), checks, tokens, d, f, bias, residual)
 
 
+@pytest.mark.parametrize("scaling", [name for name in SCALINGS if name != "fp8"])
+@pytest.mark.parametrize(("tokens", "d", "f"), [(1, 16, 32), (37, 304, 80), (130, 80, 144)])
+def test_matches_the_product_of_operands_rounded_by_rows_and_blocks(make_harness, checks, tokens, d, f, scaling):
+    check(make_harness("cpu", torch.bfloat16), checks, tokens, d, f, True, True, scaling)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize(("bias", "residual"), VARIANTS, ids=IDS)
-@pytest.mark.parametrize(("tokens", "d", "f"), [(1, 16, 32), (1027, 512, 1008), (4096, 4096, 6144)])
-def test_matches_the_product_of_rounded_operands_on_cuda(make_harness, checks, tokens, d, f, bias, residual):
+@pytest.mark.parametrize(("tokens", "d", "f"), [(1, 16, 32), (1027, 512, 1008), (300, 640, 896), (4096, 4096, 6144)])
+def test_matches_the_product_of_rounded_operands_on_cuda(make_harness, checks, tokens, d, f, bias, residual, scaling):
     if not multiplies_fp8(torch.device("cuda")):
         pytest.skip("this card multiplies no FP8 operands")
-    check(make_harness("cuda", torch.bfloat16), checks, tokens, d, f, bias, residual)
+    check(make_harness("cuda", torch.bfloat16), checks, tokens, d, f, bias, residual, scaling)
 
 
 @pytest.mark.gpu
-def test_stays_within_its_workspace_on_cuda(make_harness):
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_stays_within_its_workspace_on_cuda(make_harness, scaling):
     h = make_harness("cuda", torch.bfloat16)
-    op, chunk, inputs, params, grad_y = operands(h, 4096, 4096, 6144, True, True)
+    op, chunk, inputs, params, grad_y = operands(h, 4099, 4096, 6144, True, True, scaling)
     env = h.env(op, chunk, inputs, params, {"y": grad_y})
     calls = (op.forward, op.backward_input, op.backward_weight)
     for call in calls:
@@ -90,7 +136,7 @@ def test_stays_within_its_workspace_on_cuda(make_harness):
     torch.cuda.reset_peak_memory_stats()
     for call in calls:
         call(env)
-    assert torch.cuda.max_memory_allocated() - held <= op.workspace_bytes(4096, 2)
+    assert torch.cuda.max_memory_allocated() - held <= op.workspace_bytes(4099, 2)
 
 
 def test_weight_gradients_are_made_in_parts_that_fit_their_buffer(make_harness, checks, monkeypatch):
@@ -98,13 +144,14 @@ def test_weight_gradients_are_made_in_parts_that_fit_their_buffer(make_harness, 
     check(make_harness("cpu", torch.bfloat16), checks, 37, 48, 80, True, False)
 
 
-def test_nan_and_infinity_reach_the_results(make_harness):
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_nan_and_infinity_reach_the_results(make_harness, scaling):
     h = make_harness("cpu", torch.bfloat16)
-    op, chunk, inputs, params, grad_y = operands(h, 8, 16, 32, False, False)
+    op, chunk, inputs, params, grad_y = operands(h, 8, 16, 32, False, False, scaling)
     params["w"][3, 5] = float("nan")
     assert h.run(op, chunk, inputs, params, {"y": grad_y}).outputs["y"].isnan().any()
     params["w"][3, 5], grad_y[2, 2] = 1.0, float("inf")
-    assert h.run(op, chunk, inputs, params, {"y": grad_y}).param_grads["w"].isnan().any()
+    assert not h.run(op, chunk, inputs, params, {"y": grad_y}).param_grads["w"].isfinite().all()
 
 
 def test_quantising_transposed_fills_up_with_zeros():

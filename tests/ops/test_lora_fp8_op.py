@@ -10,7 +10,8 @@ from family_configs import experts
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.ops.adapters.dropout import drop
 from flexengine.ops.base import DropoutDraws
-from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, Fp8Linear
+from flexengine.ops.fp8 import Fp8Linear
+from flexengine.ops.fp8_scaling import FORWARD_DTYPE, GRADIENT_DTYPE
 from flexengine.ops.linear import Linear
 from flexengine.optim import AdamW
 from flexengine.options.job import Job

@@ -9,11 +9,12 @@ import torch
 import flexengine
 from flexengine.cli import main
 from flexengine.hardware.measure.gpu import _in_fp8
-from flexengine.hardware.measure.matmul import Buffers, _work, fitting
+from flexengine.hardware.measure.matmul import Buffers, _work, fitting, scaling_shares
 from flexengine.hardware.presets import PRESETS, preset
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
-from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE
+from flexengine.ops.fp8 import SCALINGS
+from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
 from flexengine.ops.linear_shape import LinearShape
 from flexengine.plan import Numerics, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
@@ -145,12 +146,44 @@ def test_operands_are_rounded_where_they_lie(monkeypatch):
     assert buffers.operands.data_ptr() == operands.data_ptr()
 
 
+@pytest.mark.parametrize("matmul", SCALINGS)
 @pytest.mark.parametrize("name", ["forward", "input gradient", "weight gradient"])
-def test_products_of_the_probe_take_fp8_operands(name):
+def test_products_of_the_probe_take_fp8_operands(name, matmul):
     operands = torch.randn(1 << 20).to(FORWARD_DTYPE)
-    buffers = Buffers(operands, torch.empty(1 << 20, dtype=torch.uint8))
+    buffers = Buffers(operands, torch.empty(1 << 20, dtype=torch.uint8), matmul)
     _work(LinearShape("proj", 96, 160), 64, name, FORWARD_DTYPE, buffers)()
     assert buffers.results.any()
+
+
+def test_shares_of_the_fp8_rate_are_measured_by_the_passes_that_take_fp8():
+    layer, calls = LinearShape("proj", 96, 160, count=2), []
+    buffers = Buffers(torch.randn(1 << 20).to(FORWARD_DTYPE), torch.empty(1 << 20, dtype=torch.uint8))
+
+    def timer(work, least_s):
+        calls.append(work())
+        return len(calls)
+
+    for matmul, passes in (("fp8-blockwise", 3), ("fp8-rowwise-gw-hp", 2)):
+        calls.clear()
+        ((tokens, share),) = scaling_shares([layer], [64], matmul, buffers, timer, 0.0)
+        order = list(range(1, 2 * passes + 1))
+        assert (tokens, share) == (64, sum(order[:passes]) / sum(order[passes:]))
+
+
+def test_rates_of_other_scales_are_shares_of_that_with_one():
+    rates = RATES.changed(fp8_block_shares=((1024, 0.5),)).matmul
+    assert rates.fp8_rate(1024, "fp8-blockwise") == rates.fp8_rate(1024, "fp8-blockwise-gw-hp") == 500e12
+    assert rates.fp8_rate(1024) == rates.fp8_rate(1024, "fp8") == 1000e12
+    assert RATES.matmul.fp8_rate(1024, "fp8-rowwise-gw-hp") == 950e12
+    spec = with_fp8_linears(open_model("preset:llama-3.1-8b").spec, "fp8-blockwise")
+    op = next(op for op in spec.blocks[0].ops if op.name == "down_proj")
+    request = Request(2048, 65536, 24 * GIB, 110 * GIB, numerics=replace(FP8, matmul="fp8-blockwise"))
+    cost = CostModel.of(request, RATES.changed(fp8_block_shares=((1024, 0.5),)), 1024)
+    tokens, d, f = 1024, 14336, 4096
+    work = op.backward_weight_work(tokens, 2048, 2)
+    assert work.fp8_flops == 2 * tokens * d * f
+    rounding_s = tokens * d * (2 + 1 + 4 / 128) / RATES.memory.bytes_per_s  # x is read once, scales are written, too
+    assert cost.work_s(work) == pytest.approx(work.fp8_flops / 500e12 + rounding_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("features", [12_816, 16_400, 28_672])

@@ -40,6 +40,7 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ModelSource
+from flexengine.ops.fp8 import SCALINGS
 from flexengine.optim import AdamW
 from flexengine.options.lora import LoRA
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, PlanError
@@ -204,13 +205,15 @@ def test_any_plan_gives_the_bits_of_the_resident_plan(triple, numerics):
 
 
 @settings(SETTINGS, max_examples=4)
-@given(lengths=batches(), size=sizes(), data=st.data(), seed=st.integers(0, 99))
-def test_any_plan_gives_the_bits_of_the_resident_plan_with_fp8_products(lengths, size, data, seed):
+@given(
+    matmul=st.sampled_from(tuple(SCALINGS)), lengths=batches(), size=sizes(), data=st.data(), seed=st.integers(0, 99)
+)
+def test_any_plan_gives_the_bits_of_the_resident_plan_with_fp8_products(matmul, lengths, size, data, seed):
     widths = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
     source = random_weights(tiny_config(attention_bias=True, mlp_bias=True, **widths))
-    source = source._replace(spec=with_fp8_linears(source.spec))
+    source = source._replace(spec=with_fp8_linears(source.spec, matmul))
     decisions = data.draw(plan_decisions(source.spec))
-    tokens, options = tokens_of(lengths, source.spec), size_options(size, FP8)
+    tokens, options = tokens_of(lengths, source.spec), size_options(size, replace(FP8, matmul=matmul))
     resident = build_engine(source, make_plan(source.spec, **options))
     streamed = build_engine(source, make_plan(source.spec, **options, **decisions), order=shuffled_order(seed))
     same_outcome(train(streamed, tokens), train(resident, tokens))

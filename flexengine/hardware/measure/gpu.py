@@ -3,6 +3,7 @@
 Random data throughout: zeros draw less power and make a power-capped card look faster than it is in training.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,14 @@ from flexengine.hardware.measure.host import (
     working_bytes,
 )
 from flexengine.hardware.measure.links import BesideRates, LinkRates, SweptLink, link_buffers, link_rates, rates_beside
-from flexengine.hardware.measure.matmul import BlockRates, Buffers, affordable_tokens, block_rates, usual_layers
+from flexengine.hardware.measure.matmul import (
+    BlockRates,
+    Buffers,
+    affordable_tokens,
+    block_rates,
+    scaling_shares,
+    usual_layers,
+)
 from flexengine.hardware.measure.timing import Timer, cuda_timer, timed_calls, timer_among, warmed_timer
 from flexengine.hardware.memory_usage import hold_cublas_workspace, release_unused_heap
 from flexengine.hardware.parts import AttentionProfile, HostProfile, LinkProfile, MatmulProfile, MemoryProfile
@@ -46,14 +54,18 @@ from flexengine.native import allocate_host
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
 from flexengine.ops.attention.kernels import runs_on
 from flexengine.ops.attention.style import AttentionShape
-from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE, multiplies_fp8
+from flexengine.ops.fp8 import multiplies_fp8
+from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
 from flexengine.ops.linear_shape import LinearShape
 from flexengine.optim.adamw import AdamW, adamw_update
 from flexengine.optim.rule import Update
 
+logger = logging.getLogger(__name__)
+
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 FP8_TOKENS = (512, 2048, 8192, 32768)
+FP8_SHARE_TOKENS = (2048, 8192)
 FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
@@ -137,14 +149,16 @@ def measure_cuda(
         product_s = PRODUCT_S * scale / len(layers)
         # at once, while the card is still at its sustained clock
         block = _linear_rates(layers, counts, dtype, _cuda_buffers(device, dtype), product_s)
-        fp8 = _fp8_rates(layers, counts, device, product_s)
+        fp8, *fp8_shares = _fp8_rates(layers, counts, device, product_s)
         experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
         attention, choices = _cuda_attention(shape, device, dtype, least_s)
         launch_s, issue_s = map(min, calls_s, _host_calls(device))
     link = host.links._asdict()
     curves = (*block.curves, *link.pop("curves"), host_copy_curve(host.copies))
     return Rates(
-        MatmulProfile(block.matmul_flops_per_s, fp8, shape[:2], peak, experts, head, mean_mhz(card.take())),
+        MatmulProfile(
+            block.matmul_flops_per_s, fp8, shape[:2], peak, experts, head, mean_mhz(card.take()), *fp8_shares
+        ),
         AttentionProfile(attention.forward, attention.backward, shape.head_dim, attention.kernels, choices),
         LinkProfile(**link, **host.beside._asdict()),
         HostProfile(host.copies[-1][1], host.adamw, launch_s, issue_s),
@@ -205,17 +219,35 @@ def _linear_rates(
     return block_rates(layers, counts, dtype, buffers, timer, least_s)
 
 
-def _fp8_rates(layers: Sequence[LinearShape], counts: list[int], device: torch.device, least_s: float) -> Points:
-    """Measure linear layers with FP8 operands, at sizes that FP8 can have; none on a card without FP8."""
+def _fp8_rates(
+    layers: Sequence[LinearShape], counts: list[int], device: torch.device, least_s: float
+) -> tuple[Points, Points, Points]:
+    """Measure linear layers with FP8 operands, at sizes that FP8 can have, and shares of that rate with scales of rows
+    and of blocks; none on a card without FP8."""
     if not multiplies_fp8(device):
-        return ()
+        return (), (), ()
     counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
     buffers = _in_fp8(_cuda_buffers(device, torch.bfloat16))
     whole = [
         layer._replace(in_features=_whole(layer.in_features), out_features=_whole(layer.out_features))
         for layer in layers
     ]
-    return _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
+    rates = _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
+    few = [tokens for tokens in counts if tokens in FP8_SHARE_TOKENS] or counts[:1]
+    return rates, *(
+        _fp8_shares(whole, few, matmul, buffers, least_s) for matmul in ("fp8-rowwise-gw-hp", "fp8-blockwise")
+    )
+
+
+def _fp8_shares(
+    layers: Sequence[LinearShape], counts: list[int], matmul: str, buffers: Buffers, least_s: float
+) -> Points:
+    """Measure shares of the FP8 rate with other scales, between products; none, and why, where the card takes none."""
+    try:
+        return scaling_shares(layers, counts, matmul, buffers, cuda_timer, least_s)
+    except RuntimeError as error:
+        logger.warning("%s is not measured: this card's libraries refuse it: %s", matmul, error)
+        return ()
 
 
 def _whole(features: int) -> int:

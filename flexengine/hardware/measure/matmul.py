@@ -3,7 +3,7 @@
 Shapes: T tokens; a layer has D input and F output features: x [T, D], weight [F, D], y [T, F]. The calls are those
 of the engine's linear op: weight gradients are added to an accumulator in float32 (float64 for float64 compute). With
 the dtype of FP8 operands they are the calls of its FP8 linear op, which gives results in bf16 and writes the
-accumulator.
+accumulator; operands are rounded already, and their scales are ones.
 Random data throughout: zeros draw less power and make a power-capped card look faster than it is in training.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from scipy.optimize import isotonic_regression
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.measure.timing import Timer
-from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, MULTIPLE, scaled_product
+from flexengine.ops.fp8 import SCALINGS
+from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
 from flexengine.ops.linear import accumulate_weight_grad
 from flexengine.ops.linear_shape import LinearShape
 
@@ -33,11 +34,18 @@ were held up by others, and the shorter one counts twice."""
 OPERAND_SETS = 4  # weights of a few sets together exceed any GPU's cache, so each call reads them from memory
 
 
+T = TypeVar("T")
+
+
 class Buffers(NamedTuple):
-    """Flat memory for all products: random operands in the compute dtype, and bytes for results."""
+    """Flat memory for all products: random operands in the compute dtype, and bytes for results.
+
+    matmul: how operands are scaled that are FP8.
+    """
 
     operands: Tensor
     results: Tensor
+    matmul: str = "fp8"
 
 
 class BlockRates(NamedTuple):
@@ -123,6 +131,27 @@ def block_rates(
     return BlockRates(points, tuple(_curve(p, name, counts, seconds) for p in layers for name in PASSES))
 
 
+def scaling_shares(
+    layers: Sequence[LinearShape], counts: Sequence[int], matmul: str, buffers: Buffers, timer: Timer, least_s: float
+) -> Points:
+    """Measure how fast FP8 products are whose operands are scaled as a value of --matmul-dtype says, by the time of
+    those with one scale each."""
+    passes = PASSES if SCALINGS[matmul].gradient_in_fp8 else PASSES[:2]
+    found = []
+    for tokens in counts:
+        if all(fitting(layer, tokens, FORWARD_DTYPE, buffers) for layer in layers):
+            one_s, own_s = (
+                sum(
+                    layer.count * _seconds(layer, tokens, name, FORWARD_DTYPE, scaled, timer, least_s)
+                    for layer in layers
+                    for name in passes
+                )
+                for scaled in (buffers._replace(matmul="fp8"), buffers._replace(matmul=matmul))
+            )
+            found.append((tokens, one_s / own_s))
+    return tuple(found)
+
+
 def _of_both(first_s: float, second_s: float) -> float:
     """Add up two measurements of a product."""
     low_s, high_s = sorted((first_s, second_s))
@@ -174,18 +203,23 @@ def _work(part: LinearShape, tokens: int, name: str, dtype: torch.dtype, buffers
 def _fp8_work(part: LinearShape, tokens: int, name: str, buffers: Buffers) -> Callable[[], object]:
     """Make the function of `_work` for FP8 operands, which must both be contiguous along the summed dimension."""
     d, f = part.in_features, part.out_features
-    one = torch.ones(1, device=buffers.operands.device)
+    scaling, out_dtype = SCALINGS[buffers.matmul], torch.bfloat16
     if name == "forward":
-        sets, out = _operand_sets(buffers, (tokens, d), (f, d)), _result(buffers, (tokens, f), torch.bfloat16)
-        return _repeat(sets, lambda x8, weight8: scaled_product(x8, weight8, one, one, out, fast=True))
-    if name == "input gradient":
-        sets, out = _operand_sets(buffers, (tokens, f), (d, f)), _result(buffers, (tokens, d), torch.bfloat16)
+        shapes, width = ((tokens, d), (f, d)), f
+    elif name == "input gradient":
+        shapes, width = ((tokens, f), (d, f)), d
     else:
-        sets, out = _operand_sets(buffers, (f, tokens), (d, tokens)), _result(buffers, (f, d), torch.float32)
-    return _repeat(sets, lambda grad8, other8: scaled_product(grad8.view(GRADIENT_DTYPE), other8, one, one, out))
+        shapes, width, out_dtype = ((f, tokens), (d, tokens)), d, torch.float32
+    forward, other = name == "forward", "tokens" if name == "weight gradient" else "weight"
+    out = _result(buffers, (shapes[0][0], width), out_dtype)
+    pairs = [
+        (scaling.with_ones(a, "tokens" if forward else "gradient"), scaling.with_ones(b, other))
+        for a, b in _operand_sets(buffers, *shapes)
+    ]
+    return _repeat(pairs, lambda a, b: scaling.multiply(a, b, out, fast=forward))
 
 
-def _repeat(sets: Sequence[tuple[Tensor, Tensor]], work: Callable[[Tensor, Tensor], object]) -> Callable[[], object]:
+def _repeat(sets: Sequence[tuple[T, T]], work: Callable[[T, T], object]) -> Callable[[], object]:
     endless = cycle(sets)
     return lambda: work(*next(endless))
 

@@ -39,8 +39,9 @@ class GroupedLinear(Op):
     With the rows' weights [R] a row's bias is multiplied by its weight, whose gradient is grad_y . bias[e].
     """
 
-    fp8 = False
-    """Whether forward and the gradient of x take FP8 operands; the weight's gradient stays in the compute dtype."""
+    fp8: str | None = None
+    """The value of --matmul-dtype by which forward and the gradient of x take FP8 operands; the weight's gradient stays
+    in the compute dtype."""
 
     def __init__(
         self, name: str, x: str, bounds: str, y: str, in_features: int, out_features: int, num_experts: int,
@@ -78,14 +79,14 @@ class GroupedLinear(Op):
     def _bounds(self, env: OpEnv) -> Tensor:
         return part_of(env.t[self.bounds], env.part, self.num_parts)
 
-    def with_fp8(self) -> Self:
+    def with_fp8(self, matmul: str = "fp8") -> Self:
         """The same op with FP8 operands. Raises: ValueError where FP8 products cannot take its sizes."""
         if self.in_features % MULTIPLE or self.out_features % MULTIPLE:
             raise ValueError(
                 f"{self.name} has {self.in_features} input and {self.out_features} output features of each expert; FP8"
                 f" products need multiples of {MULTIPLE}; leave --matmul-dtype out"
             )
-        return self.changed(fp8=True)
+        return self.changed(fp8=matmul)
 
     def _fp8(self, half: str) -> Fp8Product:
         """The FP8 product of a half, forward or input."""

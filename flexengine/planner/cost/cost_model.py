@@ -38,7 +38,8 @@ class CostModel:
 
     seq_len: tokens of a sequence, which attention's rates depend on. state_dtype: `Numerics.cpu_update`, for its rate.
     ranks: that share updates, and the CPU. replays: commands of layers are replayed as CUDA graphs. updates_in_round:
-    the GPU's updates run inside the last round, those of whole groups.
+    the GPU's updates run inside the last round, those of whole groups. matmul: `Numerics.matmul`, for the rate of FP8
+    products.
     """
 
     profile: HardwareProfile
@@ -49,6 +50,7 @@ class CostModel:
     ranks: int = 1
     replays: bool = False
     updates_in_round: bool = False
+    matmul: str = "fp8"
 
     @staticmethod
     def of(request: Request, profile: HardwareProfile, chunk_tokens: int) -> CostModel:
@@ -63,6 +65,7 @@ class CostModel:
             request.ranks,
             request.replays(chunk_tokens),
             request.updates_in_round,
+            request.numerics.matmul,
         )
 
     @property
@@ -88,7 +91,7 @@ class CostModel:
     @cached_property
     def fp8_rate(self) -> float:
         """The same with FP8 operands."""
-        return self.profile.matmul.fp8_rate(self.chunk_tokens)
+        return self.profile.matmul.fp8_rate(self.chunk_tokens, self.matmul)
 
     @cached_property
     def attention_rates(self) -> tuple[float, float]:

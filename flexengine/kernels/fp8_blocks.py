@@ -1,0 +1,131 @@
+"""Rounds matrices to FP8 (e4m3) with scales for blocks, as they are and transposed, in one pass.
+
+A program reads a tile of 128 x 128 once and finds there the scales of its 128 rows, of its 128 columns, or the one of
+the whole tile. A scale depends on its own block alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
+from flexengine.kernels.fp8 import fp8_bits
+
+CODES = (torch.float8_e4m3fn,)
+BLOCK = tl.constexpr(128)
+
+
+def round_vectors(
+    x: Tensor, largest: float, least: float, rows: tuple[Tensor, Tensor] | None, columns: tuple[Tensor, Tensor] | None
+) -> None:
+    """rows = (codes, scales) of x with a scale for every row and 128 columns; columns = the same of x transposed.
+
+    Shapes: x [R, C] in bf16 or fp32; codes of rows [R, C], scales [ceil(C / 128), R]; codes of columns [C, S], S >= R a
+    multiple of 128 and zero beyond R, scales [S / 128, C]. largest: of the codes; least: what a block's largest
+    magnitude counts as at least. Rounding: as kernels/fp8.py.
+    Cost: reads R*C elements once, writes R*C codes for each result.
+    Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
+    """
+    num_rows, num_columns = x.shape
+    tiles, padded = cdiv(num_columns, 128), num_rows
+    check_tensor("x", x, x.shape, FLOATS)
+    if rows is not None:
+        check_tensor("codes of rows", rows[0], x.shape, CODES)
+        check_tensor("scales of rows", rows[1], (tiles, num_rows), (torch.float32,))
+    if columns is not None:
+        padded = cdiv(num_rows, 128) * 128
+        check_tensor("codes of columns", columns[0], (num_columns, padded), CODES)
+        check_tensor("scales of columns", columns[1], (padded // 128, num_columns), (torch.float32,))
+    some = rows or columns
+    if some is None or x.numel() == 0:
+        return
+    row_codes, row_scales = rows or some
+    column_codes, column_scales = columns or some
+    _vectors_kernel[(cdiv(num_rows, 128) * tiles,)](
+        x, row_codes.view(torch.uint8), row_scales, column_codes.view(torch.uint8), column_scales, num_rows,
+        num_columns, padded, tiles, largest, least, ROWS=rows is not None, COLUMNS=columns is not None, num_warps=8,
+    )  # fmt: skip
+
+
+def round_squares(x: Tensor, largest: float, least: float, codes: Tensor, scales: Tensor, transposed: bool) -> None:
+    """codes = x (transposed: x.T) over scales, one for every 128 x 128 elements of codes.
+
+    Shapes: x [R, C] in bf16 or fp32; codes [R, C] (transposed: [C, R]); scales [ceil(rows of codes / 128), L] with L at
+    least as many as there are blocks in a row; what is beyond these stays. Rounding: as kernels/fp8.py.
+    Cost: reads and writes R*C elements once.
+    Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
+    """
+    num_rows, num_columns = x.shape
+    check_tensor("x", x, x.shape, FLOATS)
+    shape = (num_columns, num_rows) if transposed else (num_rows, num_columns)
+    check_tensor("codes", codes, shape, CODES)
+    stride = max(cdiv(shape[1], 128), scales.shape[-1])
+    check_tensor("scales", scales, (cdiv(shape[0], 128), stride), (torch.float32,))
+    if x.numel() == 0:
+        return
+    tiles = cdiv(num_columns, 128)
+    _squares_kernel[(cdiv(num_rows, 128) * tiles,)](
+        x, codes.view(torch.uint8), scales, num_rows, num_columns, tiles, stride, largest, least,
+        TRANSPOSED=transposed, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile(x_ptr, num_rows, num_columns, tiles):
+    """(rows, columns, what of them is inside, values) of a program's tile."""
+    row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    at = row[:, None] * num_columns + column[None, :]
+    return row, column, inside, at, tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _codes(x, factor, largest):
+    """Bytes of x times its factor, within the range of the codes; NaN stays."""
+    scaled = x * factor
+    scaled = tl.where(scaled > largest, largest, tl.where(scaled < -largest, -largest, scaled))
+    return fp8_bits(scaled, True)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _vectors_kernel(
+    x_ptr, row_codes_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr, num_rows, num_columns, padded, tiles,
+    largest, least, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, column, inside, at, x = _tile(x_ptr, num_rows, num_columns, tiles)
+    magnitude = tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - a NaN counts as nothing
+    if ROWS:
+        absmax = tl.maximum(tl.max(magnitude, axis=1), least)
+        scales = row_scales_ptr + (tl.program_id(0) % tiles).to(tl.int64) * num_rows + row
+        tl.store(scales, tl.div_rn(absmax, largest), mask=row < num_rows)
+        tl.store(row_codes_ptr + at, _codes(x, tl.div_rn(largest, absmax)[:, None], largest), mask=inside)
+    if COLUMNS:
+        absmax = tl.maximum(tl.max(magnitude, axis=0), least)
+        scales = column_scales_ptr + (tl.program_id(0) // tiles).to(tl.int64) * num_columns + column
+        tl.store(scales, tl.div_rn(absmax, largest), mask=column < num_columns)
+        bits = _codes(x, tl.div_rn(largest, absmax)[None, :], largest)
+        target = column_codes_ptr + column.to(tl.int64)[:, None] * padded + row[None, :]
+        tl.store(target, tl.trans(bits), mask=(column < num_columns)[:, None] & (row < padded)[None, :])
+
+
+@triton.jit
+def _squares_kernel(
+    x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, tiles, stride, largest, least, TRANSPOSED: tl.constexpr
+):
+    row, column, inside, at, x = _tile(x_ptr, num_rows, num_columns, tiles)
+    magnitude = tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - a NaN counts as nothing
+    absmax = tl.maximum(tl.max(tl.max(magnitude, axis=1), axis=0), least)
+    bits = _codes(x, tl.div_rn(largest, absmax), largest)
+    row_tile, column_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    if TRANSPOSED:
+        tl.store(scales_ptr + column_tile * stride + row_tile, tl.div_rn(absmax, largest))
+        target = codes_ptr + column.to(tl.int64)[:, None] * num_rows + row[None, :]
+        tl.store(target, tl.trans(bits), mask=tl.trans(inside))
+    else:
+        tl.store(scales_ptr + row_tile * stride + column_tile, tl.div_rn(absmax, largest))
+        tl.store(codes_ptr + at, bits, mask=inside)

@@ -1,0 +1,248 @@
+"""FP8 products with scales for blocks: activations and gradients per row and 128 terms, weights per 128 x 128.
+
+Source: DeepSeek-AI 2024, "DeepSeek-V3", https://arxiv.org/abs/2412.19437, section 3.3: all operands are e4m3, and sums
+over 128 terms are added in float32. An outlier then takes bits from its own block alone.
+
+Shapes: a product is a [M, K] @ b [N, K].T. Codes lie as these do; scales [ceil(K / 128), M] of rows lie term block by
+term block, those of squares [ceil(N / 128), L] with L = ceil(K / 128) filled up to a multiple of 4: so cuBLAS reads
+them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import TensorSpec, Work, use_kernel
+from flexengine.ops.fp8_scaling import (
+    CUBLASLT_BYTES,
+    FORWARD_DTYPE,
+    LEAST_ABSMAX,
+    MULTIPLE,
+    Buffers,
+    Operand,
+    Role,
+    Scaling,
+)
+from flexengine.ops.linear_shape import LinearShape
+from flexengine.ops.products import use_product_kernel
+
+TERMS = 128
+"""Terms of a sum that share a scale, and so rows and columns of a weight."""
+LARGEST = torch.finfo(FORWARD_DTYPE).max
+CUBLAS_VERSION = (12, 9)
+"""CUDA's version from which cuBLAS multiplies with scales for blocks, on Hopper alone."""
+
+
+def round_vectors(x: Tensor, rows: Operand | None, columns: Operand | None) -> None:
+    """rows = x in FP8 with a scale for every row and 128 columns; columns = the same of x transposed, whose rows have
+    zeros up to their ends."""
+    if use_kernel(x):
+        from flexengine.kernels import fp8_blocks  # noqa: PLC0415 (Triton is imported when first used)
+
+        sides = (None if side is None else (side.codes, side.scales) for side in (rows, columns))
+        return fp8_blocks.round_vectors(x, LARGEST, LEAST_ABSMAX, *sides)
+    for matrix, side in ((x, rows), (x.t(), columns)):
+        if side is not None:
+            inner = matrix.shape[1]
+            side.codes[:, inner:].view(torch.uint8).zero_()
+            for block, start in enumerate(range(0, inner, TERMS)):
+                terms = slice(start, min(start + TERMS, inner))
+                part = matrix[:, terms].float()
+                side.codes[:, terms], side.scales[block] = _rounded(part, part.abs().nan_to_num(0.0, torch.inf).amax(1))
+
+
+def round_squares(x: Tensor, side: Operand, transposed: bool) -> None:
+    """side = x (transposed: x.T) in FP8 with a scale for every 128 x 128 elements."""
+    if use_kernel(x):
+        from flexengine.kernels import fp8_blocks  # noqa: PLC0415 (Triton is imported when first used)
+
+        return fp8_blocks.round_squares(x, LARGEST, LEAST_ABSMAX, side.codes, side.scales, transposed)
+    matrix = x.t() if transposed else x
+    for row in range(0, len(matrix), TERMS):
+        for column in range(0, matrix.shape[1], TERMS):
+            place = slice(row, row + TERMS), slice(column, column + TERMS)
+            part = matrix[place].float()
+            absmax = part.abs().nan_to_num(0.0, torch.inf).max()
+            side.codes[place], side.scales[row // TERMS, column // TERMS] = _rounded(part, absmax)
+
+
+def _rounded(part: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of some rows, or of all of a matrix, with these largest magnitudes, and their scales."""
+    absmax = absmax.clamp(min=LEAST_ABSMAX)
+    factor = torch.full_like(absmax, LARGEST).div_(absmax)  # a number over a tensor is not rounded correctly
+    scaled = (part * factor.view(-1, 1)).clamp_(-LARGEST, LARGEST)
+    return scaled.to(FORWARD_DTYPE), absmax / LARGEST
+
+
+def block_product(a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None, accumulate: bool = False) -> None:
+    """out = (or +=) a @ b.T of what codes and scales stand for (+ bias), summed in float32.
+
+    Shapes: a of rows with M of them, b of rows or squares with N; out [M, N]. On Hopper cuBLAS takes the rows before
+    the last multiple of 16, where sizes are multiples of 128; our kernel multiplies what is left.
+    """
+    if not use_product_kernel(out):
+        return _plain_product(a, b, out, bias, accumulate)
+    whole = 0 if accumulate or not _takes_cublas(a, b) else len(out) // MULTIPLE * MULTIPLE
+    if whole:
+        _cublas_product(a.rows(0, whole), b, out[:whole], bias)
+    if whole < len(out):
+        from flexengine.kernels import fp8_block_product  # noqa: PLC0415 (Triton is imported when first used)
+
+        rest = a.rows(whole, len(out))
+        fp8_block_product.block_product(
+            rest.codes, b.codes, rest.scales, b.scales, b.square, out[whole:], bias, accumulate
+        )
+
+
+def _plain_product(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for block, start in enumerate(range(0, a.codes.shape[1], TERMS)):
+        terms = slice(start, start + TERMS)
+        scale_b = b.scales[:, block].repeat_interleave(TERMS)[: len(b.codes)] if b.square else b.scales[block]
+        part = a.codes[:, terms].float() @ b.codes[:, terms].float().t()
+        total += part.mul_(a.scales[block, :, None]).mul_(scale_b)
+    if bias is not None:
+        total += bias
+    out.add_(total) if accumulate else out.copy_(total)
+
+
+def _takes_cublas(a: Operand, b: Operand) -> bool:
+    if not a.codes.is_cuda or not _has_block_scales(a.codes.get_device()):
+        return False
+    return a.codes.shape[1] % TERMS == 0 and len(b.codes) % (TERMS if b.square else MULTIPLE) == 0
+
+
+@cache
+def _has_block_scales(device: int) -> bool:
+    """Whether cuBLAS takes scales for blocks on a card."""
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    known = hasattr(torch.ops.aten, "_scaled_mm_v2")
+    return known and cuda >= CUBLAS_VERSION and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _cublas_product(a: Operand, b: Operand, out: Tensor, bias: Tensor | None) -> None:
+    by_rows, by_squares = _recipes()
+    torch.ops.aten._scaled_mm_v2.out(  # torch.nn.functional.scaled_mm has no out
+        a.codes, b.codes.t(), [a.scales.contiguous().t()], [by_rows], [],
+        [b.scales.contiguous().t()], [by_squares if b.square else by_rows], [], bias, out.dtype, [], False, out=out,
+    )  # fmt: skip
+
+
+@cache
+def _recipes() -> tuple[int, int]:
+    """torch's numbers of scales for 128 terms of a row and for squares."""
+    kinds = torch.nn.functional.ScalingType
+    return int(kinds.BlockWise1x128.value), int(kinds.BlockWise128x128.value)
+
+
+class BlockScaling(Scaling):
+    """Scales for 128 terms of a row, and for 128 x 128 elements of a weight.
+
+    The weight's gradient sums along tokens, of which 128 share a scale. gradient_in_fp8: or it takes the compute dtype.
+    """
+
+    def __init__(self, name: str, gradient_in_fp8: bool) -> None:
+        self.name, self.gradient_in_fp8 = name, gradient_in_fp8
+
+    def forward_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
+        return *_token_specs(shape, "x8", shape.in_features), *_weight_specs(shape, "weight8", transposed=False)
+
+    def input_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
+        return *_token_specs(shape, "grad8", shape.out_features), *_weight_specs(shape, "weight8_t", transposed=True)
+
+    def shared_scratch(self, shape: LinearShape, both: bool) -> tuple[TensorSpec, ...]:
+        return _transposed_specs(shape, "grad8_t", shape.out_features) if both else ()
+
+    def weight_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
+        return _transposed_specs(shape, "x8_t", shape.in_features)
+
+    def forward_operands(self, t: Buffers, x: Tensor, weight: Tensor) -> tuple[Operand, Operand]:
+        x8, weight8 = _token_side(t, "x8", len(x)), _square_side(t, "weight8")
+        round_vectors(x, x8, None)
+        round_squares(weight, weight8, transposed=False)
+        return x8, weight8
+
+    def input_operands(self, t: Buffers, grad_y: Tensor, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
+        grad8, weight8_t = _token_side(t, "grad8", len(grad_y)), _square_side(t, "weight8_t")
+        round_vectors(grad_y, grad8, _transposed_side(t, "grad8_t") if both else None)
+        round_squares(weight, weight8_t, transposed=True)
+        return grad8, weight8_t
+
+    def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
+        x8_t = _transposed_side(t, "x8_t")
+        round_vectors(x, None, x8_t)
+        return _transposed_side(t, "grad8_t"), x8_t
+
+    def multiply(self, a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None, fast: bool = False) -> None:
+        block_product(a, b, out, bias)
+
+    def with_ones(self, codes: Tensor, role: Role) -> Operand:
+        rows, terms = len(codes), _blocks(codes.shape[1])
+        shape = (_blocks(rows), -(-terms // 4) * 4) if role == "weight" else (terms, rows)
+        return Operand(codes, torch.ones(shape, device=codes.device), "squares" if role == "weight" else "terms")
+
+    def workspace_bytes(self, tokens: int, widest: int) -> int:
+        """cuBLAS, and scales of the rows that it takes in one piece."""
+        return CUBLASLT_BYTES + 4 * (tokens + TERMS) * -(-widest // TERMS)
+
+    def plain_workspace_bytes(self, tokens: int, in_features: int, out_features: int) -> int:
+        """Both operands of a block of terms, and the sums twice: of all tokens by a side, or of both sides."""
+        rows, columns = sorted((tokens, in_features, out_features))[1:]
+        return 4 * (2 * rows * columns + TERMS * (rows + columns)) + 8 * TERMS * columns
+
+    def rounding_work(self, elements: int, compute_bytes: int, results: int = 1, transposed: bool = False) -> Work:
+        """A read, and a write of codes and scales for each result."""
+        return Work(memory_bytes=elements * (compute_bytes + results * (1.0 + 4.0 / TERMS)), kernels=1)
+
+
+def _blocks(features: int) -> int:
+    return -(-features // TERMS)
+
+
+def _token_specs(shape: LinearShape, suffix: str, features: int) -> tuple[TensorSpec, ...]:
+    """Codes and scales of a matrix with a row for every token."""
+    name = f"{shape.name}_{suffix}"
+    return (
+        TensorSpec(name, (features,), "uint8"),
+        TensorSpec(f"{name}_scales", (_blocks(features),), "float32"),
+    )
+
+
+def _transposed_specs(shape: LinearShape, suffix: str, features: int) -> tuple[TensorSpec, ...]:
+    """Codes and scales of such a matrix transposed, declared by tokens: 128 of them have a scale for each feature."""
+    name = f"{shape.name}_{suffix}"
+    return (
+        TensorSpec(name, (features,), "uint8", multiple=TERMS),
+        TensorSpec(f"{name}_scales", (_blocks(features),), "float32", multiple=TERMS),
+    )
+
+
+def _weight_specs(shape: LinearShape, suffix: str, transposed: bool) -> tuple[TensorSpec, ...]:
+    """Codes and scales of a weight, or of it transposed."""
+    name, rows, columns = f"{shape.name}_{suffix}", shape.out_features, shape.in_features
+    if transposed:
+        rows, columns = columns, rows
+    stride = -(-_blocks(columns) // 4) * 4
+    return (
+        TensorSpec(name, (columns,), "uint8", rows=rows),
+        TensorSpec(f"{name}_scales", (stride,), "float32", rows=_blocks(rows)),
+    )
+
+
+def _token_side(t: Buffers, suffix: str, tokens: int) -> Operand:
+    return Operand(t.codes(suffix, FORWARD_DTYPE), t[f"{suffix}_scales"].view(-1, tokens), "terms")
+
+
+def _square_side(t: Buffers, suffix: str) -> Operand:
+    return Operand(t.codes(suffix, FORWARD_DTYPE), t[f"{suffix}_scales"], "squares")
+
+
+def _transposed_side(t: Buffers, suffix: str) -> Operand:
+    codes = t.transposed(suffix, FORWARD_DTYPE)
+    features, tokens = codes.shape
+    blocks = tokens // TERMS
+    scales = t[f"{suffix}_scales"].view(-1)[: blocks * features].view(blocks, features)
+    return Operand(codes, scales, "terms")
