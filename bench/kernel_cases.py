@@ -13,7 +13,7 @@ import torch
 
 from bench.kernel_case import BF16, Case, Random, Sizes, Tensors
 from flexengine.ops import cross_entropy as ce_op
-from flexengine.ops import fp8 as fp8_op
+from flexengine.ops import fp8_scaling as fp8_op
 from flexengine.ops import glu as glu_op
 from flexengine.ops import layernorm as layernorm_op
 from flexengine.ops import linear as linear_op

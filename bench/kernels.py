@@ -20,7 +20,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from bench.kernel_cases import kernel_cases
 from flexengine.hardware.measure.timing import Timer, cuda_timer, hold_stream
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model
+from flexengine.plan import MatmulDtype
 
 MIB = 2**20
 COPY_BYTES = 1024 * MIB
@@ -167,7 +168,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"kernels by name, and {BLOCK} for the second table")
     parser.add_argument("--block", type=int, default=0, metavar="N", help="which one the second table is of, from 0")
     parser.add_argument(
-        "--matmul-dtype", choices=["compute", "fp8"], default="compute", help="of the block's linear layers"
+        "--matmul-dtype", choices=get_args(MatmulDtype), default="compute", help="of the block's linear layers"
     )
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args(arguments)

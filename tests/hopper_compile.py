@@ -227,8 +227,8 @@ def adapted_unit() -> None:
 
 
 def fp8_blocks() -> None:
-    """What rounds to FP8 with scales for blocks, and what multiplies it."""
-    from flexengine.kernels import fp8_block_product, fp8_blocks  # noqa: PLC0415
+    """What rounds to FP8 with scales for blocks, and what multiplies it, of experts, too."""
+    from flexengine.kernels import fp8_block_product, fp8_blocks, grouped  # noqa: PLC0415
 
     x, codes = torch.zeros(256, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
     scales, squares = torch.zeros(2, 256), torch.zeros(2, 4)
@@ -237,6 +237,16 @@ def fp8_blocks() -> None:
         fp8_blocks.round_squares(x, 448.0, 1e-30, codes, squares, transposed)
     fp8_block_product.block_product(codes, codes, scales, squares, True, x, None, False)
     fp8_block_product.block_product(codes, codes, scales, scales, False, x.float(), None, True)
+    of_experts = grouped.Scales(scales, torch.zeros(2, 1, 4), blocks=True)
+    operands = (
+        codes,
+        codes.view(2, 128, 256),
+        torch.tensor((0, 100, 256), dtype=torch.int32),
+        x[:, :128].clone(),
+        False,
+    )
+    grouped.grouped_product(*operands, scales=of_experts)
+    grouped.launch(*operands, None, None, None, None, grouped._BLOCK_TILING, of_experts)
 
 
 WIDE_TILES = "experts, wide tiles"

@@ -14,15 +14,18 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv
 from flexengine.kernels.fp8 import fp8_bits
+from flexengine.kernels.row_range import row_range
 
 CODES = (torch.float8_e4m3fn,)
 BLOCK = tl.constexpr(128)
 
 
 def round_vectors(
-    x: Tensor, largest: float, least: float, rows: tuple[Tensor, Tensor] | None, columns: tuple[Tensor, Tensor] | None
-) -> None:
+    x: Tensor, largest: float, least: float, rows: tuple[Tensor, Tensor] | None, columns: tuple[Tensor, Tensor] | None,
+    bounds: Tensor | None = None,
+) -> None:  # fmt: skip
     """rows = (codes, scales) of x with a scale for every row and 128 columns; columns = the same of x transposed.
+    bounds [E + 1] int32: tiles without rows of these experts are left out.
 
     Shapes: x [R, C] in bf16 or fp32; codes of rows [R, C], scales [ceil(C / 128), R]; codes of columns [C, S], S >= R a
     multiple of 128 and zero beyond R, scales [S / 128, C]. largest: of the codes; least: what a block's largest
@@ -47,29 +50,31 @@ def round_vectors(
     column_codes, column_scales = columns or some
     _vectors_kernel[(cdiv(num_rows, 128) * tiles,)](
         x, row_codes.view(torch.uint8), row_scales, column_codes.view(torch.uint8), column_scales, num_rows,
-        num_columns, padded, tiles, largest, least, ROWS=rows is not None, COLUMNS=columns is not None, num_warps=8,
+        num_columns, padded, tiles, *row_range(bounds, x), largest, least, ROWS=rows is not None,
+        COLUMNS=columns is not None, SOME=bounds is not None, num_warps=8,
     )  # fmt: skip
 
 
 def round_squares(x: Tensor, largest: float, least: float, codes: Tensor, scales: Tensor, transposed: bool) -> None:
-    """codes = x (transposed: x.T) over scales, one for every 128 x 128 elements of codes.
+    """codes = x (transposed: x.mT) over scales, one for every 128 x 128 elements of codes.
 
-    Shapes: x [R, C] in bf16 or fp32; codes [R, C] (transposed: [C, R]); scales [ceil(rows of codes / 128), L] with L at
-    least as many as there are blocks in a row; what is beyond these stays. Rounding: as kernels/fp8.py.
-    Cost: reads and writes R*C elements once.
+    Shapes: x [E, R, C] in bf16 or fp32 (one matrix without E); codes [E, R, C] (transposed: [E, C, R]); scales [E,
+    ceil(rows of codes / 128), L] with L at least as many as there are blocks in a row; what is beyond these stays.
+    Rounding: as kernels/fp8.py.
+    Cost: reads and writes E*R*C elements once.
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
-    num_rows, num_columns = x.shape
+    *stack, num_rows, num_columns = x.shape
     check_tensor("x", x, x.shape, FLOATS)
     shape = (num_columns, num_rows) if transposed else (num_rows, num_columns)
-    check_tensor("codes", codes, shape, CODES)
-    stride = max(cdiv(shape[1], 128), scales.shape[-1])
-    check_tensor("scales", scales, (cdiv(shape[0], 128), stride), (torch.float32,))
+    check_tensor("codes", codes, (*stack, *shape), CODES)
+    squares, stride = cdiv(shape[0], 128), max(cdiv(shape[1], 128), scales.shape[-1])
+    check_tensor("scales", scales, (*stack, squares, stride), (torch.float32,))
     if x.numel() == 0:
         return
     tiles = cdiv(num_columns, 128)
-    _squares_kernel[(cdiv(num_rows, 128) * tiles,)](
-        x, codes.view(torch.uint8), scales, num_rows, num_columns, tiles, stride, largest, least,
+    _squares_kernel[(cdiv(num_rows, 128) * tiles, x.numel() // (num_rows * num_columns))](
+        x, codes.view(torch.uint8), scales, num_rows, num_columns, tiles, stride, squares * stride, largest, least,
         TRANSPOSED=transposed, num_warps=8,
     )  # fmt: skip
 
@@ -95,8 +100,12 @@ def _codes(x, factor, largest):
 @triton.jit(do_not_specialize=["num_rows"])
 def _vectors_kernel(
     x_ptr, row_codes_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr, num_rows, num_columns, padded, tiles,
-    largest, least, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    bounds_ptr, experts, largest, least, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
+    if SOME:
+        first = tl.program_id(0) // tiles * BLOCK
+        if (first >= tl.load(bounds_ptr + experts)) | (first + BLOCK <= tl.load(bounds_ptr)):
+            return
     row, column, inside, at, x = _tile(x_ptr, num_rows, num_columns, tiles)
     magnitude = tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - a NaN counts as nothing
     if ROWS:
@@ -115,8 +124,13 @@ def _vectors_kernel(
 
 @triton.jit
 def _squares_kernel(
-    x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, tiles, stride, largest, least, TRANSPOSED: tl.constexpr
-):
+    x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, tiles, stride, of_matrix, largest, least,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(1).to(tl.int64)
+    x_ptr += matrix * num_rows * num_columns
+    codes_ptr += matrix * num_rows * num_columns
+    scales_ptr += matrix * of_matrix
     row, column, inside, at, x = _tile(x_ptr, num_rows, num_columns, tiles)
     magnitude = tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - a NaN counts as nothing
     absmax = tl.maximum(tl.max(tl.max(magnitude, axis=1), axis=0), least)

@@ -22,14 +22,19 @@ from flexengine.kernels.grouped_tiles import (
     Scales,
     Tiling,
     add_product,
+    add_scaled,
+    block_strides,
     find_expert,
     grouped_tile,
     low_block,
     scaled,
-    short_sums,
+    scaling,
     store_tile,
 )
 from flexengine.kernels.grouped_tma import launch
+
+_BLOCK_TILING = Tiling(128, 128, 128, 8, 8, 3)
+"""Tiles of products with scales for blocks: a block of terms at a time, whose sums need as many registers again."""
 
 
 def _tiling(x: Tensor) -> Tiling:
@@ -77,7 +82,7 @@ def grouped_product(
     check_tensor("x", x, (count, inner), FLOATS if scales is None else (torch.float8_e4m3fn,))
     check_tensor("out", out, (count, columns), FLOATS if scales is not None else (x.dtype,))
     if scales is not None:
-        _check_scales(scales, count, experts, columns, transposed)
+        _check_scales(scales, count, inner, experts, columns, transposed)
     shape = (experts, inner, columns) if transposed else (experts, columns, inner)
     check_tensor("weight", weight, shape, (x.dtype,))
     check_tensor("bounds", bounds, (experts + 1,), (torch.int32,))
@@ -93,7 +98,7 @@ def grouped_product(
         _check_adapter(adapter, out, experts)
     if out.numel() == 0:
         return
-    t = _tiling(x)
+    t = _tiling(x) if scales is None or not scales.blocks else _BLOCK_TILING
     if takes_descriptors(x, out, adapter):
         return launch(x, weight, bounds, out, transposed, bias, row_weight, adapter, gains, t, scales)
     low, up = (out, out) if adapter is None else adapter[:2]
@@ -106,12 +111,11 @@ def grouped_product(
     _product_kernel[(row_tiles * cdiv(columns, block_columns),)](
         x, weight, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight,
         out if gains is None else gains, low, up, row_scales, column_scales,
-        inner, columns, width, experts, row_tiles,
+        inner, columns, width, experts, row_tiles, *block_strides(scales),
         *_strides(weight, transposed), *up_strides,
         WIDE=not x.is_cuda, EXPERTS=next_power_of_2(experts), ROWS=block_rows, COLUMNS=block_columns,
         INNER=t.inner, LOW=low_block(adapter), GROUP=t.group, BIAS=bias is not None, WEIGHTED=row_weight is not None,
-        GAINS=gains is not None, SCALED=scales is not None, SHORT=short_sums(scales),
-        **t.launch(),
+        GAINS=gains is not None, **scaling(scales), **t.launch(),
     )  # fmt: skip
 
 
@@ -123,10 +127,14 @@ def _check_adapter(adapter: LowRank, out: Tensor, experts: int) -> None:
     check_tensor("up", adapter.up, shape, (out.dtype,))
 
 
-def _check_scales(scales: Scales, count: int, experts: int, columns: int, transposed: bool) -> None:
+def _check_scales(scales: Scales, count: int, inner: int, experts: int, columns: int, transposed: bool) -> None:
     """Raise ValueError unless scales are those of a product that tensor cores take."""
-    check_tensor("scales of rows", scales.rows, (count,), (torch.float32,))
-    check_tensor("scales of columns", scales.columns, (experts, columns), (torch.float32,))
+    shapes = ((count,), (experts, columns))
+    if scales.blocks:
+        blocks = cdiv(inner, 128)
+        shapes = ((blocks, count), (experts, cdiv(columns, 128), max(blocks, scales.columns.shape[-1])))
+    check_tensor("scales of rows", scales.rows, shapes[0], (torch.float32,))
+    check_tensor("scales of columns", scales.columns, shapes[1], (torch.float32,))
     if transposed:
         raise ValueError("FP8 products sum along the last dimension of the weight; round it transposed")
 
@@ -186,14 +194,14 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tens
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["row_tiles"])
+@triton.jit(do_not_specialize=["row_tiles", "block_rows"])
 def _product_kernel(
     x_ptr, weight_ptr, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, low_ptr, up_ptr, row_scales_ptr,
-    column_scales_ptr, inner, columns, width, experts, row_tiles, expert_stride, column_stride, inner_stride,
-    up_expert_stride, up_column_stride, up_inner_stride,
+    column_scales_ptr, inner, columns, width, experts, row_tiles, block_rows, square_stride, expert_stride,
+    column_stride, inner_stride, up_expert_stride, up_column_stride, up_inner_stride,
     WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     LOW: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, GAINS: tl.constexpr,
-    SCALED: tl.constexpr, SHORT: tl.constexpr,
+    SCALED: tl.constexpr, BLOCKS: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
     tile, column_tile = grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
@@ -209,7 +217,14 @@ def _product_kernel(
             inner_mask = inners < inner
             x = tl.load(x_ptr + rows[:, None] * inner + inners[None, :], mask=row_mask[:, None] & inner_mask, other=0.0)
             w = tl.load(weights + inners[:, None] * inner_stride, mask=inner_mask[:, None] & out_mask, other=0.0)
-            total = add_product(total, x, w, WIDE, SHORT)
+            if BLOCKS:
+                part = add_product(tl.zeros((ROWS, COLUMNS), tl.float32), x, w, WIDE)
+                total = add_scaled(
+                    total, part, first // INNER, row_scales_ptr, column_scales_ptr, expert, rows, outs, end, columns,
+                    block_rows, square_stride,
+                )  # fmt: skip
+            else:
+                total = add_product(total, x, w, WIDE, SHORT)
         if SCALED:
             total = scaled(total, row_scales_ptr, column_scales_ptr, expert, rows, outs, end, columns)
         if LOW > 0:

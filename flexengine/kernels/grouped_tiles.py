@@ -36,11 +36,12 @@ class LowRank(NamedTuple):
 
 class Scales(NamedTuple):
     """What the sums of FP8 codes are multiplied by: rows [R] and columns [E, F] fp32. fast: tensor cores keep fewer
-    bits of a sum."""
+    bits of a sum. blocks: rows [ceil(D / 128), R] and columns [E, ceil(F / 128), at least ceil(D / 128)]."""
 
     rows: Tensor
     columns: Tensor
     fast: bool = False
+    blocks: bool = False
 
 
 class Tiling(NamedTuple):
@@ -68,9 +69,17 @@ def low_block(adapter: LowRank | None) -> int:
     return min(MOST_LOW_RANK, max(16, next_power_of_2(adapter.low.shape[1])))
 
 
-def short_sums(scales: Scales | None) -> int:
-    """Terms that tensor cores may sum with fewer bits before these are added in float32; 0: all."""
-    return 0 if scales is None or scales.fast else SHORT_TERMS
+def scaling(scales: Scales | None) -> dict[str, int]:
+    """Keywords of a launch: how sums are scaled, and how many terms tensor cores may sum with fewer bits before these
+    are added in float32; 0: all."""
+    blocks = scales is not None and scales.blocks
+    short = 0 if scales is None or scales.fast or blocks else SHORT_TERMS
+    return {"SCALED": scales is not None and not blocks, "BLOCKS": blocks, "SHORT": short}
+
+
+def block_strides(scales: Scales | None) -> tuple[int, int]:
+    """Scales of a block of terms of all rows, and of a block of 128 outputs; 0 where blocks have none."""
+    return (scales.rows.shape[1], scales.columns.shape[2]) if scales is not None and scales.blocks else (0, 0)
 
 
 @triton.jit
@@ -91,6 +100,17 @@ def scaled(total, row_scales_ptr, column_scales_ptr, expert, rows, outs, end, co
     row_scales = tl.load(row_scales_ptr + rows, mask=rows < end, other=0.0)
     column_scales = tl.load(column_scales_ptr + expert.to(tl.int64) * columns + outs, mask=outs < columns, other=0.0)
     return total * row_scales[:, None] * column_scales[None, :]
+
+
+@triton.jit
+def add_scaled(
+    total, part, block, row_scales_ptr, column_scales_ptr, expert, rows, outs, end, columns, count, stride
+):  # fmt: skip
+    """total + sums of a block of 128 terms of codes, times the scales of the block."""
+    row_scales = tl.load(row_scales_ptr + block * count + rows, mask=rows < end, other=0.0)
+    squares = expert.to(tl.int64) * tl.cdiv(columns, 128) + outs // 128
+    column_scales = tl.load(column_scales_ptr + squares * stride + block, mask=outs < columns, other=0.0)
+    return total + part * row_scales[:, None] * column_scales[None, :]
 
 
 @triton.jit

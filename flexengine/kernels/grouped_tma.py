@@ -18,11 +18,13 @@ from flexengine.kernels.grouped_tiles import (
     Scales,
     Tiling,
     add_product,
+    add_scaled,
+    block_strides,
     find_expert,
     grouped_tile,
     low_block,
     scaled,
-    short_sums,
+    scaling,
     store_tile,
 )
 
@@ -45,11 +47,10 @@ def launch(
     _descriptor_kernel[(row_tiles * cdiv(columns, t.columns),)](
         rows, weights, low, up, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight,
         out if gains is None else gains, row_scales, column_scales, inner, columns, width, experts, row_tiles,
-        WIDE=not x.is_cuda, EXPERTS=next_power_of_2(experts), ROWS=t.rows, COLUMNS=t.columns, INNER=t.inner,
-        LOW=block, GROUP=t.group, TRANSPOSED=transposed, UP_TRANSPOSED=adapter is not None and adapter.transposed,
-        BIAS=bias is not None, WEIGHTED=row_weight is not None, GAINS=gains is not None, SCALED=scales is not None,
-        SHORT=short_sums(scales),
-        **t.launch(),
+        *block_strides(scales), WIDE=not x.is_cuda, EXPERTS=next_power_of_2(experts), ROWS=t.rows, COLUMNS=t.columns,
+        INNER=t.inner, LOW=block, GROUP=t.group, TRANSPOSED=transposed,
+        UP_TRANSPOSED=adapter is not None and adapter.transposed, BIAS=bias is not None,
+        WEIGHTED=row_weight is not None, GAINS=gains is not None, **scaling(scales), **t.launch(),
     )  # fmt: skip
 
 
@@ -68,26 +69,33 @@ def _load(matrices, expert, first, columns, column, terms, TRANSPOSED: tl.conste
         return matrices.load([expert * columns + column, first]).T
 
 
-@triton.jit(do_not_specialize=["row_tiles"])
+@triton.jit(do_not_specialize=["row_tiles", "block_rows"])
 def _descriptor_kernel(
     x_tiles, weight_tiles, low_tiles, up_tiles, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, gains_ptr,
-    row_scales_ptr, column_scales_ptr, inner, columns, width, experts, row_tiles,
+    row_scales_ptr, column_scales_ptr, inner, columns, width, experts, row_tiles, block_rows, square_stride,
     WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     LOW: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, UP_TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
-    WEIGHTED: tl.constexpr, GAINS: tl.constexpr, SCALED: tl.constexpr, SHORT: tl.constexpr,
+    WEIGHTED: tl.constexpr, GAINS: tl.constexpr, SCALED: tl.constexpr, BLOCKS: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
     tile, column_tile = grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
     expert, first_row, end = find_expert(bounds_ptr, tile, experts, EXPERTS, ROWS)
     if expert < experts:  # else there are fewer tiles than programs
         column = column_tile * COLUMNS
+        rows = (first_row + tl.arange(0, ROWS)).to(tl.int64)
+        outs = column + tl.arange(0, COLUMNS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, inner, INNER):
             x = x_tiles.load([first_row, first])
             w = _load(weight_tiles, expert, first, columns, column, inner, TRANSPOSED)
-            total = add_product(total, x, w, WIDE, SHORT)
-        rows = (first_row + tl.arange(0, ROWS)).to(tl.int64)
-        outs = column + tl.arange(0, COLUMNS)
+            if BLOCKS:
+                part = add_product(tl.zeros((ROWS, COLUMNS), tl.float32), x, w, WIDE)
+                total = add_scaled(
+                    total, part, first // INNER, row_scales_ptr, column_scales_ptr, expert, rows, outs, end, columns,
+                    block_rows, square_stride,
+                )  # fmt: skip
+            else:
+                total = add_product(total, x, w, WIDE, SHORT)
         if SCALED:
             total = scaled(total, row_scales_ptr, column_scales_ptr, expert, rows, outs, end, columns)
         if LOW > 0:

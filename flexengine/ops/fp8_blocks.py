@@ -19,6 +19,7 @@ from flexengine.ops.base import TensorSpec, Work, use_kernel
 from flexengine.ops.fp8_scaling import (
     CUBLASLT_BYTES,
     FORWARD_DTYPE,
+    LARGEST,
     LEAST_ABSMAX,
     MULTIPLE,
     Buffers,
@@ -31,19 +32,28 @@ from flexengine.ops.products import use_product_kernel
 
 TERMS = 128
 """Terms of a sum that share a scale, and so rows and columns of a weight."""
-LARGEST = torch.finfo(FORWARD_DTYPE).max
 CUBLAS_VERSION = (12, 9)
 """CUDA's version from which cuBLAS multiplies with scales for blocks, on Hopper alone."""
 
 
-def round_vectors(x: Tensor, rows: Operand | None, columns: Operand | None) -> None:
+def num_blocks(features: int) -> int:
+    """Blocks of 128 that hold so many features."""
+    return -(-features // TERMS)
+
+
+def square_scales(rows: int, columns: int) -> tuple[int, int]:
+    """Shape of the scales of a matrix in squares."""
+    return num_blocks(rows), -(-num_blocks(columns) // 4) * 4
+
+
+def round_vectors(x: Tensor, rows: Operand | None, columns: Operand | None, bounds: Tensor | None = None) -> None:
     """rows = x in FP8 with a scale for every row and 128 columns; columns = the same of x transposed, whose rows have
-    zeros up to their ends."""
+    zeros up to their ends. bounds [E + 1]: the rows of these experts are wanted alone."""
     if use_kernel(x):
         from flexengine.kernels import fp8_blocks  # noqa: PLC0415 (Triton is imported when first used)
 
         sides = (None if side is None else (side.codes, side.scales) for side in (rows, columns))
-        return fp8_blocks.round_vectors(x, LARGEST, LEAST_ABSMAX, *sides)
+        return fp8_blocks.round_vectors(x, LARGEST, LEAST_ABSMAX, *sides, bounds)
     for matrix, side in ((x, rows), (x.t(), columns)):
         if side is not None:
             inner = matrix.shape[1]
@@ -55,11 +65,15 @@ def round_vectors(x: Tensor, rows: Operand | None, columns: Operand | None) -> N
 
 
 def round_squares(x: Tensor, side: Operand, transposed: bool) -> None:
-    """side = x (transposed: x.T) in FP8 with a scale for every 128 x 128 elements."""
+    """side = x (transposed: x.mT) in FP8 with a scale for every 128 x 128 elements; also of stacks of matrices."""
     if use_kernel(x):
         from flexengine.kernels import fp8_blocks  # noqa: PLC0415 (Triton is imported when first used)
 
         return fp8_blocks.round_squares(x, LARGEST, LEAST_ABSMAX, side.codes, side.scales, transposed)
+    if x.dim() == 3:
+        for matrix, codes, scales in zip(x, side.codes, side.scales, strict=True):
+            round_squares(matrix, Operand(codes, scales, side.kind), transposed)
+        return None
     matrix = x.t() if transposed else x
     for row in range(0, len(matrix), TERMS):
         for column in range(0, matrix.shape[1], TERMS):
@@ -180,8 +194,8 @@ class BlockScaling(Scaling):
         block_product(a, b, out, bias)
 
     def with_ones(self, codes: Tensor, role: Role) -> Operand:
-        rows, terms = len(codes), _blocks(codes.shape[1])
-        shape = (_blocks(rows), -(-terms // 4) * 4) if role == "weight" else (terms, rows)
+        rows, terms = len(codes), num_blocks(codes.shape[1])
+        shape = square_scales(rows, codes.shape[1]) if role == "weight" else (terms, rows)
         return Operand(codes, torch.ones(shape, device=codes.device), "squares" if role == "weight" else "terms")
 
     def workspace_bytes(self, tokens: int, widest: int) -> int:
@@ -198,16 +212,12 @@ class BlockScaling(Scaling):
         return Work(memory_bytes=elements * (compute_bytes + results * (1.0 + 4.0 / TERMS)), kernels=1)
 
 
-def _blocks(features: int) -> int:
-    return -(-features // TERMS)
-
-
 def _token_specs(shape: LinearShape, suffix: str, features: int) -> tuple[TensorSpec, ...]:
     """Codes and scales of a matrix with a row for every token."""
     name = f"{shape.name}_{suffix}"
     return (
         TensorSpec(name, (features,), "uint8"),
-        TensorSpec(f"{name}_scales", (_blocks(features),), "float32"),
+        TensorSpec(f"{name}_scales", (num_blocks(features),), "float32"),
     )
 
 
@@ -216,7 +226,7 @@ def _transposed_specs(shape: LinearShape, suffix: str, features: int) -> tuple[T
     name = f"{shape.name}_{suffix}"
     return (
         TensorSpec(name, (features,), "uint8", multiple=TERMS),
-        TensorSpec(f"{name}_scales", (_blocks(features),), "float32", multiple=TERMS),
+        TensorSpec(f"{name}_scales", (num_blocks(features),), "float32", multiple=TERMS),
     )
 
 
@@ -225,10 +235,10 @@ def _weight_specs(shape: LinearShape, suffix: str, transposed: bool) -> tuple[Te
     name, rows, columns = f"{shape.name}_{suffix}", shape.out_features, shape.in_features
     if transposed:
         rows, columns = columns, rows
-    stride = -(-_blocks(columns) // 4) * 4
+    squares, stride = square_scales(rows, columns)
     return (
         TensorSpec(name, (columns,), "uint8", rows=rows),
-        TensorSpec(f"{name}_scales", (stride,), "float32", rows=_blocks(rows)),
+        TensorSpec(f"{name}_scales", (stride,), "float32", rows=squares),
     )
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import TensorSpec, Work, use_kernel
-from flexengine.ops.experts.fp8_experts import round_columns, round_rows
 from flexengine.ops.linear_shape import LinearShape
 
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = torch.finfo(FORWARD_DTYPE).max
 MULTIPLE = 16
 """Sizes along which FP8 products sum, and widths of their results, are multiples of this."""
 LEAST_ABSMAX = 1e-30
@@ -159,6 +159,29 @@ def quantize(
         columns.view(torch.uint8)[:, x.shape[0] :] = 0
         columns[:, : x.shape[0]].copy_(scaled.t())
     return scale
+
+
+def round_rows(x: Tensor, codes: Tensor, scales: Tensor, bounds: Tensor | None = None) -> None:
+    """codes [R, K] = x [R, K] / scales [R], in FP8; with bounds [E + 1] the rows of these experts alone."""
+    if use_kernel(x):
+        from flexengine.kernels import fp8_rows  # noqa: PLC0415 (Triton is imported when first used)
+
+        return fp8_rows.round_rows(x, codes, scales, LARGEST, LEAST_ABSMAX, bounds)
+    wide = x.float()
+    absmax = wide.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp_(min=LEAST_ABSMAX)
+    torch.div(absmax, LARGEST, out=scales)
+    factors = torch.full_like(absmax, LARGEST).div_(absmax)  # a number over a tensor is not rounded correctly
+    codes.copy_((wide * factors[:, None]).clamp_(-LARGEST, LARGEST))
+
+
+def round_columns(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """codes [E, N, K] = weight [E, K, N].mT / scales [E, N], in FP8."""
+    if use_kernel(weight):
+        from flexengine.kernels import fp8_rows  # noqa: PLC0415 (Triton is imported when first used)
+
+        return fp8_rows.round_columns(weight, codes, scales, LARGEST, LEAST_ABSMAX)
+    for matrix, own, factors in zip(weight, codes, scales, strict=True):
+        round_rows(matrix.t(), own, factors)
 
 
 def scaled_product(

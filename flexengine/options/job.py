@@ -34,6 +34,15 @@ LARGEST_SEED = 2**32 - 1
 FOR_WIDE = (Need("dtype", ("float64",), of=("float64",)),)
 FOR_BF16 = (Need("dtype", ("bfloat16",), of=("bfloat16", "bf16", "fp8")),)
 FP8_PRODUCTS = tuple(name for name in get_args(MatmulDtype) if name != "compute")
+FOR_FP8 = (
+    Need("dtype", ("bfloat16",), of=FP8_PRODUCTS),
+    Need(
+        "use_dora",
+        absent=True,
+        of=FP8_PRODUCTS,
+        why="are not built beside each other: FP8 would round the small factors of DoRA away",
+    ),
+)
 NARROW = ("bfloat16", "float16", "float32")
 FOR_STATES = (
     Need("optimizer", ("adamw", "muon"), of=("int8",), why="is for adamw and muon"),
@@ -109,15 +118,7 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
             " scaled per tensor; fp8-blockwise = per row and 128 columns, weights per 128 x 128, as DeepSeek-V3;"
             " fp8-rowwise-gw-hp and fp8-blockwise-gw-hp = per row and by blocks, gradients of weights in --dtype;"
             " experts always per row",
-            needs=(
-                Need("dtype", ("bfloat16",), of=FP8_PRODUCTS),
-                Need(
-                    "use_dora",
-                    absent=True,
-                    of=FP8_PRODUCTS,
-                    why="are not built beside each other: FP8 would round the small factors of DoRA away",
-                ),
-            ),
+            needs=FOR_FP8,
         ),
     ] = "compute"
     keep_dtype: Annotated[

@@ -6,7 +6,8 @@ import torch
 from flexengine.models.lora_layers import with_adapters
 from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters, OfExperts
 from flexengine.ops.experts.experts import GroupedLinear
-from flexengine.ops.experts.fp8_experts import CODES, LARGEST, round_columns, round_rows
+from flexengine.ops.fp8_scaling import FORWARD_DTYPE as CODES
+from flexengine.ops.fp8_scaling import LARGEST, round_columns, round_rows
 from tests.adapter_ops import run_ops
 
 EXPERTS, D, F = 4, 48, 80
@@ -24,9 +25,21 @@ def rounded(x):
     ).double()
 
 
-def operands(h, options, tokens, counts):
-    d, f = D, F
-    op = GroupedLinear("experts", "x", "bounds", "y", d, f, EXPERTS, 2, "w", **options).with_fp8()
+def in_blocks(x, rows):
+    """The same with a scale for so many rows and 128 columns of each matrix."""
+    kept = torch.empty(x.shape, dtype=torch.float64)
+    for matrix, own in zip(x.view(-1, *x.shape[-2:]), kept.view(-1, *x.shape[-2:]), strict=True):
+        for row in range(0, len(matrix), rows):
+            for column in range(0, matrix.shape[1], 128):
+                place = slice(row, row + rows), slice(column, column + 128)
+                part = matrix[place]
+                own[place] = rounded(part.reshape(1, -1)).view(part.shape)
+    return kept
+
+
+def operands(h, options, tokens, counts, matmul="fp8"):
+    d, f = sizes_of(matmul)
+    op = GroupedLinear("experts", "x", "bounds", "y", d, f, EXPERTS, 2, "w", **options).with_fp8(matmul)
     bounds = torch.tensor((0, *torch.tensor(counts).cumsum(0)), dtype=torch.int32, device=h.device)
     inputs = {"x": h.randn(tokens, 2 * d), "bounds": bounds}
     params = {"w": h.randn(EXPERTS, *((d, f) if op.transposed else (f, d)), scale=d**-0.5)}
@@ -36,41 +49,52 @@ def operands(h, options, tokens, counts):
     return op, inputs, params, h.randn(tokens, 2 * f, scale=1e-3)
 
 
-def check(h, checks, options, tokens=13, counts=(9, 0, 16, 1)):
-    op, inputs, params, grad_y = operands(h, options, tokens, counts)
+def sizes_of(matmul):
+    return (D, F) if matmul == "fp8" else (144, 176)  # more than a block, and no multiple of one
+
+
+def check(h, checks, options, tokens=13, counts=(9, 0, 16, 1), matmul="fp8"):
+    op, inputs, params, grad_y = operands(h, options, tokens, counts, matmul)
+    d, f = sizes_of(matmul)
     expert = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor(counts))
     result = h.run(op, h.chunk((tokens,)), inputs, params, {"y": grad_y})
     weight = params["w"].mT if op.transposed else params["w"]
-    x, g = inputs["x"].view(-1, D), grad_y.view(-1, F)
+    x, g = inputs["x"].view(-1, d), grad_y.view(-1, f)
     bias = 0.0
     if op.bias is not None:
         bias = params["b"].double().cpu()[expert] * inputs["weight"].double().cpu().view(-1, 1)
-    for keep, tolerance in ((rounded, ROUNDING), (lambda t: t.double().cpu(), NEARNESS)):
-        y = torch.einsum("rd,rfd->rf", keep(x), keep(weight)[expert]) + bias
-        grad_x = torch.einsum("rf,rdf->rd", keep(g), keep(weight.mT)[expert])
-        checks.close(result.outputs["y"].view(-1, F), y, tolerance, name="y")
-        checks.close(result.grads["x"].view(-1, D), grad_x, tolerance, name="grad_x")
+    wide, (rows, weights) = (lambda t: t.double().cpu()), (rounded, rounded)
+    if matmul != "fp8":
+        rows, weights = (lambda t: in_blocks(t, 1)), (lambda t: in_blocks(t, 128))
+    for keep, keep_weight, tolerance in ((rows, weights, ROUNDING), (wide, wide, NEARNESS)):
+        y = torch.einsum("rd,rfd->rf", keep(x), keep_weight(weight)[expert]) + bias
+        grad_x = torch.einsum("rf,rdf->rd", keep(g), keep_weight(weight.mT)[expert])
+        checks.close(result.outputs["y"].view(-1, f), y, tolerance, name="y")
+        checks.close(result.grads["x"].view(-1, d), grad_x, tolerance, name="grad_x")
     outs, ins = (x, g) if op.transposed else (g, x)
     terms = torch.einsum("rf,rd->rfd", outs.double().cpu(), ins.double().cpu())
     wanted = torch.zeros(params["w"].shape, dtype=torch.float64).index_add_(0, expert, terms)
     checks.close(result.param_grads["w"], wanted, 1e-5, name="grad_w")
 
 
+@pytest.mark.parametrize("matmul", ["fp8", "fp8-blockwise"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_matches_the_product_of_rounded_operands(make_harness, checks, options):
-    check(make_harness("cpu", torch.bfloat16), checks, options)
+def test_matches_the_product_of_rounded_operands(make_harness, checks, options, matmul):
+    check(make_harness("cpu", torch.bfloat16), checks, options, matmul=matmul)
 
 
+@pytest.mark.parametrize("matmul", ["fp8", "fp8-blockwise"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.usefixtures("interpreted")
-def test_kernels_match_the_product_of_rounded_operands(make_harness, checks, options):
-    check(make_harness("cpu", torch.bfloat16), checks, options)
+def test_kernels_match_the_product_of_rounded_operands(make_harness, checks, options, matmul):
+    check(make_harness("cpu", torch.bfloat16), checks, options, matmul=matmul)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("matmul", ["fp8", "fp8-blockwise"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_matches_the_product_of_rounded_operands_on_cuda(make_harness, checks, options):
-    check(make_harness("cuda", torch.bfloat16), checks, options, 400, (300, 0, 499, 1))
+def test_matches_the_product_of_rounded_operands_on_cuda(make_harness, checks, options, matmul):
+    check(make_harness("cuda", torch.bfloat16), checks, options, 400, (300, 0, 499, 1), matmul)
 
 
 def check_codes(device, experts, inner, columns):

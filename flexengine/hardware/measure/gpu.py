@@ -234,9 +234,8 @@ def _fp8_rates(
     ]
     rates = _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
     few = [tokens for tokens in counts if tokens in FP8_SHARE_TOKENS] or counts[:1]
-    return rates, *(
-        _fp8_shares(whole, few, matmul, buffers, least_s) for matmul in ("fp8-rowwise-gw-hp", "fp8-blockwise")
-    )
+    by_rows = _fp8_shares(whole, few, "fp8-rowwise-gw-hp", buffers, least_s)
+    return rates, by_rows, _fp8_shares(whole, few, "fp8-blockwise", buffers, least_s)
 
 
 def _fp8_shares(

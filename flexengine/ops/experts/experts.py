@@ -19,7 +19,7 @@ from typing import Self
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes
-from flexengine.ops.experts.fp8_experts import MULTIPLE, Fp8Product
+from flexengine.ops.experts.fp8_experts import Fp8Product
 from flexengine.ops.experts.grouped_products import (
     NOTHING,
     Added,
@@ -29,6 +29,7 @@ from flexengine.ops.experts.grouped_products import (
     row_weight_gradient,
 )
 from flexengine.ops.experts.shape import ExpertShape
+from flexengine.ops.fp8_scaling import MULTIPLE
 from flexengine.ops.glu import Activation, glu_backward, glu_forward
 from flexengine.ops.row_range import own_bounds, part_of
 
@@ -93,7 +94,9 @@ class GroupedLinear(Op):
         ins, outs = self.in_features, self.out_features
         sizes = (ins, outs) if half == "forward" else (outs, ins)
         transposed = self.transposed == (half == "forward")
-        return Fp8Product(self.name, half, *sizes, self.num_experts // self.num_parts, self.per_token, transposed)
+        blocks = self.fp8 is not None and "blockwise" in self.fp8
+        experts = self.num_experts // self.num_parts
+        return Fp8Product(self.name, half, *sizes, experts, self.per_token, transposed, blocks)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return self._fp8(half).scratch() if self.fp8 and half != "weight" else ()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import use_kernel, wide
+from flexengine.ops.fp8_blocks import block_product
+from flexengine.ops.fp8_scaling import Operand
 from flexengine.ops.products import use_product_kernel
 from flexengine.ops.row_range import rows_within
 
@@ -27,11 +29,13 @@ class LowRank(NamedTuple):
 
 class Scales(NamedTuple):
     """What codes are multiplied by: rows [R] those of x, columns [E, F] those of the weights, both float32. fast: sums
-    may keep the fewer bits that tensor cores keep by themselves."""
+    may keep the fewer bits that tensor cores keep by themselves. blocks: rows [ceil(D / 128), R], columns [E,
+    ceil(F / 128), at least ceil(D / 128)], as ops/fp8_blocks.py has them."""
 
     rows: Tensor
     columns: Tensor
     fast: bool = False
+    blocks: bool = False
 
 
 class Added(NamedTuple):
@@ -95,7 +99,12 @@ def _scaled_rows(
 ) -> None:
     """`grouped_product` of one expert's rows with FP8 operands, by their values."""
     bias, row_weight, adapter, gains = added
-    total = (x[rows].float() @ matrix.float()) * scales.rows[rows, None] * scales.columns[expert]
+    if scales.blocks:
+        total = out.new_empty((rows.stop - rows.start, matrix.shape[1]), dtype=torch.float32)
+        of_x = Operand(x[rows], scales.rows[:, rows], "terms")
+        block_product(of_x, Operand(matrix.t(), scales.columns[expert], "squares"), total)
+    else:
+        total = (x[rows].float() @ matrix.float()) * scales.rows[rows, None] * scales.columns[expert]
     if adapter is not None:
         up = adapter.up[expert] if adapter.transposed else adapter.up[expert].t()
         total += adapter.low[rows].float() @ up.float()
