@@ -29,7 +29,6 @@ from torch import Tensor
 
 from bench.cpu_adamw import MODES, native_update, planes_of
 from bench.environment import require_gpu, write_json
-from flexengine.hardware.measure.gpu import MOST_HOST_BYTES, PIECE_BYTES
 from flexengine.hardware.measure.host import adamw_rates, adamw_work, copy_curve, engine_threads
 from flexengine.hardware.measure.links import (
     Link,
@@ -40,6 +39,7 @@ from flexengine.hardware.measure.links import (
     link_rates,
     rates_beside,
 )
+from flexengine.hardware.measure.machine import MOST_HOST_BYTES, PIECE_BYTES
 from flexengine.hardware.measure.timing import cpu_timer
 from flexengine.native import allocate_host
 from flexengine.native.adamw import instruction_sets

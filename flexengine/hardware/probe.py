@@ -12,10 +12,11 @@ import torch
 from flexengine.hardware.busy import busy_signs
 from flexengine.hardware.cache import age_s, profile_path, read_cached, write_cached
 from flexengine.hardware.host_memory import host_memory
-from flexengine.hardware.host_samples import pooled
+from flexengine.hardware.machine_rates import pooled, remembered_machine
 from flexengine.hardware.measure.cpu import HEAD_DIM as CPU_HEAD_DIM
-from flexengine.hardware.measure.cpu import measure_cpu
-from flexengine.hardware.measure.gpu import measure_cuda
+from flexengine.hardware.measure.cpu import measure_cpu_machine, measure_cpu_model
+from flexengine.hardware.measure.gpu import Rates, measure_model
+from flexengine.hardware.measure.machine import measure_machine
 from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, release_unused_heap, resident_bytes
 from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import DEFAULT_SHAPE, HardwareProfile, ProbeShape
@@ -24,7 +25,7 @@ from flexengine.native.threads import host_threads
 from flexengine.ops.attention.packages import installed_packages
 from flexengine.ops.fp8 import multiplies_fp8
 
-PROBE_VERSION = 12  # part of the cache key: raise it when what is measured changes its meaning
+PROBE_VERSION = 13  # part of the cache key: raise it when what is measured changes its meaning
 NODE_VERSION = 3  # the same of what several ranks reach at once
 DEFAULT_SECONDS = 10.0
 CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
@@ -77,8 +78,8 @@ def run_probe(
 
     shape: that of the model whose linear layers and attention are timed. Rates and context size are cached per device,
     driver, versions, dtype, shape, CPU and thread count, under $FLEXENGINE_CACHE or the user's cache folder; `force`
-    measures again. Rates of the host and the link are the medians of the last probes for any model, since one that was
-    forced. Memory totals are always read again.
+    measures again. What depends on no model (`machine_rates.py`) is measured once a day at most. Memory totals are
+    always read again.
     Order: call it first in a process, before the arenas take their memory and while the device is idle. It gives all
     memory back, and torch's random numbers continue as if it had not run. It ignores a cache that it cannot read or
     write.
@@ -103,8 +104,7 @@ def run_probe(
     profile = None if force else read_cached(path)
     from_cache = profile is not None
     if profile is None:
-        found = _measured(device, dtype, shape, seconds_budget / DEFAULT_SECONDS)
-        profile = pooled(found, _samples_path(device, dtype), anew=force)
+        profile = _measured(device, dtype, shape, seconds_budget / DEFAULT_SECONDS, force)
         path = path if write_cached(path, _for_later(profile)) else None
     return ProbeResult(_with_current_memory(profile, device), path, from_cache, age_s(path))
 
@@ -143,7 +143,9 @@ def check_multiplies(device: torch.device, dtype: str, matmul_dtype: str) -> Non
         raise ValueError(f"matmul_dtype={matmul_dtype}: {name} multiplies no FP8 operands; leave it out")
 
 
-def _measured(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:
+def _measured(
+    device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float, force: bool
+) -> HardwareProfile:
     logger.info("measuring the rates of %s once (a few seconds)", device)
     if signs := busy_signs():
         logger.warning(
@@ -153,14 +155,16 @@ def _measured(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale
         )
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        return _probe_cuda(device, dtype, shape, scale) if on_cuda else _probe_cpu(dtype, shape, scale)
+        return (_probe_cuda if on_cuda else _probe_cpu)(device, dtype, shape, scale, force)
 
 
-def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:
+def _probe_cuda(
+    device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float, force: bool
+) -> HardwareProfile:
     release_cached_memory()
     release_unused_heap()
     before_bytes, held_bytes = resident_bytes(), torch.cuda.memory_reserved(device)
-    rates = measure_cuda(device, dtype, shape, host_memory().available_bytes, scale)
+    rates = _rates(device, dtype, shape, scale, force)
     torch.cuda.empty_cache()  # keeps the cuBLAS workspace, which counts as context from here on
     context_bytes = min(max(gpu_used_bytes(device) - held_bytes, 0), MAX_CONTEXT_BYTES)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -170,15 +174,31 @@ def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: ProbeShape, sca
     return rates.profile(torch.cuda.get_device_name(device), "cuda", *sizes)
 
 
-def _probe_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:
+def _probe_cpu(
+    device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float, force: bool
+) -> HardwareProfile:
     release_unused_heap()
     before_bytes = resident_bytes()
-    rates = measure_cpu(dtype, shape, scale)
+    rates = _rates(device, dtype, shape, scale, force)
     release_unused_heap()
     host = host_memory()
     free_bytes = host.available_bytes
     sizes = (free_bytes, free_bytes, 0, host.total_bytes, free_bytes, _base_bytes(before_bytes))
     return rates.profile(cpu_name(), "cpu", *sizes)
+
+
+def _rates(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float, force: bool) -> Rates:
+    """Measure a model on this machine, and before it the machine, unless another model's probe has done that."""
+    path, on_cuda = _machine_path(device, dtype), device.type == "cuda"
+    known = None if force else remembered_machine(path)
+    machine = known
+    if machine is None:
+        free_bytes = host_memory().available_bytes
+        found = measure_machine(device, dtype, free_bytes, scale) if on_cuda else measure_cpu_machine(dtype, scale)
+        machine = pooled(found, path, anew=force)
+    if not on_cuda:
+        return measure_cpu_model(dtype, shape, machine, scale)
+    return measure_model(device, dtype, shape, machine, scale, warm=known is None)
 
 
 def _for_later(profile: HardwareProfile) -> HardwareProfile:
@@ -246,10 +266,10 @@ def _path(device: torch.device, dtype: torch.dtype, shape: ProbeShape) -> Path |
     return profile_path(readable, (PROBE_VERSION, *machine(device), str(dtype), tuple(shape)))
 
 
-def _samples_path(device: torch.device, dtype: torch.dtype) -> Path | None:
-    """Give the file of what probes for any model found of the host; None as of a profile."""
-    readable = f"host of {_name(device)} {dtype}".replace("torch.", "")
-    return profile_path(readable, (PROBE_VERSION, *machine(device), str(dtype)), "hosts")
+def _machine_path(device: torch.device, dtype: torch.dtype) -> Path | None:
+    """Give the file of what depends on no model; None as of a profile."""
+    readable = f"machine of {_name(device)} {dtype}".replace("torch.", "")
+    return profile_path(readable, (PROBE_VERSION, *machine(device), str(dtype)), "machines")
 
 
 def node_path(device: torch.device, dtype: torch.dtype, ranks: int, nodes: int) -> Path | None:

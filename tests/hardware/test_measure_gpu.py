@@ -11,6 +11,7 @@ from flexengine.hardware.measure import experts as measure_experts
 from flexengine.hardware.measure import gpu as measure
 from flexengine.hardware.measure import head as measure_head
 from flexengine.hardware.measure import links as measure_links
+from flexengine.hardware.measure import machine as measure_machine
 from flexengine.hardware.measure import matmul as measure_matmul
 from flexengine.hardware.measure import node as measure_node
 from flexengine.hardware.measure import timing
@@ -52,6 +53,12 @@ class FakeStream:
         self.waits += 1
 
 
+def measured(shape: ProbeShape) -> measure.Rates:
+    """The rates of the stand-in and of a model on it."""
+    machine = measure_machine.measure_machine(CPU, torch.bfloat16, host_free_bytes=8 * MIB, scale=0.01)
+    return measure.measure_model(CPU, torch.bfloat16, shape, machine, scale=0.01)
+
+
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """torch.cuda computing on the CPU; sizes of the benchmarks cut down. `held_cycles`: every sleep of a stream."""
@@ -77,26 +84,26 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     }
     for name, value in replacements.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
-    for module in (measure, measure_links, measure_node):
+    for module in (measure_machine, measure_links, measure_node):
         monkeypatch.setattr(module, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
     for name, value in {
         "CUDA_TOKENS": (8, 16, 32),
         "PLAIN_LENGTHS": (16, 32),
-        "LEAST_HOST_BYTES": MIB,
-        "MOST_HOST_BYTES": MIB,
-        "NUM_ISSUED": 20,
         "WARMING_SIZE": 32,
         "OPERAND_BYTES": MIB,
         "RESULT_BYTES": MIB,
     }.items():
         monkeypatch.setattr(measure, name, value)
-    monkeypatch.setattr(measure, "cube_rate", lambda device, dtype, sustained_s: 1e12)
+    for name, value in {"LEAST_HOST_BYTES": MIB, "MOST_HOST_BYTES": MIB, "NUM_ISSUED": 20}.items():
+        monkeypatch.setattr(measure_machine, name, value)
+    monkeypatch.setattr(measure_machine, "cube_rate", lambda device, dtype, sustained_s: 1e12)
+    monkeypatch.setattr(measure, "use_side_streams", lambda device: None)
     monkeypatch.setattr(measure_links, "SIZES", (2**16, MIB))
     return seen
 
 
 def test_every_field_is_measured_and_the_profile_accepts_it(fake_cuda: SimpleNamespace):
-    rates = measure.measure_cuda(CPU, torch.bfloat16, ProbeShape(64, 96, 24), host_free_bytes=8 * MIB, scale=0.01)
+    rates = measured(ProbeShape(64, 96, 24))
     profile = rates.profile("fake", "cuda", 2**40, 2**40, 1, 2**40, 2**40, 1)
     assert profile.matmul.shape == (64, 96)
     assert profile.attention.head_dim == 24
@@ -116,7 +123,7 @@ def test_experts_are_measured_beside_linear_layers(fake_cuda: SimpleNamespace, m
     monkeypatch.setattr(measure_experts, "EXPERT_TOKENS", (16, 32, 64))
     shapes = (ExpertShape(4, 2, 64, 96), ExpertShape(4, 2, 48, 64))
     shape = ProbeShape(64, 96, 24, experts=shapes)
-    rates = measure.measure_cuda(CPU, torch.bfloat16, shape, host_free_bytes=8 * MIB, scale=0.01)
+    rates = measured(shape)
     assert [tokens for tokens, _ in rates.matmul.grouped_shares] == [
         16,
         32,
@@ -133,7 +140,7 @@ def test_a_models_own_layers_and_head_are_measured(fake_cuda: SimpleNamespace, m
     monkeypatch.setattr(measure_head, "block_tokens", lambda vocab_size: 16)
     layers = (LinearShape("fc", 64, 200, transposed=True, count=2), LinearShape("proj", 200, 64, adds=True))
     shape = ProbeShape(64, 200, 24, linears=layers, head=HeadShape(64, 300))
-    rates = measure.measure_cuda(CPU, torch.bfloat16, shape, host_free_bytes=8 * MIB, scale=0.01)
+    rates = measured(shape)
     names = [curve.name for curve in rates.curves if curve.x_unit == "tokens"]
     assert names == [f"{layer} {name}" for layer in ("fc", "proj") for name in measure_matmul.PASSES]
     assert [tokens for tokens, _ in rates.matmul.head_shares] == [16, 32]  # a block of logits, and the longest chunk
@@ -227,13 +234,13 @@ def test_other_work_takes_its_share_of_the_time_behind_every_measurement(
 
 def test_a_moment_in_which_the_host_is_busy_counts_little(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     seconds = iter([9.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 8.0, 4.0, 2.0])
-    monkeypatch.setattr(measure, "timed_calls", lambda work, calls: next(seconds))
-    assert measure._launch_seconds(CPU) == 3.0
+    monkeypatch.setattr(measure_machine, "timed_calls", lambda work, calls: next(seconds))
+    assert measure_machine._launch_seconds(CPU) == 3.0
     clock = iter(range(1000))
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)) ** 2))
-    monkeypatch.setattr(measure, "NUM_ISSUED", 10)
+    monkeypatch.setattr(measure_machine, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)) ** 2))
+    monkeypatch.setattr(measure_machine, "NUM_ISSUED", 10)
     # pairs of readings from the third on, as the first two belong to commands that warm up: 5, 9, 13, ... 37
-    assert measure._issue_seconds(CPU) == pytest.approx(21.0 / 10)
+    assert measure_machine._issue_seconds(CPU) == pytest.approx(21.0 / 10)
 
 
 def test_a_rank_measures_its_host_and_link_with_the_others(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
@@ -304,11 +311,11 @@ def test_free_memory_bounds_the_buffers(fake_cuda: SimpleNamespace):
     buffers = measure._cuda_buffers(CPU, torch.float32)
     assert buffers.operands.nbytes + buffers.results.nbytes <= 2 * MIB
     fake_cuda.fraction = 1 / 64  # a cap of 1 MiB on this process
-    assert measure._free_bytes(CPU) == MIB
+    assert measure_machine.free_bytes(CPU) == MIB
     buffers = measure._cuda_buffers(CPU, torch.float32)
     assert buffers.operands.nbytes + buffers.results.nbytes == pytest.approx(0.8 * MIB, abs=8)
-    assert measure._copy_bytes(8 * MIB) == int(3.2 * MIB)
-    assert measure._copy_bytes(2**40) == 256 * MIB
+    assert measure_machine._copy_bytes(8 * MIB) == int(3.2 * MIB)
+    assert measure_machine._copy_bytes(2**40) == 256 * MIB
 
 
 def test_a_swept_link_copies_one_piece_after_another():

@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch
 from flexengine.hardware import cache
 from flexengine.hardware import probe as probe_module
 from flexengine.hardware.host_memory import HostMemory
-from flexengine.hardware.measure.cpu import measure_cpu
+from flexengine.hardware.machine_rates import MachineRates
+from flexengine.hardware.measure.cpu import measure_cpu_machine, measure_cpu_model
 from flexengine.hardware.measure.gpu import Rates
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import check_multiplies, mend, probe, run_probe
@@ -36,19 +38,34 @@ def rates_of(profile: HardwareProfile) -> Rates:
     return Rates(*parts, profile.memory.bytes_per_s, profile.curves)
 
 
+def machine_of(profile: HardwareProfile) -> MachineRates:
+    """What depends on no model in it."""
+    own = profile.memory.bytes_per_s, profile.matmul.peak_flops_per_s, profile.matmul.sm_clock_mhz
+    return MachineRates(profile.link, profile.host, *own, profile.curves)
+
+
 @pytest.fixture
-def measurements(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """Replaces the CPU benchmarks by fixed figures; the list grows by the dtype of each measurement."""
+def machines(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Replaces the benchmarks of the CPU's machine by fixed figures; grows by the dtype of each measurement."""
+    calls: list[torch.dtype] = []
+    rates = machine_of(preset("cpu-test"))
+    monkeypatch.setattr(probe_module, "measure_cpu_machine", lambda dtype, scale: (calls.append(dtype), rates)[1])
+    return calls
+
+
+@pytest.fixture
+def measurements(machines: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Replaces the CPU benchmarks by fixed figures; grows by the dtype of each model that is measured."""
     calls: list[torch.dtype] = []
     rates = rates_of(preset("cpu-test"))
 
-    def measure(dtype: torch.dtype, shape: ProbeShape, scale: float) -> Rates:
+    def measure(dtype: torch.dtype, shape: ProbeShape, machine: MachineRates, scale: float) -> Rates:
         assert scale > 0
         calls.append(dtype)
         torch.randn(3)
-        return rates._replace(matmul=replace(rates.matmul, shape=shape[:2]))
+        return rates._replace(matmul=replace(rates.matmul, shape=shape[:2]), host=machine.host)
 
-    monkeypatch.setattr(probe_module, "measure_cpu", measure)
+    monkeypatch.setattr(probe_module, "measure_cpu_model", measure)
     return calls
 
 
@@ -78,7 +95,7 @@ def test_cpu_probe_is_valid():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_what_is_measured_is_a_profile(dtype: torch.dtype):
-    rates = measure_cpu(dtype, ProbeShape(256, 256), scale=0.02)
+    rates = measure_cpu_model(dtype, ProbeShape(256, 256), measure_cpu_machine(dtype, scale=0.02), scale=0.02)
     assert rates.profile("here", "cpu", 2, 2, 0, 2, 2, 1).host.launch_s > 0
 
 
@@ -117,14 +134,24 @@ def test_shapes_have_profiles_of_their_own_and_small_cpu_ones_share(
     assert len(list((cache_folder / "profiles").iterdir())) == 3
 
 
-def test_rates_of_the_host_are_medians_over_models(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    found = (rates_of(preset("cpu-test").changed(launch_s=launch_s)) for launch_s in (1e-5, 3e-5, 9e-5))
-    monkeypatch.setattr(probe_module, "measure_cpu", lambda *_: next(found))
+def test_a_machine_is_measured_once_a_day_and_medians_count(
+    cache_folder: Path,
+    measurements: list[torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    found = [machine_of(preset("cpu-test").changed(launch_s=launch_s)) for launch_s in (1e-5, 3e-5, 9e-5)]
+    monkeypatch.setattr(probe_module, "measure_cpu_machine", lambda dtype, scale: found.pop(0))
     with caplog.at_level(logging.INFO, logger="flexengine"):
         assert probe(CPU, torch.float32).host.launch_s == 1e-5
-        assert probe(CPU, torch.float32, ProbeShape(256, 256)).host.launch_s == pytest.approx(2e-5)
+        assert probe(CPU, torch.float32, ProbeShape(256, 256)).host.launch_s == 1e-5
+        assert (len(found), len(measurements)) == (2, 2)  # another model on the same machine
+        (file,) = (cache_folder / "machines").iterdir()
+        os.utime(file, (time.time() - 25 * 3600,) * 2)
         assert probe(CPU, torch.float32).host.launch_s == 1e-5  # as it was measured
+        assert probe(CPU, torch.float32, ProbeShape(512, 512)).host.launch_s == pytest.approx(2e-5)
         assert probe(CPU, torch.float32, force=True).host.launch_s == 9e-5
+    assert found == []
     assert "cannot be used" not in caplog.text
 
 
@@ -180,13 +207,13 @@ def test_data_of_one_run_is_not_remembered_for_the_next(measurements: list[torch
     monkeypatch.setattr(probe_module, "_at_first_probe_bytes", {})
     monkeypatch.setattr(probe_module, "resident_bytes", lambda: resident[0])
     monkeypatch.setattr(probe_module, "host_memory", lambda: HostMemory(2**40, 2**39))
-    measure = probe_module.measure_cpu
+    measure = probe_module.measure_cpu_model
 
-    def measure_and_load(*arguments: object) -> Rates:
+    def measure_and_load(*arguments: Any) -> Rates:
         resident[0] += 500
         return measure(*arguments)
 
-    monkeypatch.setattr(probe_module, "measure_cpu", measure_and_load)
+    monkeypatch.setattr(probe_module, "measure_cpu_model", measure_and_load)
     assert probe(CPU, torch.float32).memory.host_base_bytes == 5500
     for data_bytes in (0, 700):
         monkeypatch.setattr(probe_module, "_at_first_probe_bytes", {})

@@ -3,6 +3,7 @@
 import torch
 
 from flexengine.hardware.curve import Curve
+from flexengine.hardware.machine_rates import MachineRates
 from flexengine.hardware.measure.attention import plain_rates
 from flexengine.hardware.measure.gpu import Rates
 from flexengine.hardware.measure.host import adamw_rates, copy_curve, host_copy_curve
@@ -22,14 +23,38 @@ CALL_S = 0.02
 LONGEST_BLOCK_S = 0.1  # token counts whose three passes through a block take longer are left out
 
 
-def measure_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float = 1.0) -> Rates:
-    """Measure the CPU backend in about a second; `scale` stretches every measurement.
+def measure_cpu_machine(dtype: torch.dtype, scale: float = 1.0) -> MachineRates:
+    """Measure what no model changes, in about half a second; `scale` stretches every measurement.
 
-    Takes up to 256 MiB of memory and gives all of it back. Heads are HEAD_DIM wide, whatever the model's.
+    Takes up to 256 MiB of memory and gives all of it back.
     """
     least_s = CALL_S * scale
     with torch.no_grad():
         peak = _cube_rate(dtype, 4 * least_s)
+        copies, host_curve, adamw = _memory_rates(dtype, least_s)
+        # Both arenas are ordinary memory: a launch is a call of torch, and the fixed part of a copy is one, too.
+        counter, few = torch.zeros(1), torch.zeros(2, 64, dtype=torch.uint8)
+        launch_s = cpu_timer(lambda: counter.add_(1), least_s / 4)
+        copy_latency_s = cpu_timer(lambda: few[0].copy_(few[1]), least_s / 4)
+    copy_rate = copies.points[-1][1]
+    return MachineRates(
+        # also beside the CPU, as commands run one after another
+        LinkProfile(*[copy_rate] * 6, copy_latency_s=copy_latency_s),
+        HostProfile(host_curve.points[-1][1], adamw, launch_s, issue_s=0.0),  # commands run as they are issued
+        2 * copy_rate,
+        peak,
+        0.0,
+        (copies, host_curve),
+    )
+
+
+def measure_cpu_model(dtype: torch.dtype, shape: ProbeShape, machine: MachineRates, scale: float = 1.0) -> Rates:
+    """Measure a model's products and attention, in about half a second; `scale` stretches every measurement.
+
+    machine: whose rates the result has, too. Heads are HEAD_DIM wide, whatever the model's.
+    """
+    least_s, peak = CALL_S * scale, machine.peak_matmul_flops_per_s
+    with torch.no_grad():
         layers = usual_layers(shape[:2])
         counts = affordable_tokens(TOKENS, layers, peak, LONGEST_BLOCK_S * scale)
         block = block_rates(layers, counts, dtype, _buffers(dtype), cpu_timer, least_s / 10)
@@ -37,20 +62,13 @@ def measure_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float = 1.0) -> Ra
         if dtype != torch.float32:
             fp8 = block_rates(layers, counts, torch.float32, _buffers(torch.float32), cpu_timer, least_s / 20)
         attention = plain_rates(LENGTHS, 4, HEAD_DIM, torch.device("cpu"), dtype, cpu_timer, least_s)
-        copies, host_curve, adamw = _memory_rates(dtype, least_s)
-        # Both arenas are ordinary memory: a launch is a call of torch, and the fixed part of a copy is one, too.
-        counter, few = torch.zeros(1), torch.zeros(2, 64, dtype=torch.uint8)
-        launch_s = cpu_timer(lambda: counter.add_(1), least_s / 4)
-        copy_latency_s = cpu_timer(lambda: few[0].copy_(few[1]), least_s / 4)
-    copy_rate = copies.points[-1][1]
     return Rates(
         MatmulProfile(block.matmul_flops_per_s, fp8.matmul_flops_per_s, shape[:2], peak),
         AttentionProfile(attention.forward, attention.backward, HEAD_DIM, attention.kernels),
-        # also beside the CPU, as commands run one after another
-        LinkProfile(*[copy_rate] * 6, copy_latency_s=copy_latency_s),
-        HostProfile(host_curve.points[-1][1], adamw, launch_s, issue_s=0.0),  # commands run as they are issued
-        2 * copy_rate,
-        (*block.curves, copies, host_curve),
+        machine.link,
+        machine.host,
+        machine.memory_bytes_per_s,
+        (*block.curves, *machine.curves),
     )
 
 

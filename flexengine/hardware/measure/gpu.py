@@ -1,20 +1,17 @@
-"""Measures a GPU and its host, in an order that keeps the card at its sustained clock.
+"""Measures a model's products on a GPU, in an order that keeps the card at its sustained clock.
 
 Random data throughout: zeros draw less power and make a power-capped card look faster than it is in training.
 """
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from flexengine.hardware.card_watch import CardWatch, mean_mhz
 from flexengine.hardware.curve import Curve, Points
+from flexengine.hardware.machine_rates import MachineRates
 from flexengine.hardware.measure.attention import (
     AttentionRates,
     errors_of,
@@ -29,15 +26,14 @@ from flexengine.hardware.measure.attention import (
 )
 from flexengine.hardware.measure.experts import grouped_shares
 from flexengine.hardware.measure.head import head_shares
-from flexengine.hardware.measure.host import (
-    adamw_rates,
-    adamw_work,
-    copy_curve,
-    engine_threads,
-    host_copy_curve,
-    working_bytes,
+from flexengine.hardware.measure.machine import (
+    CALL_S,
+    MEMORY_SHARE,
+    SUSTAINED_S,
+    free_bytes,
+    run_engine_kernels,
+    square_product,
 )
-from flexengine.hardware.measure.links import BesideRates, LinkRates, SweptLink, link_buffers, link_rates, rates_beside
 from flexengine.hardware.measure.matmul import (
     BlockRates,
     Buffers,
@@ -46,21 +42,15 @@ from flexengine.hardware.measure.matmul import (
     scaling_shares,
     usual_layers,
 )
-from flexengine.hardware.measure.timing import Timer, cuda_timer, timed_calls, timer_among, warmed_timer
-from flexengine.hardware.memory_usage import hold_cublas_workspace, release_unused_heap
+from flexengine.hardware.measure.timing import Spent, Timer, cuda_timer, timer_among, warmed_timer
 from flexengine.hardware.parts import AttentionProfile, HostProfile, LinkProfile, MatmulProfile, MemoryProfile
 from flexengine.hardware.profile import DeviceType, HardwareProfile, ProbeShape
-from flexengine.native import allocate_host
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
 from flexengine.ops.attention.kernels import runs_on
 from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.fp8 import multiplies_fp8
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
 from flexengine.ops.linear_shape import LinearShape
-from flexengine.optim.adamw import AdamW, adamw_update
-from flexengine.optim.rule import Update
-
-logger = logging.getLogger(__name__)
 
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -69,18 +59,8 @@ FP8_SHARE_TOKENS = (2048, 8192)
 FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
-SUSTAINED_S = 1.2
-"""To heat up, and again to measure. A power-capped H100 multiplied 8192^3 at 721 TFLOP/s for 0.7 s, then at 583 to 709
-in swings of 1 s that died away in 6 s, and at 671 from then on; from 1.2 s to 2.4 it did 676
-(bench/results/h100_sustained_rate.json)."""
-CLOCK_EVERY_S = 0.2
-"""Seconds between readings of the clock meanwhile, of which products of milliseconds take no notice."""
 PRODUCT_S = 0.04  # per pass and direction, of all layers: six of them, a quarter of a second, make a point of the curve
 GROUPED_S = 0.01  # per pass of a shape of experts, and of the head
-CALL_S = 0.06  # shorter runs catch the card between two clocks
-UPDATE_SHARE, UPDATE_ROUNDS = 2 / 3, 5
-"""Of that time for an update by the CPU, and times that all kinds take turns: where others share the host, some runs of
-0.06 s take twice as long as most do, and one run for each kind would tell that of this kind alone."""
 COPIED_SHARE = 0.15
 """Of the time, copies within the device beside products, as norms and activations take it in training: they draw less
 power, so that the card has a higher clock for products than if these were alone."""
@@ -88,15 +68,8 @@ PART_S = 0.01  # of attention, and of matrix products before it: about as a bloc
 WARMING_SIZE = 4096
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
-COPY_BYTES = 256 * MIB
-LINK_BYTES = 128 * MIB  # page-locked, in either direction
-PIECE_BYTES = 32 * MIB  # of what AdamW works on, copied beside it
-LEAST_HOST_BYTES, MOST_HOST_BYTES = 192 * MIB, 704 * MIB
-MEMORY_SHARE = 0.8  # of the free memory, where that is less than a benchmark would like
-LEAST_CUBE_BYTES = 1024 * MIB  # free memory for 8192^3 in 16 bits, three times 128 MiB, with room for the rest
-NUM_ISSUED, TIMES_ISSUED = 300, 9
-"""So many calls, so many times: of one time each, on a host that others share, some probes took up to four times as
-long as most did."""
+
+logger = logging.getLogger(__name__)
 
 
 class Rates(NamedTuple):
@@ -116,95 +89,59 @@ class Rates(NamedTuple):
         return HardwareProfile(name, device_type, "measured", *parts, curves=self.curves)
 
 
-class HostRates(NamedTuple):
-    """Rates of copies in host memory by threads, of AdamW by state dtype, and of the link alone and beside AdamW."""
+def measure_model(
+    device: torch.device, dtype: torch.dtype, shape: ProbeShape, machine: MachineRates, scale: float = 1.0,
+    warm: bool = False,
+) -> Rates:  # fmt: skip
+    """Measure a model's products and attention; `scale` stretches that.
 
-    copies: Points
-    adamw: tuple[tuple[str, float], ...]
-    links: LinkRates
-    beside: BesideRates
-
-
-def measure_cuda(
-    device: torch.device, dtype: torch.dtype, shape: ProbeShape, host_free_bytes: int, scale: float = 1.0
-) -> Rates:
-    """Measure a GPU and its link, in about 15 s on a current card; `scale` stretches the sustained measurements.
-
-    Takes up to 1.4 GiB of GPU memory, and of page-locked host memory 256 MiB, then up to MOST_HOST_BYTES (less if less
-    is free), and gives all of it back to the allocators. Host memory comes first, while the process holds nothing else.
-    Order: runs on the current stream of `device` and synchronises. The device should be idle otherwise.
+    machine: whose rates the result has, too. warm: its large product has just run; else the card is heated up as long
+    as for that. Takes up to 1.4 GiB of GPU memory, and gives it back.
+    Order: as `measure_machine`.
     """
-    least_s = CALL_S * scale
+    spent, memory_rate = Spent(), machine.memory_bytes_per_s
     with torch.cuda.device(device), torch.no_grad():
-        host = _host_rates(device, dtype, host_free_bytes, least_s)
-        release_unused_heap()
-        torch.cuda.empty_cache()  # or cuBLAS would keep a workspace within what the links' benchmark took
-        run_engine_kernels(device, dtype)
-        calls_s = _host_calls(device)
-        memory_rate = _device_copy_rate(device, least_s)
-        with CardWatch(device, every_s=CLOCK_EVERY_S) as card:
-            peak = cube_rate(device, dtype, SUSTAINED_S * scale)
+        with spent.part("heating up"):
+            run_engine_kernels(device, dtype)
+            use_side_streams(device)
+            if not warm:
+                _products(device, dtype, SUSTAINED_S * scale)()
         layers = shape.linears or usual_layers(shape[:2])
-        counts = affordable_tokens(CUDA_TOKENS, layers, peak, LONGEST_BLOCK_S)
+        counts = affordable_tokens(CUDA_TOKENS, layers, machine.peak_matmul_flops_per_s, LONGEST_BLOCK_S)
         product_s = PRODUCT_S * scale / len(layers)
         # at once, while the card is still at its sustained clock
-        block = _linear_rates(layers, counts, dtype, _cuda_buffers(device, dtype), product_s)
-        fp8, *fp8_shares = _fp8_rates(layers, counts, device, product_s)
-        experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
-        attention, choices = _cuda_attention(shape, device, dtype, least_s)
-        launch_s, issue_s = map(min, calls_s, _host_calls(device))
-    link = host.links._asdict()
-    curves = (*block.curves, *link.pop("curves"), host_copy_curve(host.copies))
+        with spent.part("linear layers"):
+            block = _linear_rates(layers, counts, dtype, _cuda_buffers(device, dtype), product_s)
+        with spent.part("FP8"):
+            fp8, *fp8_shares = _fp8_rates(layers, counts, device, product_s)
+        with spent.part("experts and head"):
+            experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
+        with spent.part("attention"):
+            attention, choices = _cuda_attention(shape, device, dtype, CALL_S * scale)
+    logger.info("measured the model's products in %s", spent.describe())
+    own = machine.peak_matmul_flops_per_s, experts, head, machine.sm_clock_mhz
     return Rates(
-        MatmulProfile(
-            block.matmul_flops_per_s, fp8, shape[:2], peak, experts, head, mean_mhz(card.take()), *fp8_shares
-        ),
+        MatmulProfile(block.matmul_flops_per_s, fp8, shape[:2], *own, *fp8_shares),
         AttentionProfile(attention.forward, attention.backward, shape.head_dim, attention.kernels, choices),
-        LinkProfile(**link, **host.beside._asdict()),
-        HostProfile(host.copies[-1][1], host.adamw, launch_s, issue_s),
+        machine.link,
+        machine.host,
         memory_rate,
-        curves,
+        (*block.curves, *machine.curves),
     )
 
 
-def run_engine_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Load what every engine loads and no benchmark does: Triton with one kernel, cuBLAS with its workspace.
-
-    The workspace comes first of all, so that it lies in a segment of its own and not in one that could be given back.
-    """
-    hold_cublas_workspace(device, dtype)
-    names = ("weights", "exp_avg", "exp_avg_sq", "grad")
-    planes = {name: torch.zeros(1024, device=device, dtype=dtype) for name in names}
-    adamw_update(Update(planes, torch.ones(1, device=device), AdamW(), 0.0, 0.0, step=1, seed=0, element_offset=0))
+def use_side_streams(device: torch.device) -> None:
+    """Copy a little each way on streams of their own, as every engine does, for what the driver then takes."""
+    host, on_gpu = torch.zeros(2, 64, dtype=torch.uint8).pin_memory(), torch.zeros(2, 64, device=device).byte()
+    for target, source in ((on_gpu[0], host[0]), (host[1], on_gpu[1])):
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            target.copy_(source, non_blocking=True)
     torch.cuda.synchronize(device)
-
-
-def cube_rate(device: torch.device, dtype: torch.dtype, sustained_s: float) -> float:
-    """Measure FLOP/s of 8192^3 (4096^3 for wider types) on random data for `sustained_s`, after as long to heat up."""
-    size = 8192 if dtype.itemsize <= 2 and _free_bytes(device) >= LEAST_CUBE_BYTES else 4096
-    multiply = _square_product(size, device, dtype)
-    once_s = cuda_timer(multiply, sustained_s)
-    return 2 * size**3 / timed_calls(multiply, math.ceil(sustained_s / once_s))
-
-
-def _square_product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Make a function that issues one product of two square matrices of random data."""
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    product = torch.empty_like(a)
-    return lambda: torch.mm(a, b.T, out=product)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Read what torch's allocator may still take: free memory, or what a cap on this process leaves."""
-    torch.cuda.empty_cache()
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    return min(free_bytes, int(fraction * total_bytes) - torch.cuda.memory_reserved(device))
 
 
 def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
     """Allocate operands and results for products, within a share of the free memory."""
-    share = min(1.0, MEMORY_SHARE * _free_bytes(device) / (OPERAND_BYTES + RESULT_BYTES))
+    share = min(1.0, MEMORY_SHARE * free_bytes(device) / (OPERAND_BYTES + RESULT_BYTES))
     operands = torch.randn(int(share * OPERAND_BYTES) // dtype.itemsize, device=device, dtype=dtype)
     return Buffers(operands, torch.empty(int(share * RESULT_BYTES), device=device, dtype=torch.uint8))
 
@@ -260,7 +197,7 @@ def _shares(
     """Measure products of experts and of the head between others, as a step has them, within a share of the free
     memory."""
     timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
-    most_bytes = min(OPERAND_BYTES + RESULT_BYTES, int(MEMORY_SHARE * _free_bytes(device)))
+    most_bytes = min(OPERAND_BYTES + RESULT_BYTES, int(MEMORY_SHARE * free_bytes(device)))
     limits = (matmul, memory_rate, dtype, device, most_bytes, timer, least_s)
     experts = grouped_shares(shape.experts, *limits) if shape.experts else ()
     return experts, head_shares(shape.head, *limits) if shape.head else ()
@@ -287,7 +224,7 @@ def _cuda_attention(
     """
     timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
     shapes = shape.attention or ((shape_of(shape.head_dim), 1),)
-    parts, choices = [], []
+    parts, choices, least_s = [], [], max(PART_S, least_s / len(shapes))
     for each, heads in shapes:
         found = _attention_rates(each, device, dtype, timer, least_s)
         if found:
@@ -304,7 +241,7 @@ def _attention_rates(
 ) -> list[AttentionRates]:
     """Measure all kernels that give the right answer for a shape; none where heads, dtype or card have no kernels."""
     found: list[AttentionRates] = []
-    rows = fitting_rows(shape.head_dim, int(MEMORY_SHARE * _free_bytes(device)))
+    rows = fitting_rows(shape.head_dim, int(MEMORY_SHARE * free_bytes(device)))
     for kernels in KERNEL_NAMES if device.type == "cuda" else ():
         if not runs_on(kernels, device) or not serves(kernels, dtype, shape, KERNEL_LENGTHS[0]):
             continue
@@ -319,7 +256,7 @@ def _attention_rates(
 
 def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[], None]:
     """Make a function that issues matrix products of random data for about so many seconds."""
-    multiply = _square_product(WARMING_SIZE, device, dtype)
+    multiply = square_product(WARMING_SIZE, device, dtype)
     calls = math.ceil(seconds / cuda_timer(multiply, seconds))
 
     def products() -> None:
@@ -327,74 +264,3 @@ def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Calla
             multiply()
 
     return products
-
-
-def _device_copy_rate(device: torch.device, least_s: float) -> float:
-    """Measure bytes read plus bytes written per second by copies within the device, larger than its cache."""
-    num_bytes = _copy_bytes(_free_bytes(device))
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / cuda_timer(lambda: target.copy_(source), least_s)
-
-
-def _copy_bytes(free_bytes: int) -> int:
-    """Choose the size of the largest copies: two buffers of it stay within a share of the free memory."""
-    return min(COPY_BYTES, max(MIB, int(MEMORY_SHARE * free_bytes) // 2))
-
-
-def _host_calls(device: torch.device) -> tuple[float, float]:
-    """Measure seconds from one small kernel to the next, and those that the host takes to issue a command.
-
-    Called seconds apart, as neighbours on a host may keep it busy for all of one call: a command then took up to three
-    times as long.
-    """
-    return _launch_seconds(device), _issue_seconds(device)
-
-
-def _launch_seconds(device: torch.device) -> float:
-    """Measure seconds from one small kernel to the next, issued from Python with nothing to hide behind."""
-    counter = torch.zeros(1, device=device)
-    timed_calls(lambda: counter.add_(1), NUM_ISSUED)  # loads the kernel and warms Python up
-    return median(timed_calls(lambda: counter.add_(1), NUM_ISSUED) for _ in range(TIMES_ISSUED))
-
-
-def _issue_seconds(device: torch.device) -> float:
-    """Measure host seconds per command as the executor issues it: choose a stream, wait, bind views, launch, record."""
-    stream, waited, done = torch.cuda.current_stream(device), torch.cuda.Event(), torch.cuda.Event()
-    arena = torch.zeros(3 * 64 * 64, device=device)
-    waited.record(torch.cuda.Stream(device))
-
-    def command() -> None:
-        torch.cuda.set_stream(stream)
-        stream.wait_event(waited)
-        views = {i: arena.as_strided((64, 64), (64, 1), i * 64 * 64) for i in range(3)}
-        torch.add(views[0], views[1], out=views[2])
-        done.record(stream)
-
-    def seconds(count: int) -> float:
-        start_s = time.perf_counter()
-        for _ in range(count):
-            command()
-        issued_s = time.perf_counter() - start_s
-        torch.cuda.synchronize(device)
-        return issued_s / count
-
-    seconds(NUM_ISSUED // 10)
-    return median(seconds(NUM_ISSUED) for _ in range(TIMES_ISSUED))
-
-
-def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, least_s: float) -> HostRates:
-    """Measure host memory and the link to it, each alone and both together."""
-    most_bytes = _copy_bytes(min(host_free_bytes // 2, _free_bytes(device)))
-    with link_buffers(min(LINK_BYTES, most_bytes), device) as buffers:
-        links = link_rates(buffers, device)
-    work_bytes = working_bytes(LEAST_HOST_BYTES, min(MOST_HOST_BYTES, int(MEMORY_SHARE * host_free_bytes) // 2))
-    with allocate_host(max(MIB, work_bytes // 2 * 2), page_locked=True) as work:
-        source, target = work.tensor.chunk(2)
-        copies = copy_curve(target, source, least_s)
-        adamw = adamw_rates(dtype, work.tensor, UPDATE_SHARE * least_s, UPDATE_ROUNDS)
-        updates = adamw_work(dtype, work.tensor, adamw).call
-        link = SweptLink(work.tensor, min(PIECE_BYTES, most_bytes, work.tensor.numel() // 2), device)
-        with engine_threads():
-            beside = rates_beside(link, device, updates, least_s)
-    return HostRates(copies, adamw, links, beside)

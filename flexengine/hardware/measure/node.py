@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from flexengine.hardware.measure.gpu import LEAST_HOST_BYTES, LINK_BYTES, MOST_HOST_BYTES, SUSTAINED_S, cube_rate
 from flexengine.hardware.measure.host import AdamWork, adamw_work, engine_threads, working_bytes
 from flexengine.hardware.measure.links import Link, LinkBuffers, SweptLink, link_buffers
+from flexengine.hardware.measure.machine import LEAST_HOST_BYTES, LINK_BYTES, MOST_HOST_BYTES, SUSTAINED_S, cube_rate
 from flexengine.hardware.measure.timing import cpu_timer, timed_calls
 from flexengine.native import allocate_host
 

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,25 @@ ISSUE_S, MOST_ISSUE_S = 12e-6, 100e-6
 """What Python needs per launch, and at most per call: a host that others share may stop while one is issued."""
 LEAST_SHARE = 0.1  # of the seconds of a call, which remains when its traffic is taken off
 MOST_CYCLES_PER_S = 3e9  # no GPU's clock is faster, so a sleep of this many cycles lasts at least a second
+
+
+class Spent:
+    """Wall seconds of the parts of a measurement, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Have what runs inside count as the part of this name."""
+        began_s = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began_s
+
+    def describe(self) -> str:
+        """All seconds and those of the parts, in words."""
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s ({parts})"
 
 
 def cuda_timer(work: Callable[[], object], least_s: float) -> float:
