@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexengine.commands.generate import add_longest, add_taken, opened, plan_for
+from flexengine.commands.generate import add_images, add_longest, add_taken, opened, plan_for
 from flexengine.commands.places import add_place
 from flexengine.options.flags import positive_count
 from flexengine.wording import FlagParser
@@ -32,15 +32,16 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
     from flexengine.api import build  # noqa: PLC0415, loads torch
 
-    spec, tokenizer = opened(arguments)
+    images = arguments.max_image_tokens
+    spec, tokenizer = opened(arguments, images > 0)
     lm_eval, lm_eval_tasks = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")  # an extra
     from flexengine.harness import FlexLM  # noqa: PLC0415
 
     tasks = _task_names(arguments.tasks)
     manager = lm_eval_tasks.TaskManager(include_defaults=not all(task.endswith(".yaml") for task in tasks))
-    answers = DEFAULT_ANSWERS if _generates(manager, tasks) else 0
+    answers = DEFAULT_ANSWERS if _generates(manager, tasks, images > 0) else 0
     longest = min(arguments.max_seq_len, spec.longest_sequence or arguments.max_seq_len)
-    with build(plan_for(arguments, spec, longest, max(longest, BATCH_TOKENS), answers)) as engine:
+    with build(plan_for(arguments, spec, longest, max(longest, BATCH_TOKENS), answers, images)) as engine:
         model = FlexLM(engine, tokenizer, arguments.seed)
         found = lm_eval.simple_evaluate(
             model, tasks=tasks, task_manager=manager, limit=arguments.limit, num_fewshot=arguments.num_fewshot,
@@ -64,12 +65,21 @@ def _task_names(tasks: list[str]) -> list[str]:
     return names
 
 
-def _generates(manager: Any, tasks: list[str]) -> bool:
-    """Whether some task has the model answer. Raises ValueError for a task that lm-eval does not know."""
+def _generates(manager: Any, tasks: list[str], images: bool) -> bool:
+    """Whether some task has the model answer.
+
+    Raises ValueError for a task that lm-eval does not know, and without `images` for one that asks about some.
+    """
     try:
         loaded = manager.load(tasks)["tasks"]
     except KeyError as error:
         raise ValueError(f"--tasks: lm-eval knows no {error}; give a task by name, or its YAML file") from None
+    pictured = [name for name, task in loaded.items() if task.get_config("doc_to_image")]
+    if pictured and not images:
+        raise ValueError(
+            f"--tasks: {', '.join(pictured)} asks about images; give --max-image-tokens N, for which the plan then has"
+            " room"
+        )
     return any(task.get_config("output_type") == "generate_until" for task in loaded.values())
 
 
@@ -88,6 +98,7 @@ def _parser() -> FlagParser:
     )
     parser.add_argument("--limit", type=positive_count, metavar="N", help="first questions of each task alone")
     parser.add_argument("--apply-chat-template", action="store_true", help="ask through the model's chat template")
+    add_images(parser, "questions that are answered together")
     parser.add_argument(
         "--bootstrap",
         type=int,

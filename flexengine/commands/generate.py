@@ -182,11 +182,11 @@ def add_longest(parser: argparse.ArgumentParser, what: str) -> None:
     )  # fmt: skip
 
 
-def add_images(parser: argparse.ArgumentParser) -> None:
-    """Let a person show images to what a command runs."""
+def add_images(parser: argparse.ArgumentParser, what: str = "a conversation") -> None:
+    """Let a person show images to what a command runs; what: has so many, in words."""
     parser.add_argument(
         "--max-image-tokens", type=positive_count, default=0, metavar="N",
-        help="most tokens of a conversation that stand for images; without it there are none",
+        help=f"most tokens of {what} that stand for images; without it there are none",
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from flexengine.checkpoint.tokenizer_files import add_tokens, read_config, read_tokenizer
+from flexengine.data.image_places import MARK, PLACE, ImageSource
 from flexengine.data.image_processor import ImageProcessor, expanded
 from flexengine.data.kept_images import KeptImage
 from flexengine.data.masks import AddedTokens, LeftOutError, Marked, Span, TrainOn, mark
@@ -315,38 +316,64 @@ def labels_of(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
 
 
 def encode_with_images(
-    tokenizer: ChatTokenizer, said: str | Turns, images: Sequence[str], folder: Path, thinking: bool | None = None
+    tokenizer: ChatTokenizer,
+    said: str | Turns,
+    images: Sequence[str],
+    folder: Path,
+    thinking: bool | None = None,
+    *,
+    raw: bool = False,
 ) -> tuple[list[int], list[KeptImage]]:
-    """Ids of a user's message or turns about images, and the images.
+    """Ids of a user's message or turns about images, and the images; raw: of a text to go on with, unended.
 
-    images: paths, relative to the folder, of those that stand where texts say `<image>` or before the first one; turns
-    may have others as parts. Raises: ValueError as of records with images, and as `render_prompt`.
+    images: paths, relative to the folder, or data URLs of those that stand where texts say `<image>` or before the
+    first one; turns may have others as parts. In a raw text the model's own token may stand for one, too.
+    Raises: ValueError as of records with images, and as `render_prompt`.
     """
     assert tokenizer.images is not None, "the tokenizer has a processor"
+    if raw and isinstance(said, str):
+        text = said.replace(tokenizer.images.token, MARK)
+        record = parse_record({"text": text, "images": list(images)}, "in the prompt", folder=folder)
+        return _with_own_tokens(tokenizer, record, (record.text or "").replace(PLACE, tokenizer.images.token), True)
     turns = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
-    raw = {"messages": turns, **({"images": list(images)} if images else {})}
-    record = parse_record(raw, "in the prompt", folder=folder)
+    given = {"messages": turns, **({"images": list(images)} if images else {})}
+    record = parse_record(given, "in the prompt", folder=folder)
     return encode_asked(tokenizer, replace(record, template_options=_thinks(tokenizer, thinking)))
 
 
 def encode_asked(tokenizer: ChatTokenizer, record: Record) -> tuple[list[int], list[KeptImage]]:
     """Ids of a conversation with images for the assistant to answer, and the images. Raises: see `expanded`."""
+    return _with_own_tokens(tokenizer, record, _rendered(tokenizer, next(variants_of(record, in_parts=True))))
+
+
+def _with_own_tokens(
+    tokenizer: ChatTokenizer, record: Record, text: str, begun: bool = False
+) -> tuple[list[int], list[KeptImage]]:
+    """Ids of a text in which a token stands for each image of a record, and the images. begun: as a text begins."""
     assert tokenizer.images is not None, "the tokenizer has a processor"
-    record = next(variants_of(record, in_parts=True))
-    rendered = tokenizer._template.render(record.messages, add_generation_prompt=True, record=record).text
-    ids = tokenizer.encode_texts([rendered])[0].ids
+    ids = tokenizer.encode_texts([text])[0].ids
+    ids = tokenizer._around.begun(ids) if begun else ids
     found, own = tokenizer.images.taken(record, tokenizer.notes)
     return expanded(TokenizedRecord(ids, ids), tokenizer.images.place_id, own).input_ids, found
 
 
-def render_prompt(tokenizer: ChatTokenizer, said: str | Turns, thinking: bool | None = None) -> str:
+def _rendered(tokenizer: ChatTokenizer, record: Record) -> str:
+    return tokenizer._template.render(record.messages, add_generation_prompt=True, record=record).text
+
+
+def render_prompt(
+    tokenizer: ChatTokenizer, said: str | Turns, thinking: bool | None = None, places: bool = False
+) -> str:
     """A user's message or turns as the chat template writes them, for the assistant to answer.
 
-    thinking: whether the assistant thinks first; None leaves it to the template. Raises: ValueError for a template that
-    has no such switch.
+    thinking: whether the assistant thinks first; None leaves it to the template. places: images, which follow, stand
+    where texts say `<image>`. Raises: ValueError for a template that has no such switch.
     """
     record = Record(tuple(_messages_of(said)), template_options=_thinks(tokenizer, thinking))
-    return tokenizer._template.render(record.messages, add_generation_prompt=True, record=record).text
+    if places and any(MARK in (message.content or "") for message in record.messages):
+        marked = [replace(m, content=m.content and m.content.replace(MARK, PLACE)) for m in record.messages]
+        record = next(variants_of(replace(record, messages=tuple(marked), images=(ImageSource(MARK),)), in_parts=True))
+    return _rendered(tokenizer, record)
 
 
 def _thinks(tokenizer: ChatTokenizer, thinking: bool | None) -> dict[str, Any]:

@@ -72,11 +72,11 @@ class TokenizerProcess:
         return self._process.call("encode_prompt", text, raw, thinking)
 
     def encode_with_images(
-        self, said: str | Turns, images: Sequence[str] = (), thinking: bool | None = None
+        self, said: str | Turns, images: Sequence[str] = (), thinking: bool | None = None, raw: bool = False
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Ids of a message or turns about images, and the columns of their pixels: see `encode_with_images`."""
         with tempfile.TemporaryDirectory(prefix="flexengine-pixels") as scratch:
-            asked = said, list(images), str(Path.cwd()), thinking
+            asked = said, list(images), str(Path.cwd()), thinking, raw
             ids, count = self._process.call("encode_with_images", *asked, scratch)
             return ids, joined([load_file(Path(scratch, str(i))) for i in range(count)])
 
@@ -90,9 +90,9 @@ class TokenizerProcess:
         """See `thumbnail`."""
         return self._process.call("thumbnail", image.name, image.placed, base64.b64encode(image.data).decode())
 
-    def render_prompt(self, turns: Turns) -> str:
+    def render_prompt(self, turns: Turns, places: bool = False) -> str:
         """See `render_prompt`."""
-        return self._process.call("render_prompt", turns)
+        return self._process.call("render_prompt", turns, None, places)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See `ChatTokenizer.decode`."""
@@ -145,9 +145,9 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
         return str(make_table(Source(**source), tokenizer, place, Path(scratch), bad_records))
 
     def with_images(
-        said: str | Turns, images: list[str], folder: str, thinking: bool | None, scratch: str
+        said: str | Turns, images: list[str], folder: str, thinking: bool | None, raw: bool, scratch: str
     ) -> tuple[list[int], int]:
-        ids, found = encode_with_images(tokenizer, said, images, Path(folder), thinking)
+        ids, found = encode_with_images(tokenizer, said, images, Path(folder), thinking, raw=raw)
         assert tokenizer.images is not None, "the tokenizer has a processor"
         for i, image in enumerate(found):
             save_file(tokenizer.images.pixels(image), Path(scratch, str(i)))
