@@ -9,7 +9,7 @@ values and the number of nodes alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +38,10 @@ class NodeLink:
 
         givers: the nodes that hold something; what the others hold is not read. wide: dtype that is added in, in the
         order of nodes; each sum is rounded once. The squares are those of the elements that this node has added, by
-        piece. While a piece is added, the next one is on its way. Raises: RankError when a node cannot be reached.
+        piece. While a piece is added, the next one, which is asked for before, is on its way. Raises: RankError when a node cannot be reached.
         """
         squares, arriving, leaving = list[float](), None, None
-        for piece in (*pieces, None):
+        for piece in chain(pieces, (None,)):
             begun = None if piece is None else self._send_shares(piece)
             if arriving is not None:
                 self._control.wait(arriving.work)

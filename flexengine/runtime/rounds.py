@@ -48,13 +48,13 @@ class RoundRunner:
 
     def train(
         self, batch: Sequences, balance: ExpertBalance | None = None, settings: UpdateSettings | None = None,
-        updates: RoundUpdates = "none",
+        updates: RoundUpdates = "none", ends_step: bool = False,
     ) -> Tensor:  # fmt: skip
         """Issue forward and backward of a batch; returns the summed loss [] in float64 on the device.
 
         Of several ranks, each runs its own turns and waits for the losses of the others.
         balance: what routers report to, where the model balances its experts. updates: those inside the last round,
-        with these settings.
+        with these settings. ends_step: the update comes next, so that nodes may add up what the last round stores.
         """
         rounds, first = self._pack(batch), self._state.num_rounds
         if len(rounds) > 1:
@@ -66,10 +66,14 @@ class RoundRunner:
             self._count_tokens_of_experts(batch, rounds, balance)
         losses = list[Tensor]()
         for turn in self._context.turns(first, len(rounds)):
+            if ends_step and turn.ends_batch:
+                self._context.begin_nodes(first + len(rounds))
             if turn.rounds:
                 self._take_turn(batch, rounds, turn, first, balance, settings, updates if turn.ends_batch else "none")
                 if turn.own is not None:
                     losses.append(self._losses(self._told_of(rounds, turn)))
+        if ends_step:  # also of nodes that have no turn in this batch
+            self._context.begin_nodes(first + len(rounds))
         self._state.num_rounds, self._state.has_gradients = first + len(rounds), True
         if self._may_warn and self._state.num_rounds > MOST_ROUNDED:
             self._may_warn = False

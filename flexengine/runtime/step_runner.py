@@ -60,7 +60,7 @@ class StepRunner:
         # a clipped gradient is scaled by the norm of all, so no update may count before backward has ended
         elif plan.updates_without_norm and not clips:
             updates = "in_round"
-        return self.forward_backward(batch, settings, updates), self.update(settings, updates)
+        return self.forward_backward(batch, settings, updates, ends_step=True), self.update(settings, updates)
 
     def _norm_first(self, batch: Sequences, settings: UpdateSettings) -> tuple[FwdBwdOutput, StepOutput]:
         """Run the round for the norm of its gradients, then, where that is finite, once more to update from them.
@@ -75,18 +75,19 @@ class StepRunner:
         return out, self.update(settings, "clipped")
 
     def forward_backward(
-        self, batch: Sequences, settings: UpdateSettings | None = None, updates: RoundUpdates = "none"
-    ) -> FwdBwdOutput:
+        self, batch: Sequences, settings: UpdateSettings | None = None, updates: RoundUpdates = "none",
+        ends_step: bool = False,
+    ) -> FwdBwdOutput:  # fmt: skip
         """Add a batch's gradients to those since the last step. Waits for its loss.
 
-        updates: those inside the last round, with these settings.
+        updates: those inside the last round, with these settings. ends_step: the update comes next.
         """
         if updates == "none":
             self._state.require_stored(self._layout.plan.stores_gradients)
         with interruptible(self._state, self._executor, train=True):
             balance = self._balance_of(batch)
             with deterministic_kernels(self._deterministic):
-                loss_sum = self._rounds.train(batch, balance, settings, updates)
+                loss_sum = self._rounds.train(batch, balance, settings, updates, ends_step)
             self._planes.changed(gradients=True)
             if balance is not None:
                 loss_sum += balance.loss()
@@ -146,7 +147,7 @@ class StepRunner:
         self._state.before_update()
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
-            squares = self._context.add_nodes(self._state.num_rounds, self._executor)
+            squares = self._context.add_nodes(self._state.num_rounds)
             if squares is not None:
                 self._updates.norm_squares().copy_(squares)
             way: UpdateWay = "after_norm" if updates == "none" else "in_round"

@@ -281,7 +281,8 @@ def without_a_node(command: Command) -> Command:
 
 
 def shorter(command: Command) -> Command:
-    return replace(command, args=command.args._replace(num_bytes=command.args.num_bytes - 4))
+    *pieces, (offset, num_bytes) = command.args.pieces
+    return replace(command, args=command.args._replace(pieces=(*pieces, (offset, num_bytes - 4))))
 
 
 CHANGED_EXCHANGES = (

@@ -40,12 +40,20 @@ from flexengine.schedule.ranks import waves
 from flexengine.schedule.ranks.checker import check_runs
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import runs_of_ranks
+from flexengine.schedule.ranks.semaphores import Semaphores
 from flexengine.schedule.ranks.simulator import SIGNAL_S, simulate_ranks, simulate_runs
 from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherShares, ShareOfFetch
 from flexengine.schedule.ranks.waves import own_regions, owned_pieces, sections_of
 from flexengine.schedule.simulator import Rates
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
-from tests.parallel.test_ranks_checker import is_rejected, of_ranks
+from tests.parallel.test_ranks_checker import (
+    awaiting_an_earlier_round,
+    awaiting_nothing,
+    is_rejected,
+    of_another_row,
+    of_exchange,
+    of_ranks,
+)
 from tests.schedule.small_plans import divided_model, full_round, random_plan, small_model
 
 # -- shares and pieces -----------------------------------------------------------------------------------------------
@@ -212,8 +220,17 @@ def test_nodes_that_exchange_before_all_ranks_have_stored_are_noticed():
     layout = Layout(model, replace(plan, request=replace(plan.request, nodes=2)))
     runs = runs_of_ranks(layout, full_round(layout), 4)
     check_runs(layout, runs, 4)
-    assert is_rejected(layout, [[r._replace(joins=False) if r.exchanges else r for r in rank] for rank in runs])
     assert is_rejected(layout, [[r for r in rank if not r.exchanges] for rank in runs])
+    for change in (awaiting_nothing, of_another_row, awaiting_an_earlier_round):
+        change_run = of_exchange(change)
+        assert is_rejected(layout, [[change_run(run) for run in rank] for rank in runs]), change.__name__
+    stored = tuple(signal for group in range(len(model.groups)) if (signal := Semaphores(layout).stored(group)))
+
+    def told_when_a_round_begins(command: Command) -> Command:
+        signals = tuple(signal for signal in command.signals if signal not in stored)
+        return replace(command, signals=(*signals, *stored) if command.name.subject == "batch" else signals)
+
+    assert is_rejected(layout, changed(runs, told_when_a_round_begins, (1,)))
 
 
 def test_collectives_in_another_order_are_noticed():

@@ -25,7 +25,7 @@ from flexengine.parallel.watch import Watch
 from flexengine.plan import Request
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch_input import Sequences, read_call
-from flexengine.runtime.execution.executor import CommandHooks, Executor
+from flexengine.runtime.execution.executor import CommandHooks
 from flexengine.runtime.ranks.batches import Batches, read_on_ranks
 from flexengine.runtime.ranks.losses import added, added_of_ranks
 from flexengine.runtime.ranks.node_gradients import NodeGradients, gradients_of_nodes
@@ -33,7 +33,6 @@ from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.commands import Command, Signal
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.semaphores import Semaphores
 from flexengine.schedule.ranks.transports import Seat, Turn, transport_of
 from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import borders_of_slots
@@ -101,9 +100,15 @@ class RankContext:
     def count_update(self) -> None:
         """Count an update that has been issued."""
 
-    def add_nodes(self, num_rounds: int, executor: Executor) -> Tensor | None:
-        """Add the stored gradients of several nodes in a step of so many rounds, in place; returns the sums of squares
-        by run, float64 on the CPU, or None for one node. All ranks make this call together."""
+    def begin_nodes(self, num_rounds: int) -> None:
+        """Start to add the stored gradients of several nodes in a step of so many rounds, in place.
+
+        Order: this rank has come to its node's last turn of the step, or past it.
+        """
+
+    def add_nodes(self, num_rounds: int) -> Tensor | None:
+        """End that, having started it if need be; returns the sums of squares by run, float64 on the CPU, or None for
+        one node. All ranks make this call together."""
         return None
 
     def gradients(self, weights: WeightStore, num_rounds: int, scale: float) -> dict[str, Tensor]:
@@ -219,8 +224,7 @@ class SeveralRanks(RankContext):
     def use(self, layout: Layout, arenas: Arenas, write_back: Callable[[], None]) -> None:
         self._write_back = write_back
         if self.link is not None:
-            args = layout, arenas, self.ranks, self.link, self.control, self.await_gradient
-            self._over_nodes = NodeGradients(*args)
+            self._over_nodes = NodeGradients(layout, arenas, self.ranks, self.link, self.control)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -239,22 +243,18 @@ class SeveralRanks(RankContext):
     def is_last(self) -> bool:
         return self.last == self.ranks.local_rank
 
-    def await_gradient(self, group: int) -> None:
-        """Wait until the node's last round so far has stored the gradient of a group. Raises: RankLost."""
-        assert isinstance(self._semaphores, Semaphores), "ranks of several nodes do not train in stages"
-        for semaphore in self._semaphores.of_gradient(group) if self.rounds else ():
-            self._signals.wait(semaphore, self.last, self.rounds)
-
     def count_update(self) -> None:
         self.updates += 1
 
-    def add_nodes(self, num_rounds: int, executor: Executor) -> Tensor | None:
+    def begin_nodes(self, num_rounds: int) -> None:
+        if self._over_nodes is not None:
+            self._over_nodes.begin(num_rounds, self.hooks().before)
+
+    def add_nodes(self, num_rounds: int) -> Tensor | None:
         if self._over_nodes is None:
             return None
-        if self._transport.exchange_joins:
-            executor.synchronize_device()
-            self.barrier()
-        return self._over_nodes.add(num_rounds)
+        self.begin_nodes(num_rounds)
+        return self._over_nodes.end()
 
     def gradients(self, weights: WeightStore, num_rounds: int, scale: float) -> dict[str, Tensor]:
         if self.link is None:
@@ -375,6 +375,8 @@ class SeveralRanks(RankContext):
 
     def close(self) -> None:
         self.control.check_lost = self._check_others
+        if self._over_nodes is not None:
+            self._over_nodes.join()
         if self.collectives is not None:
             self.collectives.close()
         if self._watch is not None:

@@ -1,14 +1,15 @@
-"""Adds the gradients of several nodes before an update: each node has relayed its own rounds' gradients by itself.
+"""Adds the gradients of several nodes before an update: each node has added up its own rounds' gradients by itself.
 
-This is a call between a step's last round and its update, not a command of either program: only the caller's `step`
-tells which round was the last. The wait for each gradient is by the semaphores that rounds raise, so that gradients
-which backward finishes early could be sent while it goes on.
+A thread does so while the last round goes on backward: it waits for each gradient by the semaphores that rounds raise.
+Where the caller makes two calls of a step, nobody knows which round is the last before the second one, the update.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,43 +20,74 @@ from flexengine.parallel.nodes import NodeLink
 from flexengine.parallel.ranks import Ranks
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.weights.weight_store import WeightStore
+from flexengine.schedule.commands import Command
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.node_exchange import NodePiece, givers_of, node_pieces
+from flexengine.schedule.ranks.node_exchange import givers_of, lower_exchange, node_pieces
 from flexengine.schedule.shares import Share
+
+_INTERRUPTIBLE_S = 0.05  # how long Python waits for a thread before it looks for Ctrl-C
 
 
 class NodeGradients:
     """The stored gradients of one layout, in the order in which backward leaves them.
 
-    link: to the other nodes. control: calls that all ranks make. await_gradient: waits until the node's last round has
-    stored the gradient of a group.
+    link: to the other nodes. control: calls that all ranks make.
     """
 
-    def __init__(
-        self, layout: Layout, arenas: Arenas, ranks: Ranks, link: NodeLink, control: Control,
-        await_gradient: Callable[[int], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, layout: Layout, arenas: Arenas, ranks: Ranks, link: NodeLink, control: Control) -> None:
         self._layout, self._arenas, self._ranks = layout, arenas, ranks
-        self._link, self._control, self._await_gradient = link, control, await_gradient
+        self._link, self._control = link, control
         self._pieces = list(node_pieces(layout))
+        self._own = lower_exchange(layout, Share(ranks.local_rank, ranks.local_size))
+        self._thread: threading.Thread | None = None
+        self._squares: list[float] = []  # of the pieces that this rank has added
+        self._failure: BaseException | None = None
 
-    def add(self, num_rounds: int) -> Tensor:
-        """Add the stored gradients of all nodes, in place; returns the sums of squares by run, float64 on the CPU.
+    def begin(self, num_rounds: int, before: Callable[[Command], None]) -> None:
+        """Start to add the stored gradients of all nodes, in place, on a thread, unless that has begun.
 
-        num_rounds: of the step. All ranks make this call together; when it returns, the node's memory holds the sums.
+        num_rounds: of the step. before: waits for what a command awaits of the node's last round. All ranks of all
+        nodes make this call in a step, each when it comes to it.
         """
-        givers = givers_of(num_rounds, self._link.nodes)
-        own = Share(self._ranks.local_rank, self._ranks.local_size).every(self._pieces)
-        with _threads(host_threads()):
-            squares = self._link.add(map(self._await, own), givers, wide_dtype(self._layout))
-        return self._by_run(self._control.gather(squares))
+        if self._thread is None:
+            self._squares, self._failure = [], None
+            add = partial(self._add, givers_of(num_rounds, self._link.nodes), before)
+            # no daemon: at the end of the process Python waits for it, before the arenas go
+            self._thread = threading.Thread(target=add, name="flexengine-nodes")
+            self._thread.start()
 
-    def _await(self, piece: NodePiece) -> Tensor:
-        """A piece of the stored gradient, when the node's last round has stored it."""
-        self._await_gradient(piece.group)
-        layout = self._layout
-        slot, dtype = layout.slots[layout.plane_slot("grad", piece.group)], DTYPES[layout.plan.request.numerics.grad]
-        return self._arenas.view(slot, piece.first * dtype.itemsize, (piece.numel,), dtype)
+    def end(self) -> Tensor:
+        """Wait until the node's memory holds the sums; returns the sums of squares by run, float64 on the CPU.
+
+        All ranks make this call together. Raises what went wrong on the thread.
+        """
+        self.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._by_run(self._control.gather(self._squares))
+
+    def join(self) -> None:
+        """Wait until the thread has ended, if there is one. After an abort of the ranks it ends by itself."""
+        while self._thread is not None:
+            self._thread.join(_INTERRUPTIBLE_S)
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def _add(self, givers: range, before: Callable[[Command], None]) -> None:
+        try:
+            with _threads(host_threads()):
+                self._squares = self._link.add(self._stored(before), givers, wide_dtype(self._layout))
+        except BaseException as failure:
+            self._failure = failure
+
+    def _stored(self, before: Callable[[Command], None]) -> Iterator[Tensor]:
+        """This rank's pieces in the node's memory, each when the node's last round has stored it."""
+        dtype = DTYPES[self._layout.plan.request.numerics.grad]
+        for command in self._own.commands:
+            before(command)
+            for offset, num_bytes in command.args.pieces:
+                slot = self._layout.slots[command.args.slot]
+                yield self._arenas.view(slot, offset, (num_bytes // dtype.itemsize,), dtype)
 
     def _by_run(self, told: list[list[float]]) -> Tensor:
         """Add squares that all ranks have told: piece after piece, and of a piece node after node."""

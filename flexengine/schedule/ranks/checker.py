@@ -156,9 +156,9 @@ def _exchange_touches(layout: Layout, event: Event) -> list[_Touch]:
     args, nodes = event.command.args, layout.plan.request.nodes
     if args.givers != tuple(range(nodes)):
         raise ProgramError(f"{event.label} adds gradients of nodes {args.givers}, not of {nodes} in their order")
-    start = event.run.program.slots[args.slot].offset + args.offset
-    touch = _Touch(start, start + args.num_bytes, False, "grad", layout.model.groups[args.group].name)
-    return [touch, touch._replace(writes=True)]
+    start, name = event.run.program.slots[args.slot].offset, layout.model.groups[args.group].name
+    places = [(start + offset, start + offset + num_bytes) for offset, num_bytes in args.pieces]
+    return [_Touch(*place, writes, "grad", name) for writes in (False, True) for place in places]
 
 
 def _touches_of(layout: Layout, event: Event) -> list[_Touch]:

@@ -1,17 +1,20 @@
-"""Between a step's last round and its update, several nodes add up their stored gradients: in which pieces, and how.
+"""Before the update of a step several nodes add up their stored gradients: in which pieces, and how.
 
-Each rank takes every N-th piece, waits until its node's last round has stored it, and exchanges it with the ranks of
-the other nodes that have its place. All ranks have ended that before any of them updates. The caller's `step` tells
-which round was the last, so this is a call and not a command of either program; `lower_exchange` writes it down as one
-for `ranks.checker`.
+Each rank takes every N-th piece, waits until its node's last round has stored the piece's group, and exchanges it with
+the ranks of the other nodes that have its place: on a thread, while that round goes on backward. All ranks have ended
+that before any of them updates. Which round is the last only the call that updates knows, and of ranks that take rounds
+in turn only one runs it. So this is no part of a round's program: `lower_exchange` writes it down as one of its own,
+which `ranks.checker` proves and `ranks.simulator` prices beside the rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
-from flexengine.schedule.commands import Access, Command, CommandName, Program, Signal, Stream
+from flexengine.schedule.commands import Access, Command, CommandName, Program, Stream
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.semaphores import Semaphores
@@ -38,13 +41,18 @@ class NodePiece(NamedTuple):
 
 
 class NodeSum(NamedTuple):
-    """Arguments of `exchange`: bytes of a gradient in the node's memory; the nodes whose copies are added, in order."""
+    """Arguments of `exchange`: pieces of a gradient in the node's memory, each `num_bytes` bytes from an offset on; the
+    nodes whose copies are added, in order."""
 
     group: int
     slot: int
-    offset: int
-    num_bytes: int
+    pieces: tuple[tuple[int, int], ...]
     givers: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(num_bytes for _, num_bytes in self.pieces)
 
 
 def node_pieces(layout: Layout) -> Iterator[NodePiece]:
@@ -74,23 +82,23 @@ def exchange_bytes(layout: Layout) -> int:
 
 
 def lower_exchange(layout: Layout, share: Share) -> Program:
-    """The pieces that a rank exchanges in a step of which every node has run a round."""
+    """What a rank exchanges in a step of which every node has run a round: its pieces of one group after the other."""
     semaphores, width, found = Semaphores(layout), DTYPE_BYTES[layout.plan.request.numerics.grad], list[Command]()
     givers = tuple(givers_of(layout.plan.request.nodes, layout.plan.request.nodes))
-    for piece in share.every(list(node_pieces(layout))):
-        name, slot = layout.model.groups[piece.group].name, layout.plane_slot("grad", piece.group)
-        awaits = tuple(Signal(semaphore, "last", "round") for semaphore in semaphores.of_gradient(piece.group))
+    for group, pieces in groupby(share.every(list(node_pieces(layout))), key=attrgetter("group")):
+        slot = layout.plane_slot("grad", group)
+        places = tuple((piece.first * width, piece.numel * width) for piece in pieces)
         found.append(
             Command(
                 index=len(found),
                 kind="exchange",
-                name=CommandName("exchange", "grad", f"{name} from {piece.first}"),
+                name=CommandName("exchange", "grad", layout.model.groups[group].name),
                 stream=Stream.CPU,
                 reads=(Access(slot, "grad of the node"),),
                 writes=(Access(slot, "grad of all nodes"),),
                 waits=(),
-                args=NodeSum(piece.group, slot, piece.first * width, piece.numel * width, givers),
-                awaits=awaits,
+                args=NodeSum(group, slot, places, givers),
+                awaits=semaphores.stored_by_node(group),
             )
         )
     return Program("exchange", layout.slots, tuple(found))

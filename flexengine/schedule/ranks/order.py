@@ -71,14 +71,9 @@ class Events:
         )  # (semaphore, rank) -> (value, event)
         self._exchanged: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> its last exchange
         self._begins: dict[tuple[int, int], int] = {}  # (step, rank) -> the first event after its exchange has begun
-        # step -> the first exchange of each rank, and the last events of all ranks' rounds: those wait for all of these
-        self._after_rounds: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for rank, of_rank in enumerate(runs):
             self._add_rank(rank, of_rank)
         self._join_collectives()
-        for exchanges, rounds in self._after_rounds.values():
-            for index in exchanges:
-                self.before[index] += rounds
         for index, event in enumerate(self.all):
             if event.command.awaits:
                 self.before[index] += self._awaited(event)
@@ -110,10 +105,6 @@ class Events:
         joined: list[int] = []  # and of the one with such work before it, which end before it begins
         for run in runs:
             if run.exchanges:
-                if run.joins:
-                    exchanges, rounds = self._after_rounds[run.step]
-                    exchanges.append(len(self.all))
-                    rounds += ends.values()
                 self._add_exchange(rank, run)
                 continue
             first, started, left = len(self.all), set[Stream](), dict(ends)
@@ -141,13 +132,11 @@ class Events:
                 worked = [first + c.index for c in run.program.commands if c.stream is Stream.CPU]
 
     def _add_exchange(self, rank: int, run: RankRun) -> None:
-        """Add what the host does when it has issued the last round: it waits for semaphores, and for no stream.
-
-        Of a split plan it waits until all ranks of the node have ended that.
-        """
-        self._begins[run.step, rank] = len(self.all)
+        """Add what a thread of the host does beside the last round: it waits for semaphores, and for no stream."""
+        first = self._begins[run.step, rank] = len(self.all)
         for command in run.program.commands:
             self._exchanged[run.step][rank] = self._add(rank, run, command, [])
+        self.runs.append(RunEvents(rank, run, range(first, len(self.all)), ()))
 
     def _exchanged_before(self, index: int) -> list[int]:
         """The last exchanges of all ranks, which have ended them together before any goes on to its update."""

@@ -13,7 +13,7 @@ class RankRun(NamedTuple):
     step: from 0. number: of the turn in the step; of its last one in an update, and in what nodes exchange before it.
     rounds: of the node's in the step, those that ranks run together in that turn; of an update all of them. drops:
     what it updates speculatively is thrown away, and may read what others update again. exchanges: it is what nodes
-    exchange, `joins`: when all ranks of the node have ended their rounds, where no semaphore tells of these.
+    exchange.
     """
 
     program: Program
@@ -23,4 +23,3 @@ class RankRun(NamedTuple):
     rounds: range = range(0)
     drops: bool = False
     exchanges: bool = False
-    joins: bool = False

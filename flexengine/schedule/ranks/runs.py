@@ -64,8 +64,7 @@ def step_of_rank(
         found.append(RankRun(lowered[key], 0, number, False, rounds, drops=way == "rolled_back"))
     number, everything = len(turns) - 1, range(len(shapes))
     if request.nodes > 1:
-        program, joins = lower_exchange(layout, share), transport.exchange_joins
-        found.append(RankRun(program, 0, number, False, everything, exchanges=True, joins=joins))
+        found.append(RankRun(lower_exchange(layout, share), 0, number, False, everything, exchanges=True))
     after = layout.swapped() if way == "committed" and left is None else layout
     kind = UpdateKind(way, share, turns[-1].last == rank, left)
     return [*found, RankRun(transport.lower_update(after, kind), 0, number, True, everything)]

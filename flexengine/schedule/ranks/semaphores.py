@@ -22,12 +22,13 @@ class Semaphores:
         self._first_pieces = [0, *accumulate(sum(map(len, parts)) for parts in self._pieces)]
         self._num_groups = len(layout.groups)
         self._num_speculated = 0 if relays else self._num_groups  # also of plans that do not speculate
+        self._num_stored = self._num_groups if layout.plan.request.nodes > 1 and not relays else 0
         self._speculative = [home.speculative and layout.plan.speculates for home in layout.plan.groups]
 
     @property
     def count(self) -> int:
         """How many semaphores there are."""
-        return self._norm + 1 + self._num_speculated
+        return self._norm + 1 + self._num_speculated + self._num_stored
 
     @property
     def _norm(self) -> int:
@@ -36,9 +37,20 @@ class Semaphores:
     def _of_piece(self, group: int, part: int, piece: int) -> int:
         return self._first_pieces[group] + sum(map(len, self._pieces[group][:part])) + piece
 
-    def of_gradient(self, group: int) -> range:
-        """The semaphores that a round raises when it has stored pieces of a group's gradient."""
-        return range(self._first_pieces[group], self._first_pieces[group + 1])
+    def stored(self, group: int) -> Signal | None:
+        """This rank has stored all that it stores of a group's gradient in this round; None where nobody waits for
+        that, or for pieces alone."""
+        return Signal(self._of_stored(group), "own", "round") if self._num_stored else None
+
+    def stored_by_node(self, group: int) -> tuple[Signal, ...]:
+        """The node's last round has stored a group's gradient."""
+        if self._num_stored:
+            return (Signal(self._of_stored(group), "all", "round"),)
+        pieces = range(self._first_pieces[group], self._first_pieces[group + 1])
+        return tuple(Signal(semaphore, "last", "round") for semaphore in pieces)
+
+    def _of_stored(self, group: int) -> int:
+        return self._norm + 1 + self._num_speculated + group
 
     def relayed(self, group: int, part: int, piece: int) -> Signal:
         """This rank has stored a piece of a part's gradient in this round."""

@@ -88,6 +88,7 @@ class SplitGradients(GradientLowering):
         self._spilled: set[int] = set()  # groups of which the host holds what arrived of one layer's accumulators
         self._at_work: dict[int, int] = {}  # by group, the slot that is added to
         self._own: dict[int, list[StoredPiece]] = defaultdict(list)  # by group, what this rank has stored
+        self._last_stored: dict[int, int] = {}  # by group, the last command that stores it, or its first exchange
         self._untold: list[int] = []  # groups of which this rank updates nothing, and has yet to tell so
         squares = run_squares(self._layout, OWN_SQUARES)
         if self._first:
@@ -115,6 +116,7 @@ class SplitGradients(GradientLowering):
         stored = stored_pieces(self._context, group, part)
         for section in self._layout.sections(group, part):
             received = self._exchange(name, section, added, self._take("received", group))
+            self._last_stored.setdefault(group, len(self._builder.commands) - 1)
             own = stored[section.number * self._wave.size + self._wave.rank]
             arrived = [self._fetch_spilled(group, name, section)] if group in self._spilled else []
             staging = self._take("grad", group)
@@ -122,6 +124,15 @@ class SplitGradients(GradientLowering):
                 self._fold(own, section, [*arrived, received], staging)
             else:  # others write there, and all ranks have to gather again what that overwrites
                 self._builder.overwritten(staging)
+
+    def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
+        """As on one rank; before, tell the other ranks of groups that no layer below adds to, where several nodes add
+        up what all have stored."""
+        for group in self._trained(layer):
+            signal = self._semaphores.stored(group)
+            if signal is not None and not any(group in below.groups for below in self._layout.model.layers[:index]):
+                self._builder.between_ranks(self._last_stored[group], signals=(signal,))
+        super().update_complete_groups(index, layer)
 
     def lower_norm(self) -> None:
         super().lower_norm()
@@ -199,6 +210,7 @@ class SplitGradients(GradientLowering):
         home = CommandName("offload", "grad", own.name)
         self._builder.copy(home, Stream.RELAY_OUT, own.content, own.regions_home(staging))
         self._own[own.group].append(own)
+        self._last_stored[own.group] = len(self._builder.commands) - 1
 
     def _own_ranges(self, group: int) -> list[OwnRange]:
         """The elements of a group whose gradients this rank has stored in this round, those that adjoin as one."""

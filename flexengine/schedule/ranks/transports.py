@@ -65,8 +65,6 @@ class Alone:
     round: type[RoundLowering] = RoundLowering
     update: type[UpdateLowering] = UpdateLowering
     evaluation: type[EvaluationLowering] = EvaluationLowering
-    exchange_joins = False
-    """Whether nodes exchange gradients only when all ranks have ended their rounds."""
     ranks_alike = False
     """Whether all ranks do the same at the same time."""
 
@@ -177,7 +175,7 @@ class Split(_Together):
     """Ranks walk the layers together, one round on each, and each moves a share of what all need."""
 
     round, update, evaluation = SplitRound, SplitUpdate, SharedEvaluation
-    exchange_joins = ranks_alike = True
+    ranks_alike = True
 
     def turn(self, together: tuple[int, ...], wave: Wave, ends_batch: bool) -> Turn:
         """Where fewer rounds are left than ranks, those without one run the first, and nobody adds what they send."""
