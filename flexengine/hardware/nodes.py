@@ -82,16 +82,6 @@ def assumed_node_rate(profile: HardwareProfile, gpus: int) -> float:
     return max(rates[0], profile.host.bytes_per_s)
 
 
-def exchange_s(gradient_bytes: int, nodes: int, network_bytes_per_s: float) -> float:
-    """Seconds in which nodes add up a step's gradients over the network, each way of which moves so many bytes.
-
-    Each node adds an equal share: it sends all but its own share of its gradients and receives as much of the others',
-    then sends its sum to all and receives theirs. Nothing is computed meanwhile, and all cards of a node together have
-    the given rate.
-    """
-    return 2 * (nodes - 1) / nodes * gradient_bytes / network_bytes_per_s
-
-
 def rank_profile(profile: HardwareProfile, ranks: int) -> HardwareProfile:
     """The profile of one of several ranks of a node, whose links have equal shares of its host memory.
 

@@ -38,7 +38,8 @@ class NodeLink:
 
         givers: the nodes that hold something; what the others hold is not read. wide: dtype that is added in, in the
         order of nodes; each sum is rounded once. The squares are those of the elements that this node has added, by
-        piece. While a piece is added, the next one, which is asked for before, is on its way. Raises: RankError when a node cannot be reached.
+        piece. While a piece is added, the next one, which is asked for before, is on its way. Raises: RankError when a
+        node cannot be reached.
         """
         squares, arriving, leaving = list[float](), None, None
         for piece in chain(pieces, (None,)):

@@ -12,8 +12,9 @@ CACHES = "caches of sequences"
 class Prediction:
     """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound.
 
-    shared_host_bytes: of the host's bytes, those that several ranks have once for all. exchange_s: seconds of the step
-    in which several nodes add up their gradients. after_clipping_s: seconds of a step after one that was clipped, where
+    shared_host_bytes: of the host's bytes, those that several ranks have once for all. exchange_s: seconds in which
+    the network is at work while several nodes add up their gradients. exchange_wait_s: those of them in which all else
+    waits. after_clipping_s: seconds of a step after one that was clipped, where
     the plan speculates; else 0. unclipped_s: seconds of the same plan's step without clipping, where it runs its round
     twice for the norm; else 0. free_step_s, least_gpu_bytes: where the request is reproducible, seconds of a step of
     sizes that the planner is free to choose, and the least GPU memory that the sizes of the rule fit in; else 0.
@@ -33,6 +34,7 @@ class Prediction:
     limiter: str = ""
     shared_host_bytes: int = 0
     exchange_s: float = 0.0
+    exchange_wait_s: float = 0.0
     after_clipping_s: float = 0.0
     unclipped_s: float = 0.0
     free_step_s: float = 0.0

@@ -74,6 +74,8 @@ class Picture:
         busy = predicted.busy_s["compute"]
         recompute_s = predicted.recompute_share * busy
         found = {"forward, backward and update": busy - recompute_s, "recomputation": recompute_s}
+        if predicted.exchange_wait_s:
+            found["waiting for gradients of other nodes"] = predicted.exchange_wait_s
         # A part is drawn once but runs `repeats` times.
         waits: dict[str, float] = {}
         for part in self.step.parts:

@@ -98,6 +98,7 @@ def _several_gpus(picture: Picture) -> dict[str, Any]:
             "shared_host_bytes": p.shared_host_bytes,
             "host_bytes_per_gpu": host_bytes_of_gpu(picture.plan),
             "exchange_s": p.exchange_s,
+            "exchange_wait_s": p.exchange_wait_s,
             "faster_with": {"gpus": p.fewer_gpus, "step_s": p.fewer_gpus_step_s} if p.fewer_gpus else None,
         }
     }

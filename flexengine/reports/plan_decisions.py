@@ -94,8 +94,10 @@ def gpu_lines(plan: Plan) -> list[str]:
         own = format_bytes(host_bytes_of_gpu(plan))
         lines.append(f"host memory of a node: state once {format_bytes(p.shared_host_bytes)}, per GPU {own}")
     if p.exchange_s:
-        share = f"{100 * p.exchange_s / max(p.step_s, 1e-30):.1f}% of the step"
-        lines.append(f"network: nodes add up gradients for {format_seconds(p.exchange_s)}, {share}")
+        share = f"{100 * p.exchange_wait_s / max(p.step_s, 1e-30):.1f}% of the step"
+        at_work, waits = format_seconds(p.exchange_s), format_seconds(p.exchange_wait_s)
+        beside = f"for {at_work} beside the last backward pass; {waits} of it, {share}, all else waits"
+        lines.append(f"network: nodes add up gradients {beside}")
     return lines
 
 

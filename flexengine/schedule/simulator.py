@@ -40,7 +40,8 @@ class Rates(NamedTuple):
     collectives. peers_by_host: GPUs reach each other through the host's memory alone, each byte over a link twice.
     batch_s: seconds of the host to read, pack and write a step's batch. settle_s: seconds of the host from the end of a
     step's last round, whose loss it reads, to the update's first command. drive_bytes_per_s: of a drive's streams,
-    alone and while the other is at work. copy_bytes: that a command moves across the link.
+    alone and while the other is at work. copy_bytes: that a command moves across the link. network_bytes_per_s: of a
+    rank's share of its node's network, each way; 0 = it takes no time.
     """
 
     compute_s: Callable[[Command], float]
@@ -58,6 +59,7 @@ class Rates(NamedTuple):
     settle_s: float = 0.0
     drive_bytes_per_s: dict[Stream, tuple[float, float]] | None = None
     copy_bytes: Callable[[Command], float] = attrgetter("copy_bytes")
+    network_bytes_per_s: float = 0.0
 
 
 OTHER_DIRECTION = {Stream.H2D: Stream.D2H, Stream.D2H: Stream.H2D}

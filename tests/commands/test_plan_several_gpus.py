@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flexengine.commands.plan import main
-from flexengine.hardware.nodes import assumed_node_rate, exchange_s, rank_profile, with_gpus
+from flexengine.hardware.nodes import assumed_node_rate, rank_profile, with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.registry import open_model
@@ -131,12 +131,6 @@ def test_states_are_divided_over_gpus_where_the_host_is_too_small_for_them(tmp_p
     assert found["predicted"]["tokens_per_s"] > 0
     assert "groups divided over the GPUs" in describe(plan, None)
     assert "divided" in (tmp_path / "plan.html").read_text()
-
-
-def test_nodes_send_their_gradients_and_the_sums():
-    # each of four nodes sends and receives three quarters of 8 GB at 1 GB/s, then as much of the sums
-    assert exchange_s(8 * 10**9, 4, 1e9) == pytest.approx(12.0)
-    assert exchange_s(8 * 10**9, 1, 1e9) == 0.0
 
 
 def test_gpus_of_a_node_share_host_memory():

@@ -28,11 +28,14 @@ from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.packing import pack, packed_shape
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.programs import lower_round, lower_update
+from flexengine.schedule.ranks import node_exchange
+from flexengine.schedule.ranks.node_exchange import lower_exchange, node_pieces
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import step_of_rank
 from flexengine.schedule.ranks.simulator import SIGNAL_S, TimedRankRun, simulate_ranks, simulate_runs
 from flexengine.schedule.ranks.split_commands import GatherShares
 from flexengine.schedule.ranks.transports import layouts_of
+from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, small_model
@@ -133,6 +136,30 @@ def test_rounds_that_repeat_are_counted():
         assert [timed.repeats for timed in found.ranks[0]] == [1, 1, 1, rounds - 2]
         seconds.append(found.step_s)
     assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
+
+
+@pytest.mark.parametrize("transport", ["relay", "split"])
+def test_nodes_add_up_gradients_beside_the_last_round(transport, monkeypatch):
+    """What the network takes beyond the last round's backward is waited for, at most all of it."""
+    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 1201)
+    model = small_model(blocks=4)
+    plan = random_plan(Random(5), model, sliced=False)
+    request = replace(plan.request, ranks=2, nodes=4, max_global_batch_tokens=24 * plan.round_tokens)
+    groups = tuple(GroupPlan() for _ in plan.groups)
+    layout = Layout(model, replace(plan, groups=groups, request=request, transport=transport, touched_only=False))
+    alone = simulate_ranks(layout, rates())
+    assert alone.exchange_s == 0.0
+    assert alone.exchange_wait_s <= 1.01 * SIGNAL_S
+    # each of four nodes sends three quarters of all gradients, then as much of the sums, its ranks half of that each
+    width = layout.groups[0].element_bytes("grad")
+    stored = sum(piece.numel * width for piece in node_pieces(layout))
+    sent = [command.args.network_bytes for command in lower_exchange(layout, Share(0, 2)).commands]
+    for seconds in (0.01 * alone.step_s, alone.step_s):
+        network = 2 * 0.75 * stored / 2 / seconds
+        found = simulate_ranks(layout, rates()._replace(network_bytes_per_s=network))
+        assert found.exchange_s == pytest.approx(seconds, rel=0.1)
+        assert sent[-1] / network <= found.exchange_wait_s < 0.9 * found.exchange_s
+        assert found.step_s == pytest.approx(alone.step_s + found.exchange_wait_s)
 
 
 # -- as it runs ------------------------------------------------------------------------------------------------------

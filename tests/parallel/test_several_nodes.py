@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +21,11 @@ from test_from_pretrained import JOB, profile
 from test_several_ranks import Shown, change_plans, check_same, opened, several_plans, train
 
 from flexengine import from_pretrained
+from flexengine.parallel.nodes import NodeLink
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import leave
+from flexengine.runtime.execution.in_order import InOrder
+from flexengine.schedule.commands import Command
 from flexengine.schedule.ranks import node_exchange
 
 
@@ -72,6 +77,33 @@ def test_nodes_train_in_bf16_to_the_same_bits():
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
     for shown in values_of(run_ranks(train, 6, 6, case, nodes=2)):
         check_same(shown, first)
+
+
+def adds_meanwhile(rank: int, case: Case) -> bool:
+    """Whether nodes have added up the head's gradient before the last round's backward comes to the embedding."""
+    added, met = threading.Event(), list[bool]()
+    send_sum, execute = NodeLink._send_sum, InOrder.execute
+
+    def sent(link: NodeLink, exchange: Any) -> Any:
+        added.set()
+        return send_sum(link, exchange)
+
+    def executed(self: InOrder, command: Command, *others: Any) -> None:
+        if (command.name.verb, getattr(command.args, "layer", None)) == ("backward", 0):
+            met.append(added.wait(20.0))
+        execute(self, command, *others)
+
+    NodeLink._send_sum, InOrder.execute = sent, executed
+    engine = opened(rank, 2, case)
+    engine.train_step(case.steps[0][0])
+    engine.close()
+    return met == [True]
+
+
+def test_nodes_add_up_gradients_while_the_last_round_goes_on():
+    case = one_round()
+    case = case._replace(steps=[[[*case.steps[0][0], *case.steps[1][0]]]])
+    assert values_of(run_ranks(adds_meanwhile, 2, case, nodes=2)) == [True, True]
 
 
 def test_nodes_change_plans_between_steps():

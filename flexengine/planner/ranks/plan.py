@@ -3,7 +3,7 @@ the plan that it finds is priced by simulating all ranks of a node together. Whe
 optimizer states, ranks divide these over their GPUs.
 
 What ranks share on the host counts once for the node: every rank counts an equal part of it. Nodes add up their
-gradients after the last round, which is added to the step.
+gradients while the last round goes on, and a step ends when both have ended.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, exchange_s, rank_profile
+from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, rank_profile
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_seconds
 from flexengine.models.spec import ModelSpec
@@ -55,22 +55,23 @@ def priced_together(
 ) -> Prediction:
     """Replace a rank's seconds by those of all ranks together. Busy seconds are those of the rank of the last round."""
     request, cost = layout.plan.request, CostModel.of(layout.plan.request, profile, layout.plan.chunk_tokens)
-    network_s = exchange_s(gradient_bytes(layout), request.nodes, network_bytes_per_s)
-    step = simulate_ranks(layout, cost.rates(), SPLIT_RANKS)
+    rates = cost.rates()._replace(network_bytes_per_s=network_bytes_per_s / request.ranks)
+    step = simulate_ranks(layout, rates, SPLIT_RANKS)
     parts = [(price(t.run.program, cost, t.until_gpu_ends, t.shape), t.repeats) for t in step.ranks[-1]]
     estimate = summed(parts)
     predicted = replace(
         of_rank,
-        step_s=step.step_s + network_s,
+        step_s=step.step_s,
         busy_s=estimate.busy_s,
         recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
         limiter=limiter(estimate),
-        exchange_s=network_s,
+        exchange_s=step.exchange_s,
+        exchange_wait_s=step.exchange_wait_s,
     )
     if not layout.plan.is_bounded:
         predicted = replace(predicted, speed_of_light_s=0.0)
-    if network_s > predicted.step_s / 2:
-        exchange = f"the network, over which nodes add up gradients for {format_seconds(network_s)}"
+    if step.exchange_wait_s > predicted.step_s / 2:
+        exchange = f"the network, over which nodes add up gradients for {format_seconds(step.exchange_s)}"
         predicted = replace(predicted, limiter=exchange)
     return predicted
 
@@ -117,9 +118,3 @@ def _review_in_stages(
     corrected = corrected_profile(profile, factors)
     expected = priced_together(layout, plan.predicted, corrected)
     return Review(plan.predicted.step_s, measured_step_s, expected, factors, corrected)
-
-
-def gradient_bytes(layout: Layout) -> int:
-    """Bytes of all stored gradients, which nodes add up once a step."""
-    groups = zip(layout.groups, layout.model.groups, strict=True)
-    return sum(storage.plane_bytes["grad"] for storage, group in groups if not group.frozen)

@@ -11,18 +11,19 @@ from math import inf
 from typing import NamedTuple
 
 from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.ranks.node_exchange import NodeSum
 from flexengine.schedule.simulator import Rates
 
 WAYS = (Stream.H2D, Stream.D2H)
 """Directions of a rank's link; numbers of commands' kinds begin with them."""
-COMPUTE, CPU = len(WAYS), len(WAYS) + 1
+COMPUTE, CPU, NETWORK = range(len(WAYS), len(WAYS) + 3)
 """Numbers of the other kinds of commands."""
 
 
 class CommandWork(NamedTuple):
     """What the commands of a program take, by index, and when the host has issued them since the program's begin.
 
-    kinds: a number of WAYS, COMPUTE or CPU. amounts: bytes of copies, latency counted as bytes, else
+    kinds: a number of WAYS, COMPUTE, CPU or NETWORK. amounts: bytes of copies, latency counted as bytes, else
     seconds.
     """
 
@@ -39,6 +40,8 @@ class CommandWork(NamedTuple):
 
 
 def _kind_and_amount(command: Command, program: Program, rates: Rates) -> tuple[int, float]:
+    if isinstance(command.args, NodeSum):
+        return NETWORK, command.args.network_bytes / (rates.network_bytes_per_s or inf)
     if command.stream is Stream.CPU:
         return CPU, rates.cpu_s(command)
     if command.stream is Stream.COMM and command.peer_bytes and rates.peers_by_host:

@@ -50,9 +50,10 @@ class NodeSum(NamedTuple):
     givers: tuple[int, ...]
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(num_bytes for _, num_bytes in self.pieces)
+    def network_bytes(self) -> float:
+        """Bytes that a rank sends, as it receives: all but the share that its node adds, then that share's sums."""
+        nodes = len(self.givers)
+        return 2 * (nodes - 1) / nodes * sum(num_bytes for _, num_bytes in self.pieces)
 
 
 def node_pieces(layout: Layout) -> Iterator[NodePiece]:

@@ -3,7 +3,8 @@
 Streams, semaphores and the host's issue order commands as `order` says; each rank's link is as that of one rank. All
 copies share the rate of the node's host memory, and the CPU works the slower the more of it they take. Whatever streams
 a program has, its copies share the link by the direction in which they go. GPUs are taken to wait for semaphores
-themselves: a host that polls would also issue later commands late.
+themselves: a host that polls would also issue later commands late. What nodes add up moves at the network's rate, and
+takes its part of host memory meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flexengine.schedule.commands import Program, Stream, cpu_priority, streams_
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.kinds import RoundKind, UpdateWay, Wave
 from flexengine.schedule.lowering.shape import RoundShape
-from flexengine.schedule.ranks.links import COMPUTE, CPU, WAYS, Clock, CommandWork, Way
+from flexengine.schedule.ranks.links import COMPUTE, CPU, NETWORK, WAYS, Clock, CommandWork, Way
 from flexengine.schedule.ranks.order import Events, RunEvents
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import Lowered, step_of_rank
@@ -29,6 +30,9 @@ from flexengine.schedule.step_parts import full_step, unfinished_updates, until_
 
 SIGNAL_S = 50e-6
 """From the end of a command that raises a semaphore to the start of one on another rank that awaits it: assumed."""
+NETWORK_TOUCHES = 6
+"""Bytes of host memory that are read or written for each that the network moves one way: as many arrive, sockets copy
+both, and shares are added. Assumed, not measured."""
 MOST_DRAWN = 2
 """Rounds like the first that are simulated on each rank beside it, and one of each other shape; more take what the last
 of them does."""
@@ -63,10 +67,16 @@ class TimedRankRun:
 
 
 class RanksStep(NamedTuple):
-    """A step of all ranks: the runs of each in order, and the seconds of the step with all repeats."""
+    """A step of all ranks: the runs of each in order, and the seconds of the step with all repeats.
+
+    exchange_s: in which the network is at work while several nodes add up gradients. exchange_wait_s: of these, in
+    which all else waits.
+    """
 
     ranks: list[list[TimedRankRun]]
     step_s: float
+    exchange_s: float = 0.0
+    exchange_wait_s: float = 0.0
 
 
 def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> RanksStep:
@@ -74,7 +84,7 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
 
     So what the CPU updates goes on under the first round, as it does in training. All ranks wait for the norm, so that
     a step begins for all of them when the rank of the last round has ended it. Where a plan speculates, the CPU begins
-    in the last round, and what is left of that comes first.
+    in the last round, and what is left of that comes first. A step ends when nodes have added up all gradients, too.
     rates: of one rank's GPU and link, and of the node's CPU and host memory, as `Rates` has them.
     alike: simulate only so many ranks of a split plan, all of which do the same at the same time.
     """
@@ -90,16 +100,19 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
         left = _left_of_speculation(layout, shape, len(shapes) == 1, few, rates)
     runs = _runs(layout, [shape for shape, _ in shapes], few, left)
     ranks = simulate_runs(runs, (1 if layout.plan.cuts_rounds else size) * len(shapes), rates)
+    exchanges = [rank.pop() for rank in ranks] if layout.plan.request.nodes > 1 else []
     parts = [(None, 1), *((transport.full_wave(shape, size), count) for shape, count in shapes)]  # the update is first
     ranks = [
         [replace(timed, repeats=count, shape=shape) for timed, (shape, count) in zip(rank, parts, strict=True)]
         for rank in ranks
     ]
     step_s = max(rank[-1].end_s for rank in ranks)
+    wait_s = max((timed.start_s + timed.timing.total_s - step_s for timed in exchanges), default=0.0)
     for place, (_, count) in enumerate(parts):
         if count > 1:
             step_s += (count - 1) * max(rank[place].end_s - rank[place - 1].end_s for rank in ranks)
-    return RanksStep(ranks, step_s)
+    network_s = max((timed.timing.busy_s[Stream.CPU] for timed in exchanges), default=0.0)
+    return RanksStep(ranks, step_s + max(0.0, wait_s), network_s, max(0.0, wait_s))
 
 
 def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
@@ -134,7 +147,8 @@ def _speculates(program: Program) -> bool:
 def _runs(
     layout: Layout, shapes: Sequence[RoundShape], simulated: int, left: Sequence[dict[int, float]] | None
 ) -> list[list[RankRun]]:
-    """What each simulated rank runs: its update at the end of step 0, then a round of each shape in step 1.
+    """What each simulated rank runs: its update at the end of step 0, then a round of each shape in step 1, and beside
+    the last one what several nodes add up.
 
     left: by rank, of what the CPU updates speculatively in the last round; None = it does not.
     """
@@ -143,8 +157,7 @@ def _runs(
     for rank, one in enumerate(transport_of(layout.plan).layouts(layout, simulated)):
         way: UpdateWay = "after_norm" if left is None else "committed"
         runs = step_of_rank(one, rank, all_rounds, way, None if left is None else left[rank], lowered)
-        rounds = [run._replace(step=1) for run in runs if not (run.updates or run.exchanges)]
-        found.append([runs[-1], *rounds])
+        found.append([runs[-1], *(run._replace(step=1) for run in runs if not run.updates)])
     return found
 
 
@@ -183,6 +196,7 @@ class _Simulation:
         self._begin: dict[int, float] = {}
         self._ways = [Way() for _ in range(len(WAYS) * ranks)]  # those of one link in a row
         self._rates = [0.0] * len(self._ways)  # of all copies of a way, if host memory had no limit
+        self._exchanging = set[int]()  # events that move bytes between nodes
         self._copy_end = [inf] * len(self._ways)  # of the clock of copies, the first in a way
         self._cpu_ready: list[list[int]] = [[] for _ in range(ranks)]
         self._cpu_event = [-1] * ranks
@@ -259,8 +273,11 @@ class _Simulation:
                 self._start_cpu(rank)
             return
         self.start[index] = self._now
-        if kind == COMPUTE:
+        if kind in (COMPUTE, NETWORK):
             heappush(self._timers, (self._now + amount, index, True))
+            if kind == NETWORK:
+                self._exchanging.add(index)
+                self._changed.add(rank)
             return
         way = self._ways[len(WAYS) * rank + kind]
         way.count_down(self._copying.now)
@@ -283,6 +300,9 @@ class _Simulation:
     def _finish(self, index: int) -> None:
         now, rank = self._now, self._rank[index]
         self.end[index] = now
+        if index in self._exchanging:
+            self._exchanging.remove(index)
+            self._changed.add(rank)
         for other in self._after[index]:
             told = now if self._rank[other] == rank else now + SIGNAL_S
             self._ready_s[other] = max(self._ready_s[other], told)
@@ -322,7 +342,8 @@ class _Simulation:
                 self._copy_end[number] = way.set_rate(rate)
                 self._rates[number] = rate
         self._changed.clear()
-        total = sum(self._rates)
+        by_network = NETWORK_TOUCHES * self.rates.network_bytes_per_s if self._exchanging else 0.0
+        total = sum(self._rates) + len(self._exchanging) * by_network
         limited = min(1.0, self.rates.host_bytes_per_s / max(total, 1.0))
         self._copying.speed = limited
         self._updating.speed = cpu_share(limited * total, self.rates.host_bytes_per_s)
