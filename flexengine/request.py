@@ -31,7 +31,7 @@ from flexengine.models.task_heads import config_for, read_head, with_head_saved,
 from flexengine.models.towers.description import frozen_of_images, with_images
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options.adapters import LORA_OPTIONS
-from flexengine.options.job import Job, plans_clipping
+from flexengine.options.job import Job, check_several, plans_clipping
 from flexengine.options.lora import LoRA
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import hub_model, shown
@@ -243,9 +243,7 @@ def make_request(
     which the GPU budget is taken out of the host's. ranks: of a node. whole_sequences: as of the model. whole_steps: as
     of a request. Raises ValueError where the machine cannot do what the job wants.
     """
-    if job.transport != "auto" and ranks * nodes == 1:
-        asked = job.words.setting("transport", job.transport)
-        raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
+    check_several(job, ranks * nodes, nodes)
     if job.dtype == "bfloat16" and lacks_bfloat16(profile):
         raise ValueError(f"dtype=bfloat16: {profile.name} multiplies no bfloat16; give --dtype float16")
     if job.matmul_dtype != "compute" and not profile.matmul.fp8_flops_per_s:
@@ -267,6 +265,7 @@ def make_request(
         round_tokens=job.round_tokens,
         round_multiple=job.round_multiple,
         transport=job.transport,
+        exchange=job.exchange_dtype,
         recompute=job.recompute,
         reproducible=job.reproducible,
         whole_sequences=whole_sequences,

@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from flexengine.hardware.drive import place_of
 from flexengine.hardware.host_memory import host_memory
-from flexengine.hardware.nvml import IDLE, gpu_clocks, nvidia_driver_version
+from flexengine.hardware.nvml import IDLE, gpu_clocks, has_nvlink, nvidia_driver_version
 from flexengine.hardware.slurm import slurm_memory_bytes
 from flexengine.native.library import DISABLING_VARIABLE, library_path, load
 from flexengine.native.memory_limits import CGROUPS, PROC, host_memory_sizes, memlock_limit_bytes
@@ -50,7 +51,7 @@ def findings(folder: Path, offload_dir: Path | None = None) -> list[Finding]:
     another one if it is named."""
     looks = (_versions, _gpu, _clocks, _kernels, _native, _memory, _slurm, _page_locks, _huge_pages)
     drive = [] if offload_dir is None else [_drive(offload_dir)]
-    return [*(look() for look in looks), _disk(folder), *drive]
+    return [*(look() for look in looks), _disk(folder), *drive, *_between_gpus()]
 
 
 def _versions() -> Finding:
@@ -89,6 +90,26 @@ def _clocks() -> Finding:
     slowed_by = dict.fromkeys(reason for clocks in known for reason in clocks.slowed_by if reason != IDLE)
     remedies = dict.fromkeys(CLOCK_REMEDIES[reason] for reason in slowed_by)
     return Finding("GPU clocks", ", ".join(clocks.describe() for clocks in known), "; ".join(remedies))
+
+
+def _between_gpus() -> list[Finding]:
+    """How the GPUs of this node reach each other; nothing where there is one GPU and one rank."""
+    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if max(gpus, ranks) < 2:
+        return []
+    if gpus < ranks:
+        remedy = "let every rank see all GPUs of its node (CUDA_VISIBLE_DEVICES); they share the host's memory at best"
+        return [Finding("between GPUs", f"unknown: this process sees {gpus} of those of {ranks} ranks", remedy)]
+    ways: dict[str, list[str]] = {}
+    for first, second in combinations(range(gpus), 2):
+        both = all(torch.cuda.can_device_access_peer(*pair) for pair in ((first, second), (second, first)))
+        way = "NVLink" if both and has_nvlink(first, second) else "peer access over PCIe" if both else "the host alone"
+        ways.setdefault(way, []).append(f"{first}-{second}")
+    every = len(ways) == 1
+    told = (f"{way} between {'all pairs' if every else ' '.join(pairs)} of {gpus}" for way, pairs in ways.items())
+    alone = "the host alone" in ways
+    remedy = "split goes through the host there; relay and stages need nothing between GPUs" if alone else ""
+    return [Finding("between GPUs", ", ".join(told), remedy)]
 
 
 def _kernels() -> Finding:

@@ -74,6 +74,17 @@ def _clock_reasons(nvml: ModuleType, handle: Any) -> int:
         return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
 
 
+def has_nvlink(index: int, other: int) -> bool:
+    """Whether NVML says that two of torch's devices reach each other's memory over NVLink; False without NVML."""
+    nvml, handles = library(), (_handle(index), _handle(other))
+    if nvml is None or None in handles:
+        return False
+    try:
+        return nvml.nvmlDeviceGetP2PStatus(*handles, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
+    except (nvml.NVMLError, AttributeError):  # bindings and drivers older than this question
+        return False
+
+
 def nvidia_driver_version() -> str:
     """Read the version of the NVIDIA driver; "unknown" without NVML."""
     nvml = library()

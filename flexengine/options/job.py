@@ -213,6 +213,13 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
             " the host; auto = what the planner finds fastest, without split where the rate between GPUs is not known"
         ),
     ] = "auto"
+    exchange_dtype: Annotated[
+        Literal["bfloat16"] | None,
+        Option(
+            "dtype in which several nodes exchange gradients (default: that of --grad-dtype); bfloat16 = half the bytes"
+            " of float32, rounded twice, so that the bits of a run change"
+        ),
+    ] = None
     recompute: Annotated[
         Literal["auto", "none", "full"], Option("activations recomputed in backward; auto = the planner decides")
     ] = "auto"
@@ -295,6 +302,16 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
     def as_job(self) -> Job:
         """The options of a job alone, without what a subclass adds."""
         return Job(**{name: getattr(self, name) for name in options_of(Job)})
+
+
+def check_several(job: Job, gpus: int, nodes: int) -> None:
+    """Raise ValueError where a job sets what is about several GPUs, or nodes, and there is one."""
+    if job.transport != "auto" and gpus == 1:
+        asked = job.words.setting("transport", job.transport)
+        raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
+    if job.exchange_dtype is not None and nodes == 1:
+        asked = job.words.setting("exchange_dtype", job.exchange_dtype)
+        raise ValueError(f"{asked} is about several nodes, and there is one; start more by torchrun, or leave it out")
 
 
 def plans_clipping(job: Job) -> bool:

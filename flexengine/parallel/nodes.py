@@ -3,7 +3,7 @@
 Ranks with the same place in their nodes are linked, so that all network cards of a node are used at once. A piece is
 cut into a share for each node. Every node gets all copies of its share, adds them in the order of nodes, and sends the
 sum to the others. So each node sends, and receives, twice what it holds less a share of it, and a sum depends on the
-values and the number of nodes alone.
+values and the number of nodes alone. What is sent may be rounded to a narrower dtype, copies and sums alike.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class NodeLink:
         self._group = control.link(f"nodes{control.ranks.local_rank}", self.node, self.nodes)
         self._spare: list[Tensor] = []  # buffers of pieces that are through, kept because freed ones leave holes
 
-    def add(self, pieces: Iterable[Tensor], givers: Sequence[int], wide: torch.dtype) -> list[float]:
+    def add(self, pieces: Iterable[Tensor], givers: Sequence[int], wide: torch.dtype, sent: torch.dtype) -> list[float]:
         """Replace pieces, flat in this node's memory, by the sums of all nodes' pieces; gives the squares of shares.
 
         givers: the nodes that hold something; what the others hold is not read. wide: dtype that is added in, in the
-        order of nodes; each sum is rounded once. The squares are those of the elements that this node has added, by
-        piece. While a piece is added, the next one, which is asked for before, is on its way. Raises: RankError when a
-        node cannot be reached.
+        order of nodes; each sum is rounded once, to `sent`, in which pieces cross the network. The squares are those of
+        the elements that this node has added, by piece. While a piece is added, the next one, which is asked for
+        before, is on its way. Raises: RankError when a node cannot be reached.
         """
         squares, arriving, leaving = list[float](), None, None
         for piece in chain(pieces, (None,)):
-            begun = None if piece is None else self._send_shares(piece)
+            begun = None if piece is None else self._send_shares(piece, sent)
             if arriving is not None:
                 self._control.wait(arriving.work)
                 squares.append(arriving.add_own(givers, wide))
@@ -57,27 +57,31 @@ class NodeLink:
         """Wait until the sums of a piece are with all nodes."""
         if leaving is not None:
             self._control.wait(leaving.work)
+            if leaving.sent is not leaving.piece:
+                leaving.piece.copy_(leaving.sent)
             self._spare.append(leaving.buffer)
 
-    def _send_shares(self, piece: Tensor) -> _Exchange:
+    def _send_shares(self, piece: Tensor, dtype: torch.dtype) -> _Exchange:
         """Start to give every node its share of a piece."""
         bounds = [piece.numel() * node // self.nodes for node in range(self.nodes + 1)]
         own = piece[bounds[self.node] : bounds[self.node + 1]]
-        width, count = piece.element_size(), self.nodes * own.numel()
+        width, count = dtype.itemsize, self.nodes * own.numel()
+        needed = width * (count + (piece.numel() if dtype != piece.dtype else 0))
         buffer = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
-        if buffer.numel() < count * width:
-            buffer = torch.empty(count * width, dtype=torch.uint8)
-        copies = buffer[: count * width].view(piece.dtype).view(self.nodes, own.numel())
+        if buffer.numel() < needed:
+            buffer = torch.empty(needed, dtype=torch.uint8)
+        copies = buffer[: count * width].view(dtype).view(self.nodes, own.numel())
+        sent = piece if dtype == piece.dtype else buffer[count * width : needed].view(dtype).copy_(piece)
         sizes = [(end - start) * width for start, end in pairwise(bounds)]
-        work = self._move(copies.flatten(), piece, [own.numel() * width] * self.nodes, sizes)
-        return _Exchange(piece, own, buffer, copies, sizes, work)
+        work = self._move(copies.flatten(), sent, [own.numel() * width] * self.nodes, sizes)
+        return _Exchange(piece, own, sent, buffer, copies, sizes, work)
 
     def _send_sum(self, exchange: _Exchange) -> _Exchange:
         """Start to give every node the sum of this node's share, and to take the other sums into the piece."""
         own, copies = exchange.own, exchange.copies
         copies.copy_(own.expand_as(copies))  # what is sent, while the piece is written
         sizes = [copies[0].numel() * copies.element_size()] * self.nodes
-        return exchange._replace(work=self._move(exchange.piece, copies.flatten(), exchange.sizes, sizes))
+        return exchange._replace(work=self._move(exchange.sent, copies.flatten(), exchange.sizes, sizes))
 
     def _move(self, target: Tensor, source: Tensor, received: list[int], sent: list[int]) -> Any:
         return self._group.alltoall_base(target.view(torch.uint8), source.view(torch.uint8), received, sent)
@@ -86,11 +90,13 @@ class NodeLink:
 class _Exchange(NamedTuple):
     """A piece on its way. own: this node's share of it; copies [nodes, share]: what all nodes hold of that.
 
-    buffer: what the copies lie in. sizes: bytes of every node's share.
+    sent: the piece in the dtype that crosses, itself where that is its own. buffer: what this and the copies lie in.
+    sizes: bytes of every node's share as they cross.
     """
 
     piece: Tensor
     own: Tensor
+    sent: Tensor
     buffer: Tensor
     copies: Tensor
     sizes: list[int]
@@ -103,7 +109,7 @@ class _Exchange(NamedTuple):
             total = copies[givers[0]].to(wide)
             for node in givers[1:]:
                 total += copies[node]
-            own.copy_(total)
+            own.copy_(total.to(copies.dtype))
         return sum_of_squares(self.own)
 
 

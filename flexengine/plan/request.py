@@ -91,6 +91,7 @@ class Request:
     max_gpu_bytes is each one's, max_host_bytes the node's. round_multiple: batches are packed into a multiple of so
     many rounds; None = ranks of all nodes. It sets the order of sums, as chunk and round sizes do, and the number of
     ranks does not. nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
+    exchange: what nodes send each other of gradients, None as they are stored; fewer bytes change the sums.
     transport: how ranks of a node share weights and gradients (see `Plan`), or as the planner finds fastest. graphs:
     whether blocks' commands are replayed as CUDA graphs; auto is where the planner finds that faster, and its plan's
     request then says always. reproducible: where sizes are not given, they follow from model and batch alone
@@ -121,6 +122,7 @@ class Request:
     round_multiple: int | None = None
     nodes: int = 1
     transport: Literal["auto", "relay", "split", "stages", "context"] = "auto"
+    exchange: Literal["bfloat16"] | None = None
     graphs: Literal["auto", "never", "always"] = "auto"
     reproducible: bool = False
     whole_sequences: bool = False
@@ -220,6 +222,11 @@ class Request:
     def replays(self, chunk_tokens: int) -> bool:
         """Whether blocks' commands on chunks of so many tokens are replayed: slices of a sequence are not."""
         return self.graphs == "always" and self.max_seq_len <= chunk_tokens
+
+    @property
+    def exchanged(self) -> str:
+        """The dtype in which nodes send each other gradients."""
+        return self.exchange or self.numerics.grad
 
     @property
     def of_rank(self) -> Request:

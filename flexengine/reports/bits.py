@@ -29,6 +29,8 @@ def bits_digest(model: ModelSpec, plan: Plan) -> str:
         "clipping": request.clipping,
         "sizes": (plan.chunk_tokens, plan.chunks_per_round, plan.round_multiple, request.nodes),
     }
+    if request.nodes > 1 and request.exchanged != request.numerics.grad:
+        facts["exchanged"] = request.exchanged
     text = json.dumps(_plain(facts, {}), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 

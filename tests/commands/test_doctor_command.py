@@ -1,6 +1,7 @@
 """`flexengine doctor`: a line for everything that is looked at, and a remedy where something is missing."""
 
 import pytest
+import torch
 
 from flexengine import cli
 from flexengine.hardware import doctor, drive
@@ -64,3 +65,31 @@ def test_the_drive_of_a_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     [*_, found] = doctor.findings(tmp_path, tmp_path / "file")
     assert "is a file; name a folder" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("reaches", "nvlink", "found", "remedy"),
+    [
+        (lambda *pair: True, lambda *pair: True, "NVLink between all pairs of 3", ""),
+        (lambda *pair: True, lambda *pair: False, "peer access over PCIe between all pairs of 3", ""),
+        (lambda *pair: 2 not in pair, lambda *pair: True,
+         "NVLink between 0-1 of 3, the host alone between 0-2 1-2 of 3", "relay and stages need nothing between GPUs"),
+        (lambda a, b: a < b, lambda *pair: True, "the host alone between all pairs of 3", "split goes through"),
+    ],
+)  # fmt: skip
+def test_how_gpus_reach_each_other(reaches, nvlink, found, remedy, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    monkeypatch.setattr(doctor, "has_nvlink", nvlink)
+    told = doctor.findings(tmp_path)[-1]
+    assert told[:2] == ("between GPUs", found)
+    assert remedy in told.remedy
+
+
+def test_one_rank_of_a_node_tells(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cli.main(["doctor"]) == 0
+    assert "between GPUs    unknown: this process sees 0 of those of 2 ranks" in capsys.readouterr().out
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out == ""

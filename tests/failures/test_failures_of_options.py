@@ -120,6 +120,7 @@ FLAGS = (
         ("--adam-beta1 0.9 is a constant of AdamW.*got --optimizer lion; give --optimizer adamw or muon",),
     ),
     Case("transport_of_one_gpu", ["--transport", "split"], ("transport=split is about several GPUs",)),
+    Case("exchange_of_one_node", ["--exchange-dtype", "bfloat16"], ("exchange_dtype=bfloat16 is about several nodes",)),
     Case("unknown_device", ["--device", "gpu"], ("device='gpu' is not known; choose auto, cpu, cuda or cuda:N",)),
     Case("unsupported_device", ["--device", "meta"], ("device='meta' is not supported; choose auto, cpu, cuda",)),
     Case(

@@ -10,10 +10,12 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_helpers import FLOAT32, random_batch, random_weights, tiny_config
 from rank_cases import LENGTHS, Case, balanced_experts, bf16, float32, not_finite, one_round, steps_of, streamed
 from ranks_helper import run_ranks, values_of
@@ -21,7 +23,9 @@ from test_from_pretrained import JOB, profile
 from test_several_ranks import Shown, change_plans, check_same, opened, several_plans, train
 
 from flexengine import from_pretrained
+from flexengine.parallel.control import Control
 from flexengine.parallel.nodes import NodeLink
+from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import leave
 from flexengine.runtime.execution.in_order import InOrder
@@ -71,12 +75,40 @@ def test_nodes_of_one_rank_train_close_to_one(make):
     check_close(first, train(0, 1, case))
 
 
-def test_nodes_train_in_bf16_to_the_same_bits():
+def test_nodes_that_exchange_bf16_train_to_the_same_bits():
+    """Of gradients that each node stores in float32."""
     case = bf16()
-    case = case._replace(steps=case.steps[:1])
+    numerics = replace(case.plan.request.numerics, grad="float32")
+    request = replace(case.plan.request, numerics=numerics, exchange="bfloat16")
+    case = case._replace(steps=case.steps[:1], plan=replace(case.plan, request=request))
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
     for shown in values_of(run_ranks(train, 6, 6, case, nodes=2)):
         check_same(shown, first)
+
+
+def added(rank: int, stored: torch.dtype, sent: torch.dtype) -> list[tuple[Any, float]]:
+    """What a node of three has of pieces that all have added, and its squares; the last node has run no round."""
+    ranks = Ranks.of_environment()
+    link = NodeLink(Control.open(ranks))
+    pieces = [piece.to(stored) for piece in pieces_of_node(rank)]
+    squares = link.add(pieces, range(2), torch.float32, sent)
+    return [(piece.float().numpy(), square) for piece, square in zip(pieces, squares, strict=True)]
+
+
+def pieces_of_node(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(n, generator=generator) if rank < 2 else torch.full((n,), torch.nan) for n in (5000, 1, 7, 301)]
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["stored in bf16", "in float32"])
+def test_sums_are_those_of_what_nodes_send(stored):
+    """Copies and sums are rounded to bf16, and nothing else."""
+    told = values_of(run_ranks(added, 3, stored, torch.bfloat16, nodes=3))
+    for number, (first, second) in enumerate(zip(pieces_of_node(0), pieces_of_node(1), strict=True)):
+        expected = (first.bfloat16().float() + second.bfloat16().float()).bfloat16().float()
+        for found in told:
+            np.testing.assert_array_equal(found[number][0], expected.numpy())
+        assert sum(found[number][1] for found in told) == pytest.approx(float(expected.double().square().sum()))
 
 
 def adds_meanwhile(rank: int, case: Case) -> bool:
@@ -84,14 +116,14 @@ def adds_meanwhile(rank: int, case: Case) -> bool:
     added, met = threading.Event(), list[bool]()
     send_sum, execute = NodeLink._send_sum, InOrder.execute
 
-    def sent(link: NodeLink, exchange: Any) -> Any:
+    def sent(self: NodeLink, exchange: Any) -> Any:
         added.set()
-        return send_sum(link, exchange)
+        return send_sum(self, exchange)
 
-    def executed(self: InOrder, command: Command, *others: Any) -> None:
+    def executed(self: InOrder, command: Command, handler: Any, copies: Any) -> None:
         if (command.name.verb, getattr(command.args, "layer", None)) == ("backward", 0):
             met.append(added.wait(20.0))
-        execute(self, command, *others)
+        execute(self, command, handler, copies)
 
     NodeLink._send_sum, InOrder.execute = sent, executed
     engine = opened(rank, 2, case)

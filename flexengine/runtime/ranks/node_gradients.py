@@ -76,7 +76,8 @@ class NodeGradients:
     def _add(self, givers: range, before: Callable[[Command], None]) -> None:
         try:
             with _threads(host_threads()):
-                self._squares = self._link.add(self._stored(before), givers, wide_dtype(self._layout))
+                sent = DTYPES[self._layout.plan.request.exchanged]
+                self._squares = self._link.add(self._stored(before), givers, wide_dtype(self._layout), sent)
         except BaseException as failure:
             self._failure = failure
 
@@ -105,18 +106,19 @@ def gradients_of_nodes(weights: WeightStore, ranks: Ranks, control: Control, num
 
     num_rounds: of the step. All ranks make this call together. Whole gradients of all nodes pass to each rank.
     """
-    stored = DTYPES[weights.layout.plan.request.numerics.grad]
+    sent = DTYPES[weights.layout.plan.request.exchanged]
     givers = [node * ranks.local_size for node in givers_of(num_rounds, ranks.nodes)]
     found = {}
     for name, run in weights.runs.items():
         if run.frozen:
             continue
-        own = weights.read_gradient(name, 1.0)
+        stored = weights.read_gradient(name, 1.0)
+        own = stored.to(sent).to(stored.dtype)
         told = control.gather(own.numpy() if ranks.rank in givers else None)
         total = torch.from_numpy(told[0]).clone()
         for giver in givers[1:]:
             total += torch.from_numpy(told[giver])
-        found[name] = total.to(stored).to(total.dtype)
+        found[name] = total.to(sent).to(total.dtype)
     return found
 
 

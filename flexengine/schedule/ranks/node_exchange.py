@@ -42,18 +42,19 @@ class NodePiece(NamedTuple):
 
 class NodeSum(NamedTuple):
     """Arguments of `exchange`: pieces of a gradient in the node's memory, each `num_bytes` bytes from an offset on; the
-    nodes whose copies are added, in order."""
+    nodes whose copies are added, in order. sent: the share of these bytes that is sent, where fewer are."""
 
     group: int
     slot: int
     pieces: tuple[tuple[int, int], ...]
     givers: tuple[int, ...]
+    sent: float = 1.0
 
     @property
     def network_bytes(self) -> float:
         """Bytes that a rank sends, as it receives: all but the share that its node adds, then that share's sums."""
         nodes = len(self.givers)
-        return 2 * (nodes - 1) / nodes * sum(num_bytes for _, num_bytes in self.pieces)
+        return 2 * (nodes - 1) / nodes * self.sent * sum(num_bytes for _, num_bytes in self.pieces)
 
 
 def node_pieces(layout: Layout) -> Iterator[NodePiece]:
@@ -78,14 +79,17 @@ def exchange_bytes(layout: Layout) -> int:
     if nodes == 1:
         return 0
     numel = max((piece.numel for piece in node_pieces(layout)), default=0)
-    share = -(-numel // nodes)
-    return PIECES_UNDER_WAY * nodes * share * DTYPE_BYTES[layout.plan.request.numerics.grad] + WIDENED_BYTES
+    request, share = layout.plan.request, -(-numel // nodes)
+    copies = nodes * share * DTYPE_BYTES[request.exchanged]
+    rounded = numel * DTYPE_BYTES[request.exchanged] if request.exchanged != request.numerics.grad else 0
+    return PIECES_UNDER_WAY * (copies + rounded) + WIDENED_BYTES
 
 
 def lower_exchange(layout: Layout, share: Share) -> Program:
     """What a rank exchanges in a step of which every node has run a round: its pieces of one group after the other."""
     semaphores, width, found = Semaphores(layout), DTYPE_BYTES[layout.plan.request.numerics.grad], list[Command]()
     givers = tuple(givers_of(layout.plan.request.nodes, layout.plan.request.nodes))
+    sent = DTYPE_BYTES[layout.plan.request.exchanged] / width
     for group, pieces in groupby(share.every(list(node_pieces(layout))), key=attrgetter("group")):
         slot = layout.plane_slot("grad", group)
         places = tuple((piece.first * width, piece.numel * width) for piece in pieces)
@@ -98,7 +102,7 @@ def lower_exchange(layout: Layout, share: Share) -> Program:
                 reads=(Access(slot, "grad of the node"),),
                 writes=(Access(slot, "grad of all nodes"),),
                 waits=(),
-                args=NodeSum(group, slot, places, givers),
+                args=NodeSum(group, slot, places, givers, sent),
                 awaits=semaphores.stored_by_node(group),
             )
         )

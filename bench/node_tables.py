@@ -1,0 +1,68 @@
+"""How fast are several nodes, by simulation? Plans steps of Llama 3.1 8B on nodes of eight H200 and on one of them.
+
+python -m bench.node_tables --json bench/results/ranks_tables.json   # replaces the rows of nodes in that file
+
+The share is of what the nodes would do if each were as fast as one alone, under the plan that is fastest there: what
+nodes cost altogether, what they wait for and what they may not do. Rates of a network are what it is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from flexengine.hardware.nodes import with_gpus
+from flexengine.hardware.presets import preset
+from flexengine.metrics import GIB
+from flexengine.models.registry import open_model
+from flexengine.plan import Numerics, Plan, Request
+from flexengine.planner.ranks.plan import plan_for_ranks
+
+MODEL, CARD, GPUS = "llama-3.1-8b", "h200", 8
+GPU_GIB, HOST_GIB = 24, 110  # of each GPU
+TOKENS = (131072, 32768)
+NODES = (2, 16, 128)
+GBIT_PER_S = (25, 100, 400)
+
+
+def planned(nodes: int, tokens: int, gbit_per_s: float = 100.0) -> Plan:
+    """The fastest plan of so many nodes, each GPU of which has so many tokens of a step."""
+    request = Request(
+        2048, nodes * GPUS * tokens, GPU_GIB * GIB, GPUS * HOST_GIB * GIB, numerics=Numerics(state="bfloat16"),
+        ranks=GPUS, nodes=nodes, whole_steps=True,
+    )  # fmt: skip
+    model = open_model(f"preset:{MODEL}", needs_weights=False).spec
+    return plan_for_ranks(model, request, with_gpus(preset(CARD), GPUS), gbit_per_s * 1e9 / 8)
+
+
+def rows() -> list[dict[str, Any]]:
+    """A row for each number of tokens, of nodes, and rate of the network."""
+    found = []
+    for tokens in TOKENS:
+        alone_s = planned(1, tokens).predicted.step_s
+        for nodes in NODES:
+            for gbit_per_s in GBIT_PER_S:
+                plan = planned(nodes, tokens, gbit_per_s)
+                told = plan.predicted
+                row = {"gpus": GPUS * nodes, "nodes": nodes, "network_gbit_per_s": gbit_per_s, "tokens_per_gpu": tokens}
+                row |= {"step_s": round(told.step_s, 3), "exchange_wait_s": round(told.exchange_wait_s, 3)}
+                row |= {"transport": plan.transport, "efficiency": round(alone_s / told.step_s, 3)}
+                print(row, flush=True)
+                found.append(row)
+    return found
+
+
+def main() -> None:
+    """Plan all rows, and replace those of the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=None, help="the file whose rows of nodes are replaced")
+    path = parser.parse_args().json
+    found = rows()
+    if path is not None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "nodes": found}, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()
