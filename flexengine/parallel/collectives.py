@@ -74,6 +74,18 @@ class Collectives:
             return self._host.exchange([*parts], [own] * self._size, own.numel())
         self._do(self._group._allgather_base, "AllgatherOptions", shares, own)
 
+    def gather_owned(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        """Fill `whole` with `counts[r]` bytes of each rank r, one after the other; `own` are this rank's, elsewhere."""
+        if self._copies is not None:
+            return self._copies.gather_owned(whole, own, counts, _stream(whole))
+        rows = whole.split(list(counts))
+        if self._host is not None:
+            return self._host.exchange(rows, [own] * self._size, max(counts))
+        rows[self._rank].copy_(own)
+        for rank, row in enumerate(rows):  # NCCL gathers equal shares alone
+            if row.numel():
+                self._do(self._group.broadcast, "BroadcastOptions", [row], root=rank)
+
     def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], own: int) -> None:
         """Send `counts[r]` elements of `sent` to each rank r; fill `received` with the `own` elements of every rank."""
         if self._copies is not None:
@@ -118,10 +130,13 @@ class Collectives:
         found = torch.empty(self._size * count, dtype=torch.uint8, device=device)
         return (found if self._copies is None else self._copies.scratch).view(self._size, count)
 
-    def _do(self, call: Callable[..., Any], options: str, *arguments: Any) -> None:
-        """Make a call of NCCL, as work of the current stream."""
+    def _do(self, call: Callable[..., Any], options: str, *arguments: Any, root: int = -1) -> None:
+        """Make a call of NCCL, as work of the current stream. root: the rank that broadcasts."""
+        found = _in_place(options)
+        if root >= 0:
+            found.rootRank, found.rootTensor = root, 0
         with self._control.telling_of_lost_ranks():
-            call(*arguments, _in_place(options))
+            call(*arguments, found)
 
     def close(self) -> None:
         """Leave the others, unless calls were given up. Order: nothing of this rank runs any more.

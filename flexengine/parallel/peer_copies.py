@@ -126,6 +126,13 @@ class PeerCopies:
         parts = [Part(row, offset, _address(own), own.nbytes) for row in self._others()]
         self._move(stream, region, parts)
 
+    def gather_owned(self, whole: Tensor, own: Tensor, counts: Sequence[int], stream: StreamHandle) -> None:
+        """Fill `whole` as `Collectives.gather_owned` does."""
+        region, first = self._find(whole)
+        offset = first + sum(counts[: self._row])
+        parts = [Part(row, offset, _address(own), own.nbytes) for row in (self._row, *self._others())]
+        self._move(stream, region, parts)
+
     def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], stream: StreamHandle) -> None:
         """Send and fill as `Collectives.exchange` does."""
         region, first = self._find(received)

@@ -60,12 +60,13 @@ class GroupPlan:
     which take the place of the first ones where nothing is. grads "none": in a step of one round the GPU updates from
     the gradient as backward leaves it, so that it has no home; with clipping once an earlier run has found the norm.
     states "drive": masters' lower halves and the rule's states lie on a drive, from which the CPU's update brings them.
-    weights "drive": what is frozen is read from a drive whenever the GPU uses it.
+    weights "drive": what is frozen is read from a drive whenever the GPU uses it. "shard": each of several ranks keeps
+    its share of weights, gradients and states on its GPU, which updates it there.
     """
 
-    weights: Literal["gpu", "host", "drive"] = "host"
-    grads: Literal["gpu", "host", "none"] = "host"
-    states: Literal["gpu", "host", "dealt", "drive"] = "host"
+    weights: Literal["gpu", "host", "drive", "shard"] = "host"
+    grads: Literal["gpu", "host", "none", "shard"] = "host"
+    states: Literal["gpu", "host", "dealt", "drive", "shard"] = "host"
     update: Literal["gpu", "cpu", "none"] = "gpu"
     speculative: bool = False
 
@@ -86,6 +87,9 @@ class GroupPlan:
             raise ValueError("weights on a drive are read alone, so they must be frozen")
         if self.states == "dealt" and (self.update != "gpu" or "gpu" in (self.weights, self.grads)):
             raise ValueError("dealt optimizer states need an update on the GPU, and weights and gradients on the host")
+        sharded = [place == "shard" for place in (self.weights, self.grads, self.states)]
+        if any(sharded) and not (all(sharded) and self.update == "gpu"):
+            raise ValueError("shards are of weights, gradients and states alike, and need an update on the GPU")
 
     @property
     def trained(self) -> bool:
@@ -106,6 +110,11 @@ class GroupPlan:
     def uses_tiles(self) -> bool:
         """Whether the GPU updates what does not live there altogether, and so passes through tile slots."""
         return self.update == "gpu" and "host" in (self.grads, self.states)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank keeps its share on its GPU."""
+        return self.weights == "shard"
 
     @property
     def uses_drive(self) -> bool:
@@ -199,6 +208,8 @@ class Plan:
         rules = TRANSPORTS[self.transport]
         if rules.together and (self.request.ranks == 1 or self.touched_only):
             raise ValueError(f"transport={self.transport} is of several ranks of a node, which fetch all experts")
+        if self.shards and (self.transport != "split" or self.request.nodes > 1):
+            raise ValueError("ranks of one node keep shards, with transport=split")
         if not (self.owns_blocks or self.cuts_rounds):
             return
         if self.request.nodes > 1:
@@ -251,6 +262,11 @@ class Plan:
     def deals_states(self) -> bool:
         """True when ranks divide the optimizer states of some group over their GPUs."""
         return any(home.states == "dealt" for home in self.groups)
+
+    @property
+    def shards(self) -> bool:
+        """True when ranks keep shares of some group on their GPUs."""
+        return any(home.sharded for home in self.groups)
 
     @property
     def uses_drive(self) -> bool:

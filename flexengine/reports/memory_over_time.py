@@ -23,7 +23,7 @@ from flexengine.schedule.step_parts import StepPart
 LASTING = {
     "gpu": (
         *("batch", "scalars", "resident weights", "resident gradients"),
-        *("resident optimizer states", "dealt optimizer states"),
+        *("resident optimizer states", "dealt optimizer states", "shards"),
     ),
     "host": ("batch", "weights", "gradients", "optimizer states", "second planes"),
 }

@@ -20,7 +20,7 @@ class GroupData(NamedTuple):
     name: str
     field: str
 
-    def home(self, group: GroupPlan) -> Home | Literal["dealt"] | None:
+    def home(self, group: GroupPlan) -> Home | Literal["dealt", "shard"] | None:
         """Where a group's data of this kind live; None for gradients and states that a frozen group does not have."""
         return getattr(group, self.field) if self.field == "weights" or group.trained else None
 
@@ -35,6 +35,7 @@ class GroupData(NamedTuple):
 
 PLACES = (
     ("gpu", "on the GPU"),
+    ("shard", "in shards on all GPUs"),
     ("dealt", "divided over the GPUs, masters streamed from the host"),
     ("host", "streamed from the host"),
     ("drive", "on the drive"),

@@ -102,7 +102,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         self.layout = layout
         context = self.context
         self.weights = WeightStore(layout, self.arenas, context.share)
-        self.planes = StagePlanes(layout, self.arenas, self.executor, context.barrier)
+        self.planes = StagePlanes(layout, self.arenas, self.executor, context.barrier, context.share.rank)
         context.use(layout, self.arenas, self.planes.write_back)
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
         self.updates = UpdateRunner(layout, self.arenas, self.settings.lr_factors, self.settings.decay_factors)

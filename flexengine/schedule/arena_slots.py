@@ -116,7 +116,7 @@ class _HostSlots:
         rows = zip(self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True)
         for group, (spec, stored, home) in enumerate(rows):
             for kind, num_bytes in stored.plane_bytes.items():
-                on_host = home_of_plane(kind, home) == "host"
+                on_host = home_of_plane(kind, home) in ("host", "shard")
                 if not num_bytes or not self._sizes.places.has_place(kind, on_host):
                     continue
                 category = categories.get(kind, "optimizer states")
@@ -200,7 +200,12 @@ class _GpuSlots:
         return max(end, self._optimizer_tiles(end if self._plan.gpu_updates_in_round else region.end))
 
     def _resident_planes(self, region: Region) -> None:
-        for spec, stored, home in zip(self._model.groups, self._groups, self._sizes.homes, strict=True):
+        rows = zip(self._model.groups, self._groups, self._sizes.homes, strict=True)
+        for group, (spec, stored, home) in enumerate(rows):
+            if home.sharded:
+                shards = self._sizes.shards(group)
+                for kind in stored.plane_bytes:
+                    region.add(kind, shards.num_bytes(kind), "shards", spec.name)
             if home.weights == "gpu":
                 # no runs: whoever computes with resident weights reads the whole plane
                 region.add("weights", stored.plane_bytes["weights"], "resident weights", spec.name)

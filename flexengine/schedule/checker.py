@@ -34,7 +34,14 @@ from flexengine.schedule.commands import (
 from flexengine.schedule.drive import BLOCK_BYTES
 from flexengine.schedule.layer_program import ALIGNMENT
 from flexengine.schedule.program_builder import merge_regions
-from flexengine.schedule.ranks.split_commands import AddTables, ExchangeParts, FoldParts, GatherShares, ShareOfFetch
+from flexengine.schedule.ranks.split_commands import (
+    AddTables,
+    ExchangeParts,
+    FoldParts,
+    GatherOwned,
+    GatherShares,
+    ShareOfFetch,
+)
 from flexengine.schedule.ranks.waves import own_regions
 from flexengine.schedule.slots import HOST_SIDE, overlapping_slots
 from flexengine.schedule.speculation_checker import check_speculation
@@ -102,6 +109,8 @@ def _check_exchanges(program: Program, command: Command) -> None:
     args, needed = command.args, dict[int, int]()
     if isinstance(args, GatherShares):
         needed = {args.slot: args.size * args.share_bytes}
+    elif isinstance(args, GatherOwned):
+        needed = {args.source: args.counts[args.rank], args.slot: sum(args.counts)}
     elif isinstance(args, ExchangeParts):
         received = len(args.counts) * args.counts[args.rank]
         needed = {args.accumulator: args.first + sum(args.counts), args.received: received}
@@ -240,6 +249,8 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
         read, written = read | {args.accumulator}, written | {run.slot for run in args.runs}
     elif isinstance(args, GatherShares | AddTables):
         read, written = {args.slot}, {args.slot}
+    elif isinstance(args, GatherOwned):
+        read, written = {args.source}, {args.slot}
     elif isinstance(args, ExchangeParts):
         read, written = {args.accumulator}, {args.received}
     elif isinstance(args, FoldParts):

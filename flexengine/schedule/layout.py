@@ -9,7 +9,7 @@ from __future__ import annotations
 from copy import copy
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
@@ -23,6 +23,18 @@ from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.second_planes import second_key, swapped_slots
 from flexengine.schedule.shares import Division, Share
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey, overlapping_slots
+
+
+class OwnPlane(NamedTuple):
+    """Bytes of a plane that lie on a rank's GPU, and their place in the node's memory: slots, and where in them."""
+
+    kind: PlaneKind
+    on_gpu: Slot
+    start: int
+    in_node: Slot
+    node_start: int
+    num_bytes: int
+    frozen: bool
 
 
 class Layout(PlannedSizes):
@@ -92,8 +104,21 @@ class Layout(PlannedSizes):
         return self.slot(kind, self.model.groups[group].name, memory=memory)
 
     def stored_slot(self, kind: PlaneKind, group: int) -> int:
-        """The slot where all ranks find a plane between steps. In stages its rank's GPU may have a newer copy."""
+        """The slot where all ranks find a plane between steps. In stages its rank's GPU may have a newer copy, and of
+        shards the GPUs of all."""
+        if self.plan.groups[group].sharded:
+            return self.slot(kind, self.model.groups[group].name, memory="node")
         return self.plane_slot(kind, group)
+
+    def own_planes(self, rank: int) -> list[OwnPlane]:
+        """What of planes lies on a rank's GPU and has a place in the node's memory, too."""
+        found = list[OwnPlane]()
+        for group in (group for group, home in enumerate(self.homes) if home.sharded):
+            for kind in self.groups[group].plane_bytes:
+                here, there = self.slots[self.plane_slot(kind, group)], self.slots[self.stored_slot(kind, group)]
+                parts = (part for part in self.shards(group).division(kind)[rank] if part.num_bytes)
+                found += [OwnPlane(kind, here, p.start, there, p.whole_start, p.num_bytes, frozen=False) for p in parts]
+        return found
 
     def second_slot(self, kind: PlaneKind, group: int) -> int:
         """The slot of the second plane of a group that is updated speculatively."""
@@ -101,12 +126,14 @@ class Layout(PlannedSizes):
 
     def share_of(self, group: int, share: Share) -> Share:
         """What a rank updates of a group in its `homes`, where `share` is the rank's of what all update together."""
-        return share
+        return share._replace(cuts=self.shards(group).cuts) if self.homes[group].sharded else share
 
     def plane_start(self, group: int, segment: Segment, plane: Plane, share: Share) -> tuple[int, int]:
         """Where a rank finds a segment in the slot of a plane: its first byte there, and the first element it has."""
         if plane.kind != "weights" and home_of_plane(plane.kind, self.homes[group]) == "drive":
             return drive_start(self.groups[group], segment, plane.kind), 0
+        if self.homes[group].sharded and share.size > 1:
+            return self.shards(group).place(segment, plane, share)[:2]
         if not self.is_dealt(plane.kind, group):
             return plane.start, 0
         return self.dealt_states(self.groups[group]).place(segment, plane, share)[:2]
@@ -145,7 +172,7 @@ class Layout(PlannedSizes):
 
         A group in one part has no slots for its runs: then it is the plane's.
         """
-        plane = self.plane_slot(kind, group)
+        plane = self.stored_slot(kind, group) if kind == "weights" else self.plane_slot(kind, group)
         if len(self.groups[group].parts) == 1:
             return plane, run.first
         return self._index[self.slots[plane].key._replace(within=(run.number,))], 0
@@ -154,6 +181,8 @@ class Layout(PlannedSizes):
         """For each run of a piece of a gradient, the slot where it lies between rounds, and its first element there."""
         if not self.plan.shares_node:
             return [self.run_place("grad", group, run.run) for run in piece.runs]
+        if self.homes[group].sharded:  # its owner has this piece alone
+            return [(self.plane_slot("grad", group), run.start - piece.start) for run in piece.runs]
         plane = self.slots[self.plane_slot("grad", group)].key
         slots = [(found, self._index[plane._replace(within=("piece", found.first))]) for found in piece.ranges]
         return [_place_in(slots, run.first) for run in piece.runs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import accumulate
 
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
@@ -16,7 +17,7 @@ from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.parts import Part
 from flexengine.schedule.pieces import Piece, pieces_of
 from flexengine.schedule.ranks.chunk_shares import most_kept
-from flexengine.schedule.ranks.places import places_of
+from flexengine.schedule.ranks.places import places_of, why_no_shards
 from flexengine.schedule.ranks.waves import Section, sections_of
 from flexengine.schedule.second_planes import may_speculate
 from flexengine.schedule.segments import Segments
@@ -48,11 +49,18 @@ class PlannedSizes:
         self.acc_bytes = 8 if numerics.compute == "float64" else 4
         self.groups = tuple(group_storage(g, numerics) for g in model.groups)
         check_updates(model, self.groups, plan)
+        self._check_shards()
         self.pieces = tuple(tuple(self._pieces_of(i, part) for part in g.parts) for i, g in enumerate(self.groups))
         self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
         self.segments = Segments(model, plan)
         if plan.request.hidden_on_host and plan.in_parts:
             raise ValueError(f"hidden states of {model.name} cannot wait on the host: its blocks run part by part")
+
+    def _check_shards(self) -> None:
+        for group, stored, home in zip(self.model.groups, self.groups, self.plan.groups, strict=True):
+            reason = why_no_shards(stored, self.plan.request.ranks, self.acc_bytes) if home.sharded else ""
+            if reason:
+                raise ValueError(f"{group.name} of {self.model.name} cannot lie in shards: {reason}")
 
     def _homes_of(self, plan: Plan) -> tuple[GroupPlan, ...]:
         return plan.groups
@@ -207,6 +215,12 @@ class PlannedSizes:
     def dealt_states(self, stored: GroupStorage) -> DealtStates:
         """Where ranks keep the states of a group if they divide them."""
         return DealtStates(stored, self.plan.request.ranks, self.plan.optimizer_tile)
+
+    def shards(self, group: int) -> DealtStates:
+        """Where ranks keep their shares of a group that they have in shards: they own what they add up gradients of."""
+        [section] = self.sections(group, 0)
+        cuts = accumulate(section.counts, initial=0)
+        return DealtStates(self.groups[group], self.plan.request.ranks, self.plan.optimizer_tile, tuple(cuts))
 
     @property
     def tile_bytes(self) -> int:

@@ -1,8 +1,9 @@
-"""Which elements of a group one of several ranks updates, and where it keeps their states if ranks divide these."""
+"""Which elements of a group one of several ranks updates, and where it keeps what ranks divide of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from flexengine.schedule.group_storage import GroupStorage, Plane, Segment
@@ -14,12 +15,19 @@ Thing = TypeVar("Thing")
 SHARE_ELEMENTS = 64
 """Shares begin at multiples of so many elements: ranks write no common cache line of a plane of 16 bits or more."""
 
+FLAT = ("weights", "grad")
+"""Planes in which a group is one array, whatever its segments."""
+
 
 class Share(NamedTuple):
-    """The part of every segment that one of `size` ranks updates."""
+    """The part of every segment that one of `size` ranks updates.
+
+    cuts: of a group with shards, the first element of each rank's, and the end; else ranks cut each segment alike.
+    """
 
     rank: int = 0
     size: int = 1
+    cuts: tuple[int, ...] = ()
 
     def every(self, things: Sequence[Thing]) -> Sequence[Thing]:
         """Every `size`-th thing, from the `rank`-th on."""
@@ -29,6 +37,10 @@ class Share(NamedTuple):
         """(start, elements) of a segment that is updated element by element; blocks of states stay whole."""
         if self.size == 1:
             return 0, segment.numel
+        if self.cuts:
+            first, numel = segment.first_element, segment.numel
+            start, end = (min(max(0, cut - first), numel) for cut in self.cuts[self.rank : self.rank + 2])
+            return start, end - start
         block = 1 if segment.rule is None else segment.rule.block
         unit = block * -(-SHARE_ELEMENTS // block)
         units = -(-segment.numel // unit)
@@ -69,25 +81,39 @@ Division = tuple[tuple[SharePart, ...], ...]
 
 
 class DealtStates(NamedTuple):
-    """The states of a group that `size` ranks divide: each keeps those of the elements that it updates.
+    """The planes of a group that `size` ranks divide: each keeps those of the elements that it updates.
 
     All ranks have the same slots, which are as large as the largest share. most: elements of a tile of the update.
+    cuts: of a share of the whole group; weights and gradients then lie in one piece, as in their planes.
     """
 
     stored: GroupStorage
     size: int
     most: int
+    cuts: tuple[int, ...] = ()
 
     def num_bytes(self, kind: PlaneKind) -> int:
-        """Bytes that each rank keeps of one of the states."""
+        """Bytes that each rank keeps of one of the planes."""
+        if kind in FLAT:
+            return max(self.bytes_of_ranks(kind))
         return max(end for _, end in self._ranges(kind).values())
 
+    def bytes_of_ranks(self, kind: PlaneKind) -> tuple[int, ...]:
+        """Bytes of each rank's share of weights or gradients."""
+        width = self.stored.element_bytes(kind)
+        return tuple(width * (end - start) for start, end in pairwise(self.cuts))
+
     def place(self, segment: Segment, plane: Plane, share: Share) -> tuple[int, int, int]:
-        """Where a rank keeps its part of a segment's states: the first byte in its slot, first element, elements."""
-        return self._ranges(plane.kind)[segment.name][0], *share.span(segment, self.most)
+        """Where a rank keeps its part of a segment's plane: the first byte in its slot, first element, elements."""
+        share = share._replace(cuts=self.cuts)
+        first, count = share.span(segment, self.most)
+        if plane.kind in FLAT:
+            skipped = max(0, segment.first_element - self.cuts[share.rank])
+            return plane.num_bytes(skipped), first, count
+        return self._ranges(plane.kind)[segment.name][0], first, count
 
     def division(self, kind: PlaneKind) -> Division:
-        """How ranks divide one of the states."""
+        """How ranks divide one of the planes."""
         return tuple(tuple(self._parts(kind, Share(rank, self.size))) for rank in range(self.size))
 
     def _parts(self, kind: PlaneKind, share: Share) -> Iterator[SharePart]:
@@ -102,7 +128,7 @@ class DealtStates(NamedTuple):
         for segment in self.stored.segments:
             plane = next((plane for plane in segment.planes if plane.kind == kind), None)
             if plane is not None:
-                spans = (Share(rank, self.size).span(segment, self.most) for rank in range(self.size))
+                spans = (Share(rank, self.size, self.cuts).span(segment, self.most) for rank in range(self.size))
                 start, end = align(end), align(end) + plane.num_bytes(max(count for _, count in spans))
                 found[segment.name] = start, end
         return found

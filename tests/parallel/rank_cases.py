@@ -28,6 +28,7 @@ ROUND_MULTIPLE = 12  # pinned, so that every number of ranks packs alike
 BF16 = Numerics("bfloat16", "split", "bfloat16", "float32")
 BF16_STATES = Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16")
 LENGTHS = [30, 17, 24, 32, 9, 28, 31]
+SHARD = GroupPlan("shard", "shard", "shard")
 ON_CPU, BOLD = GroupPlan(update="cpu"), GroupPlan(update="cpu", speculative=True)
 
 
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     """A model under a plan, and for each step the batches of its calls.
 
     dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
+    shards: so, and keep shards on their GPUs of all groups but every third.
     stages: so, and each has blocks of its own. context: each runs some chunks of every round. bold: the CPU updates
     before the norm is known what it updates.
     """
@@ -46,6 +48,7 @@ class Case(NamedTuple):
     optimizer: Optimizer | None = None
     dealt: bool = False
     split: bool = False
+    shards: bool = False
     stages: bool = False
     context: bool = False
     bold: bool = False
@@ -312,6 +315,13 @@ SPLIT_CASES: dict[Callable[[], Case], int] = {
 """Those of which ranks also walk the layers together, and how many ranks."""
 
 
+SHARDS_CASES: dict[Callable[[], Case], int] = {
+    bf16: 4, tied_in_shared_slots: 3, sliced: 2, not_finite: 2, experts: 3, states_in_blocks: 2, one_round: 3,
+    adapters_in_one_slot: 2, unclipped_by_gpu: 2,
+}  # fmt: skip
+"""The same of ranks that keep shards on their GPUs."""
+
+
 STAGES_CASES: dict[Callable[[], Case], int] = {
     float32: 2, bf16: 2, sliced: 2, unclipped: 2, not_finite: 2, experts: 2, muon: 2, blocks_of_ranks: 3,
     one_round: 2, opaque_blocks: 2, lora: 2, adapters_of_whole_experts: 2,
@@ -328,8 +338,11 @@ CONTEXT_CASES: dict[Callable[[], Case], int] = {
 def planned(case: Case, ranks: Ranks) -> Plan:
     """The plan of a case for so many ranks."""
     changes = {"ranks": ranks.local_size, "nodes": ranks.nodes, "round_multiple": ROUND_MULTIPLE}
-    splits = {"transport": "split", "touched_only": False} if case.split and ranks.size > 1 else {}
+    splits = {"transport": "split", "touched_only": False} if (case.split or case.shards) and ranks.size > 1 else {}
     plan = replace(case.plan, request=replace(case.plan.request, **changes), **splits)
+    if case.shards and ranks.size > 1:
+        homes = (home if home.update == "none" or i % 3 == 2 else SHARD for i, home in enumerate(plan.groups))
+        return replace(plan, groups=tuple(homes))
     if case.stages and ranks.size > 1:
         plan = in_stages(plan)
     if case.context and ranks.size > 1:

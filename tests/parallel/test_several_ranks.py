@@ -31,6 +31,7 @@ from rank_cases import (
     CONTEXT_CASES,
     LENGTHS,
     ON_CPU,
+    SHARDS_CASES,
     SPLIT_CASES,
     STAGES_CASES,
     WITH_ALL_TESTS,
@@ -436,6 +437,8 @@ def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
     transports = [(size, case) for size in CASES[make]]
     if make in SPLIT_CASES:
         transports.append((SPLIT_CASES[make], case._replace(split=True)))
+    if make in SHARDS_CASES:
+        transports.append((SHARDS_CASES[make], case._replace(shards=True)))
     if make in STAGES_CASES:
         transports.append((STAGES_CASES[make], case._replace(stages=True)))
     if make in CONTEXT_CASES:

@@ -141,7 +141,7 @@ class CostModel:
                 Stream.DRIVE_FETCH: (drive.read_bytes_per_s, drive.read_beside_bytes_per_s),
             },
             comm_s=lambda command: (
-                self.work_s(command.work) + peer_s(p, command.peer_bytes, command.kind == "exchange")
+                self.work_s(command.work) + peer_s(p, command.peer_bytes, command.kind in ("exchange", "gather_owned"))
             ),
             peers_by_host=not p.link.peer_bytes_per_s,
         )

@@ -29,6 +29,7 @@ from flexengine.planner.planner import find_plan, make_plan
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.context import may_cut, nothing_fits, plans_in_context, why_not
 from flexengine.planner.ranks.price import bytes_planned, predicted_together, times
+from flexengine.planner.ranks.shards import plans_with_shards
 from flexengine.planner.ranks.split import as_split, may_split
 from flexengine.planner.ranks.stages import fastest_in_stages, may_stage, plan_in_stages
 from flexengine.planner.reproducible import with_sizes_of_rule
@@ -210,6 +211,20 @@ def _as_split(node: NodeProblem) -> Plan | None:
     return node.priced(replace(split, predicted=bytes_planned(layout, split.predicted, node.of_rank.profile)))
 
 
+def _with_shards(node: NodeProblem) -> Plan | None:
+    """The fastest split plan with shards, of ever fewer groups until that is slower; None where none fits."""
+    best: Plan | None = None
+    for plan in plans_with_shards(node.of_rank):
+        layout = node.of_rank.layout(plan)
+        found = node.priced(replace(plan, predicted=bytes_planned(layout, plan.predicted, node.of_rank.profile)))
+        if found.may_speculate and found.updates_on_cpu:
+            found = _with_speculation(node, found) or found
+        if best is not None and found.predicted.step_s >= best.predicted.step_s:
+            break
+        best = found
+    return best
+
+
 def _all_by_cpu(node: NodeProblem, best: Plan | None) -> Plan | None:
     """The plan with all updates on the CPU."""
     by_cpu = None if best is None else _updated_by_cpu(node.of_rank, replace(best, request=node.of_rank.request))
@@ -225,7 +240,7 @@ def _updated_by_cpu(problem: Problem, plan: Plan) -> Plan | None:
     if not plan.updates_on_cpu or plan.deals_states:
         return None
     groups = tuple(
-        replace(home, update="cpu") if home.update == "gpu" and not stored.on_gpu_only else home
+        replace(home, update="cpu") if home.update == "gpu" and not (stored.on_gpu_only or home.sharded) else home
         for home, stored in zip(plan.groups, problem.layout(plan).groups, strict=True)
     )
     if groups == plan.groups:
@@ -282,11 +297,15 @@ BY_CPU = Variant[NodeProblem, Plan](lambda _, best: not _busy(best, BUSY_SHARE),
 SPECULATION = Variant[NodeProblem, Plan](
     lambda _, best: best is not None and best.may_speculate and not _busy(best, TOO_BUSY), _with_speculation, -inf
 )
+SHARDS = Variant[NodeProblem, Plan](
+    lambda node, best: best is not None and node.request.nodes == 1 and not _busy(best, TOO_BUSY),
+    lambda node, _: _with_shards(node),
+)
 AS_SPLIT = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: _as_split(node))
 AS_RELAY = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: node.priced(node.of_one))
 SPLIT = Variant[NodeProblem, Plan](
     lambda node, _: may_split(node.request, node.profile),
-    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION), node),
+    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, SHARDS), node),
 )
 RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU), node))
 CONTEXT = Variant[NodeProblem, Plan](

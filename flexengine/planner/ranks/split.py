@@ -6,6 +6,7 @@ the GPU; where these have no room, it searches once more with as much less memor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from flexengine.hardware.profile import HardwareProfile
@@ -21,25 +22,46 @@ def may_split(request: Request, profile: HardwareProfile) -> bool:
     return wanted and request.ranks > 1
 
 
+def fitted(
+    of_rank: Problem, asked: Request, find: Callable[[Request], Plan | None], made: Callable[[Plan], Plan]
+) -> tuple[Plan | None, Room]:
+    """What is made of a plan of one rank that is found, with less memory until that fits; and the room that it leaves.
+
+    None where nothing fits. asked: what is searched first.
+    """
+    room = Room(0, 0)
+    for _ in range(of_rank.limits.searches):
+        found = find(asked)
+        if found is None:
+            break
+        plan = made(found)
+        room = of_rank.room(of_rank.layout(plan))
+        if room.fits:
+            return plan, room
+        gpu, host = room.lacks(of_rank.limits.spare_bytes)
+        left = (asked.max_gpu_bytes - gpu, asked.max_host_bytes - host)
+        if found.deals_states or min(left) <= 0:
+            break
+        asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
+    return None, room
+
+
 def as_split(of_rank: Problem, plan: Plan) -> Plan | None:
     """The split plan of one rank that is nearest to `plan`; None if none fits, unless the request asks for one.
 
     plan: of one rank, with relays. Raises: PlanError.
     """
-    request, asked, room = of_rank.request, of_rank.request, Room(0, 0)
-    for search in range(of_rank.limits.searches):
-        found = find_plan(replace(of_rank, request=asked)) if search else plan
-        if found is None:
-            break
-        split = replace(found, request=request, transport="split", touched_only=False)
-        room = of_rank.room(of_rank.layout(split))
-        if room.fits:
-            return split
-        gpu, host = room.lacks(of_rank.limits.spare_bytes)
-        left = (asked.max_gpu_bytes - gpu, asked.max_host_bytes - host)
-        if plan.deals_states or min(left) <= 0:
-            break
-        asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
+    request = of_rank.request
+
+    def find(asked: Request) -> Plan | None:
+        return plan if asked is request else find_plan(replace(of_rank, request=asked))
+
+    def made(found: Plan) -> Plan:
+        return replace(found, request=request, transport="split", touched_only=False)
+
+    split, room = fitted(of_rank, request, find, made)
+    if split is not None:
+        return split
     if request.transport != "split":
         return None
     more = format_bytes(-min(room))

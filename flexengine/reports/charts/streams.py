@@ -87,6 +87,7 @@ COMMAND_KINDS = {
     "decode": "decode weights",
     "fold": "round gradients",
     "gather": "weights",
+    "gather_owned": "weights",
     "exchange": "gradients",
     "add_squares": "update",
     "sum_squares": "update",

@@ -90,6 +90,7 @@ COLOURS = {
     "optimizer states": "#7c4ddb",
     "resident optimizer states": "#7c4ddb",
     "dealt optimizer states": "#7c4ddb",
+    "shards": "#7c4ddb",
     "second planes": "#5b3bb0",
     "optimizer slots": "#b79af0",
     "kept activations": "#1f9d55",

@@ -15,7 +15,7 @@ from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import Command, Program
 from flexengine.schedule.fixed_slots import PARTIAL_SQUARES
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherShares
+from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherOwned, GatherShares
 
 CommandHandler = Callable[[Command, Program, UpdateSettings | None], None]
 """Launches a command of a program. The settings are None in a program that updates nothing."""
@@ -29,6 +29,7 @@ class SplitHandlers:
         self._wide = wide_dtype(layout)
         self.by_kind: dict[str, CommandHandler] = {
             "gather": self._gather,
+            "gather_owned": self._gather_owned,
             "exchange": self._exchange,
             "fold": self._fold,
             "clear_squares": self._clear_squares,
@@ -40,6 +41,12 @@ class SplitHandlers:
         args: GatherShares = command.args
         shares = self._arenas.view(program.slots[args.slot], 0, (args.size * args.share_bytes,), torch.uint8)
         self._collectives.gather(shares, shares[args.rank * args.share_bytes :][: args.share_bytes])
+
+    def _gather_owned(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
+        args: GatherOwned = command.args
+        own = self._arenas.view(program.slots[args.source], 0, (args.counts[args.rank],), torch.uint8)
+        whole = self._arenas.view(program.slots[args.slot], 0, (sum(args.counts),), torch.uint8)
+        self._collectives.gather_owned(whole, own, args.counts)
 
     def _exchange(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         args: ExchangeParts = command.args

@@ -11,10 +11,11 @@ It looks at two steps of all ranks, who take rounds in turn, and at what touches
 - speculation: where it holds, that is so of what was updated before the norm was known and of the rest; where it does
   not, all is updated again, as if nothing had been;
 - nodes: of several, every gradient is updated as the sum of all nodes left it, which is added in the order of nodes;
-- split plans: all ranks make the same collectives in the same order, and owners add up gradients (`split_checker`);
+- split plans: all ranks make the same collectives in the same order, owners add up gradients, and shards are gathered
+  whole (`split_checker`);
 - stages: every layer runs for every chunk, and what is handed over is what the other rank left there
   (`stages_checker`);
-- dealt states: a rank finds each element's states where the layout gives them their place on its GPU.
+- dealt states and shards: a rank finds each element's where the layout gives them their place on its GPU.
 `checker` proves each program by itself.
 """
 
@@ -90,13 +91,14 @@ def _check_shares_of_step(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> 
 
 
 def check_dealt_states(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
-    """Check that each rank's updates use the states of their own elements, in any step."""
+    """Check that each rank's updates use the divided planes of their own elements, in any step."""
     rows = ((rank, run) for rank, of_rank in enumerate(runs) for run in of_rank if run.updates)
-    for rank, run in rows if layout.plan.deals_states else ():
+    for rank, run in rows if layout.plan.deals_states or layout.plan.shards else ():
         for command in (command for command in run.program.commands if isinstance(command.args, UpdateTile)):
             tile, slots = command.args, run.program.slots
             segment = next(s for s in layout.groups[tile.group].segments if s.name == tile.segment)
-            for plane in (p for p in segment.planes if layout.is_dealt(p.kind, tile.group)):
+            sharded = layout.homes[tile.group].sharded
+            for plane in (p for p in segment.planes if sharded or layout.is_dealt(p.kind, tile.group)):
                 begin, first = layout.plane_start(tile.group, segment, plane, Share(rank, len(runs)))
                 whole = layout.slots[layout.plane_slot(plane.kind, tile.group)]
                 slot, offset = tile.planes[plane.kind]

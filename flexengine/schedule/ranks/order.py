@@ -17,9 +17,9 @@ from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Command, Stream
 from flexengine.schedule.following import CpuWaits
 from flexengine.schedule.ranks.rank_run import RankRun
-from flexengine.schedule.ranks.split_commands import AddTables, ExchangeParts, GatherShares
+from flexengine.schedule.ranks.split_commands import AddTables, ExchangeParts, GatherOwned, GatherShares
 
-COLLECTIVES = (GatherShares, ExchangeParts, AddTables)
+COLLECTIVES = (GatherShares, GatherOwned, ExchangeParts, AddTables)
 
 
 class Event(NamedTuple):
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 def _of_all_ranks(event: Event) -> tuple:
     """What is the same of a collective on all ranks. Raises: ProgramError where it is told of another rank."""
     args, run = event.command.args, event.run
-    if isinstance(args, GatherShares | ExchangeParts):
+    if isinstance(args, GatherShares | GatherOwned | ExchangeParts):
         if args.rank != event.rank:
             raise ProgramError(f"{event.label} is that of rank {args.rank}")
         args = args._replace(rank=0)

@@ -136,8 +136,10 @@ class SplitPlaces(RelayPlaces):
     uses_peers = True
 
     def cut_gradient(self, sizes: Sizes, group: int, part: Part) -> tuple[Piece, ...]:
-        stored = sizes.groups[group].plane_bytes["grad"]
-        return owned_pieces(part, sizes.plan.request.ranks, sizes.acc_bytes) if stored else (whole_piece(part),)
+        if not sizes.groups[group].plane_bytes["grad"]:
+            return (whole_piece(part),)
+        home = sizes.plan.groups[group]
+        return owned_pieces(part, sizes.plan.request.ranks, sizes.acc_bytes, in_sections=not home.sharded)
 
     def add_scalars(self, sizes: Sizes, region: Region) -> None:
         region.add("run_squares", run_square_bytes(sizes.groups), "scalars")
@@ -157,13 +159,28 @@ class SplitPlaces(RelayPlaces):
         slots = range(min(2, max(sections, default=0) * parts))
         for k in slots:
             region.add("received", max(sizes.received_bytes(i) for i in groups), "gradient slots", name, k)
-        for k in slots:
-            region.add("grad", max(sizes.piece_bytes(i) for i in groups), "gradient slots", name, k)
+        streamed = [i for i in groups if not sizes.homes[i].sharded]
+        for k in slots if streamed else ():
+            region.add("grad", max(sizes.piece_bytes(i) for i in streamed), "gradient slots", name, k)
 
     def spilled_slot_bytes(self, sizes: Sizes, groups: Sequence[int]) -> int:
         uses = group_uses(sizes.model)
         tied = any(uses[i].gradients > 1 for i in groups)
         return max(sizes.received_bytes(i) for i in groups) if tied else 0
+
+
+def why_no_shards(stored: GroupStorage, ranks: int, acc_bytes: int) -> str:
+    """Why ranks cannot keep shards of a trained group; empty if they can. acc_bytes: of an element of accumulators."""
+    if len(stored.parts) > 1:
+        return "its experts cross the link in parts"
+    if stored.on_gpu_only:
+        return "whole matrices are updated at once"
+    pieces = owned_pieces(stored.parts[0], ranks, acc_bytes, in_sections=False)
+    for segment in (segment for segment in stored.segments if segment.rule is not None and segment.rule.block > 1):
+        starts = (piece.start - segment.first_element for piece in pieces)
+        if any(0 < start < segment.numel and start % segment.rule.block for start in starts):
+            return f"its optimizer states lie in blocks of {segment.rule.block} elements, of which shards cut some"
+    return ""
 
 
 class ContextPlaces(RelayPlaces):

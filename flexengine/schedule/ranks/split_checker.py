@@ -2,7 +2,8 @@
 
 - folds: in every wave the owners store each element of every trained group once, each adds as many rounds' parts as
   the wave has, to what earlier waves stored and to nothing in the first, and takes them from where they arrived;
-- squares: a step begins with an empty table of sums of squares.
+- squares: a step begins with an empty table of sums of squares;
+- shards: each rank sends its own, of the group that is wanted, and adds up gradients where it keeps theirs.
 `ranks.order` sees to it that all ranks make the same collectives in the same order.
 """
 
@@ -15,7 +16,7 @@ from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Command
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.rank_run import RankRun
-from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, ShareOfFetch
+from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherOwned, ShareOfFetch
 
 
 def check_folds(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
@@ -27,6 +28,7 @@ def check_folds(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
     ):
         waves.add((run.step, run.number))
         _check_run(rank, run)
+        _check_shards(layout, rank, run)
         for command in (c for c in run.program.commands if isinstance(c.args, FoldParts)):
             for found in command.args.runs:
                 stored[run.step, run.number, found.number].append((found.before, found.before + found.numel))
@@ -63,6 +65,32 @@ def _check_run(rank: int, run: RankRun) -> None:
             spilled[command.copies[0].target] = arrived[command.copies[0].source]
         elif isinstance(command.args, FoldParts):
             _check_fold(rank, run, command, arrived)
+
+
+def _check_shards(layout: Layout, rank: int, run: RankRun) -> None:
+    groups = {layout.model.groups[group].name: group for group, home in enumerate(layout.homes) if home.sharded}
+    for command in run.program.commands:
+        args = command.args
+        if isinstance(args, GatherOwned):
+            group = groups[str(run.program.slots[args.source].key.owner)]
+            right = args._replace(
+                rank=rank,
+                source=layout.plane_slot("weights", group),
+                counts=layout.shards(group).bytes_of_ranks("weights"),
+            )
+            if args != right or command.writes[0].content != f"weights {layout.model.groups[group].name}":
+                raise ProgramError(f"{command.label} (rank {rank}) sends other bytes than the rank's shard")
+        elif isinstance(args, FoldParts) and layout.homes[args.group].sharded:
+            _check_fold_of_shard(layout, rank, command)
+
+
+def _check_fold_of_shard(layout: Layout, rank: int, command: Command) -> None:
+    group = command.args.group
+    home, first = layout.plane_slot("grad", group), layout.shards(group).cuts[rank]
+    of_group = {layout.first_run(group) + run.number: run for part in layout.groups[group].parts for run in part.runs}
+    for run in command.args.runs:
+        if (run.slot, run.stored_start) != (home, of_group[run.number].first + run.before - first):
+            raise ProgramError(f"{command.label} (rank {rank}) stores elements elsewhere than in the rank's shard")
 
 
 def _check_fold(rank: int, run: RankRun, command: Command, arrived: dict[int, ExchangeParts]) -> None:

@@ -33,6 +33,24 @@ class GatherShares(NamedTuple):
         return (self.size - 1) * self.share_bytes
 
 
+class GatherOwned(NamedTuple):
+    """Arguments of `gather_owned`: every rank sends all of them its shard, which lies at the beginning of a slot.
+
+    source: the slot of its own. slot: of those of all ranks, one after the other, of `counts` bytes.
+    """
+
+    rank: int
+    source: int
+    slot: int
+    counts: tuple[int, ...]
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes that a rank sends to the others, or receives from them if that is more, on the slowest rank."""
+        most = max(self.counts)
+        return max((len(self.counts) - 1) * most, sum(self.counts) - min(self.counts))
+
+
 class ExchangeParts(NamedTuple):
     """Arguments of `exchange`: every rank sends each rank's piece of its accumulator, and receives all of its own.
 

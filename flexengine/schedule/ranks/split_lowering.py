@@ -25,6 +25,7 @@ from flexengine.schedule.ranks.split_commands import (
     AddTables,
     ExchangeParts,
     FoldParts,
+    GatherOwned,
     GatherShares,
     ReceivedParts,
     ShareOfFetch,
@@ -68,6 +69,19 @@ class SplitWeights(WeightLowering):
     def __init__(self, context: RoundContext, wave: Wave) -> None:
         super().__init__(context)
         self._wave = wave
+
+    def _fetch(self, group: int, at: StagePart, slot: int) -> None:
+        """Gather shards from the GPUs; those of a round wait for each other's updates, as they come before it."""
+        layout = self._layout
+        if not layout.homes[group].sharded:
+            super()._fetch(group, at, slot)
+            return
+        name, content = self._context.part_name(group, at.part), self._content(group, at.part, slot)
+        own = Access(layout.plane_slot("weights", group), f"shard of {content}")
+        self._builder.holds(*own)
+        args = GatherOwned(self._wave.rank, own.slot, slot, layout.shards(group).bytes_of_ranks("weights"))
+        label = CommandName("gather", "weights", name)
+        self._builder.add("gather_owned", label, Stream.COMM, [own], [Access(slot, content)], args=args)
 
     def _bring(self, name: CommandName, content: str, regions: list[CopyRegion]) -> None:
         fetch_share(self._builder, self._wave, name, content, regions)
@@ -119,10 +133,10 @@ class SplitGradients(GradientLowering):
             self._last_stored.setdefault(group, len(self._builder.commands) - 1)
             own = stored[section.number * self._wave.size + self._wave.rank]
             arrived = [self._fetch_spilled(group, name, section)] if group in self._spilled else []
-            staging = self._take("grad", group)
+            staging = None if self._layout.homes[group].sharded else self._take("grad", group)
             if own.piece.runs:
                 self._fold(own, section, [*arrived, received], staging)
-            else:  # others write there, and all ranks have to gather again what that overwrites
+            elif staging is not None:  # others write there, and all ranks have to gather again what that overwrites
                 self._builder.overwritten(staging)
 
     def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
@@ -182,13 +196,17 @@ class SplitGradients(GradientLowering):
         home = self._layout.spilled_section(group, section.number)
         return CopyRegion(slot, 0, home, 0, self._layout.slots[home].num_bytes)
 
-    def _fold(self, own: StoredPiece, section: Section, arrived: list[Access], staging: int) -> None:
-        """Add this rank's piece of all rounds to what earlier rounds stored of it, and send the sum home."""
+    def _fold(self, own: StoredPiece, section: Section, arrived: list[Access], staging: int | None) -> None:
+        """Add this rank's piece of all rounds to what earlier rounds stored of it, and send the sum home.
+
+        staging: None of a shard, which is at home on the GPU.
+        """
         wave, has_previous = self._wave, not self._first
-        held = Access(staging, own.content)
+        held = Access(own.homes[0][0] if staging is None else staging, own.content)
         if has_previous:
             for home, _ in own.homes:
                 self._builder.holds(home, own.content)
+        if has_previous and staging is not None:
             back = [region.reversed for region in own.regions_home(staging)]
             self._builder.copy(CommandName("fetch", "grad", own.name), Stream.RELAY_IN, own.content, back)
         squares = run_squares(self._layout, OWN_SQUARES)
@@ -207,8 +225,9 @@ class SplitGradients(GradientLowering):
         reads, writes = [*arrived, squares, *([held] if has_previous else [])], [held, squares, partial]
         label = CommandName("fold", "grad", own.name)
         self._builder.add("fold", label, Stream.COMM, reads, writes, work, args=args)
-        home = CommandName("offload", "grad", own.name)
-        self._builder.copy(home, Stream.RELAY_OUT, own.content, own.regions_home(staging))
+        if staging is not None:
+            home = CommandName("offload", "grad", own.name)
+            self._builder.copy(home, Stream.RELAY_OUT, own.content, own.regions_home(staging))
         self._own[own.group].append(own)
         self._last_stored[own.group] = len(self._builder.commands) - 1
 

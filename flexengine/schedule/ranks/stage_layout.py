@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Plan
-from flexengine.schedule.layout import Layout
+from flexengine.schedule.layout import Layout, OwnPlane
 from flexengine.schedule.parts import Part
 from flexengine.schedule.pieces import Piece, pieces_of, whole_piece
 from flexengine.schedule.ranks.stages import Stage, StageSemaphores, head_group, why_no_stages
@@ -72,16 +72,16 @@ class StageLayout(Layout):
         """As of a layout: every plane has its place in the node's memory."""
         return self.slot(kind, self.model.groups[group].name, memory="node")
 
-    def own_planes(self) -> list[tuple[PlaneKind, int, int, bool]]:
-        """The planes that lie on this rank's GPU: kind, slot there, slot in the node's memory, and whether it is
-        frozen."""
-        found = [
-            (kind, self.plane_slot(kind, group), self.stored_slot(kind, group), self.model.groups[group].frozen)
-            for group, stored in enumerate(self.groups)
-            for kind, num_bytes in stored.plane_bytes.items()
-            if num_bytes
-        ]
-        return [row for row in found if self.slots[row[1]].memory == "gpu"]
+    def own_planes(self, rank: int) -> list[OwnPlane]:
+        """As of a layout: whole planes."""
+        slots, found = self.slots, list[OwnPlane]()
+        for group, stored in enumerate(self.groups):
+            for kind in (kind for kind, num_bytes in stored.plane_bytes.items() if num_bytes):
+                here, there = slots[self.plane_slot(kind, group)], slots[self.stored_slot(kind, group)]
+                if here.memory == "gpu":
+                    frozen = self.model.groups[group].frozen
+                    found.append(OwnPlane(kind, here, 0, there, 0, here.num_bytes, frozen))
+        return found
 
     def piece_places(self, group: int, piece: Piece) -> list[tuple[int, int]]:
         """As of a layout: gradients that stay on the GPU lie in their plane."""

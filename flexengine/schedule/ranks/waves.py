@@ -56,8 +56,8 @@ def _within(region: CopyRegion, first: int, last: int) -> list[CopyRegion]:
     return [CopyRegion(region.source, region.source_offset + skipped, region.target, start, end - start)]
 
 
-def owned_pieces(part: Part, size: int, element_bytes: int) -> tuple[Piece, ...]:
-    """Cut a part into sections, and each section into a piece for every rank: piece p belongs to rank p % size.
+def owned_pieces(part: Part, size: int, element_bytes: int, in_sections: bool = True) -> tuple[Piece, ...]:
+    """Cut a part into sections, or one, and each section into a piece for every rank: piece p belongs to rank p % size.
 
     Squares of gradients add up over shares of a run (`part_elements`), so pieces end where a share does: no sum
     changes. A piece may be empty. element_bytes: of the accumulator.
@@ -65,7 +65,7 @@ def owned_pieces(part: Part, size: int, element_bytes: int) -> tuple[Piece, ...]
     runs = sorted(part.runs, key=lambda run: run.start)
     starts = [run.start for run in runs]
     end = max((run.start + run.numel for run in runs), default=0)
-    count = size * max(1, -(-end * element_bytes // SECTION_BYTES))
+    count = size * (max(1, -(-end * element_bytes // SECTION_BYTES)) if in_sections else 1)
 
     def cut(wanted: int) -> int:
         """The nearest place before `wanted` where a piece may end."""

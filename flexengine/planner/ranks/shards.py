@@ -1,0 +1,68 @@
+"""Split plans whose ranks keep shards of weights, gradients and optimizer states on their GPUs.
+
+The host has a place for all of these as ever, so a split plan may have shards of any groups, as far as GPUs have room.
+One GPU alone is searched, with so much more memory as if it had all that several keep in shards. Who comes first in
+forward is first kept in shards: its gradient comes last, and a step that begins waits for its update. What is not in
+shards is updated by the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+from flexengine.plan import GroupPlan, Plan, Request
+from flexengine.planner.problem import Problem
+from flexengine.planner.ranks.split import fitted
+from flexengine.planner.variants import WHOLE, fastest
+from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage
+from flexengine.schedule.ranks.places import why_no_shards
+
+SHARD = GroupPlan("shard", "shard", "shard")
+MOST_OF_GPU = (0.8, 0.6, 0.4, 0.2)
+"""Shares of a GPU's budget that shards may take, each tried unless the one before was faster; a search each. What they
+leave keeps activations."""
+
+
+def plans_with_shards(of_rank: Problem) -> Iterator[Plan]:
+    """Plans of one rank that keep shards of ever fewer groups."""
+    request = of_rank.request
+    stored = [group_storage(group, request.numerics) for group in of_rank.model.groups]
+    able = [i for i, group in enumerate(of_rank.model.groups) if not group.frozen and _may_shard(stored[i], request)]
+    taken = list(accumulate(sum(stored[i].plane_bytes.values()) // request.ranks for i in able))
+    counts = (sum(end <= share * request.max_gpu_bytes for end in taken) for share in MOST_OF_GPU)
+    for count in dict.fromkeys(count for count in counts if count):
+        plan = _with_shards(of_rank, stored, able[:count], taken[count - 1])
+        if plan is not None:
+            yield plan
+
+
+def _may_shard(stored: GroupStorage, request: Request) -> bool:
+    acc_bytes = DTYPE_BYTES["float64" if request.numerics.compute == "float64" else "float32"]
+    return not why_no_shards(stored, request.ranks, acc_bytes)
+
+
+def _with_shards(of_rank: Problem, stored: list[GroupStorage], groups: list[int], num_bytes: int) -> Plan | None:
+    """The plan with shards of these groups, which take about so many bytes of a GPU; None where none fits."""
+    request = of_rank.request
+
+    def find(asked: Request) -> Plan | None:
+        alone = replace(asked, ranks=1, transport="auto", max_gpu_bytes=asked.max_gpu_bytes + num_bytes * request.ranks)
+        found = fastest((WHOLE,), replace(of_rank, request=alone))
+        return None if found is None else found.plan
+
+    def home(group: int, found: GroupPlan) -> GroupPlan:
+        if group in groups:
+            return SHARD
+        return found if not found.trained or stored[group].on_gpu_only else GroupPlan(update="cpu")
+
+    def made(found: Plan) -> Plan:
+        homes = tuple(home(group, kept) for group, kept in enumerate(found.groups))
+        return replace(found, request=request, transport="split", touched_only=False, groups=homes)
+
+    plan, _ = fitted(of_rank, replace(request, max_gpu_bytes=request.max_gpu_bytes - num_bytes), find, made)
+    if plan is None:
+        return None
+    gathered_once = replace(plan, weight_slots=len(of_rank.model.blocks))
+    return gathered_once if of_rank.fits(of_rank.layout(gathered_once)) else plan
