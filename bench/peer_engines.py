@@ -1,9 +1,9 @@
 """Trains one model with another engine in this process: what `bench/peers.py` starts and compares.
 
 hf-liger: transformers with Liger kernels, bf16 weights and AdamW states, all on the GPU. peft-liger: the same with
-LoRA adapters on a frozen model. fsdp2-offload: `fully_shard` per block with `CPUOffloadPolicy`, float32 weights and
-states on the host, bf16 on the GPU. deepspeed-zero3: ZeRO-3 with parameters and optimizer on the host and
-DeepSpeedCPUAdam. Weights are random, attention is torch's.
+LoRA adapters on a frozen model. fsdp2: `fully_shard` per block, float32 weights and states in shards on the GPUs, bf16
+products. fsdp2-offload: the same with `CPUOffloadPolicy`, shards on the host. deepspeed-zero3: ZeRO-3 with parameters
+and optimizer on the host and DeepSpeedCPUAdam. Weights are random, attention is torch's.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from flexengine.hardware.memory_usage import GpuMemoryMeter
 
 GIB = 2**30
 RESIDENT, OFFLOADED = ("hf-liger", "peft-liger"), ("fsdp2-offload", "deepspeed-zero3")
+OF_RANKS = ("fsdp2", *OFFLOADED)
+"""Engines of several GPUs, which time one micro-batch a run."""
 ATTENTION = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
@@ -111,7 +113,7 @@ def measure(setting: Setting) -> dict:
 
 def timed_micro_batches(setting: Setting, trainer: Trainer, batch: Tensor, meter: GpuMemoryMeter) -> list[dict]:
     """A row for each of the first micro-batches that fit. Of several ranks all must fit the first one."""
-    if setting.engine in OFFLOADED:
+    if setting.engine in OF_RANKS:
         return [timed(setting, trainer, batch, setting.micro_batches[0], meter)]
     rows = list[dict]()
     trainer.backward(batch[:1], 1.0)
@@ -196,7 +198,7 @@ def build(setting: Setting, device: torch.device) -> tuple[Trainer, int]:
     config.pad_token_id = None
     if setting.liger != NO_LIGER:
         apply_liger(config.model_type, setting.liger)
-    builders = {"fsdp2-offload": fsdp2_trainer, "deepspeed-zero3": deepspeed_trainer}
+    builders = {"fsdp2": fsdp2_trainer, "fsdp2-offload": fsdp2_trainer, "deepspeed-zero3": deepspeed_trainer}
     return builders.get(setting.engine, resident_trainer)(setting, config, device), config.vocab_size
 
 
@@ -270,20 +272,22 @@ def torch_trainer(model: Any, lr: float, autocast: Callable[[], AbstractContextM
 
 
 def fsdp2_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
-    """Float32 weights and states of each rank's shard on the host; a block at a time in bf16 on the GPU."""
+    """Float32 weights and states of a rank's shard on its GPU or on the host; a block at a time in bf16 on the GPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
 
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     with torch.device("meta"):
         model = make_model(config, torch.float32, setting.recompute)
-    options = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+    offloads = setting.engine in OFFLOADED
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     }
+    if offloads:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for block in model.model.layers:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    model.to_empty(device="cpu")
+    model.to_empty(device="cpu" if offloads else device)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers were on meta
     for parameter in model.parameters():

@@ -9,9 +9,9 @@ AdamW without clipping. Per run: tokens/s of all GPUs (median of the steps after
 NVML shows for a process, host memory (of the whole machine, above what was in use before, and as the sum of resident
 sets, which leave out what the driver page-locks), settings and versions. `bench/peer_engines.py` says what the engines
 are. A run that fails is recorded with its error, and the others go on. Resident engines try micro-batches from large to
-small, without and with recomputation; offloaded ones run once per micro-batch, with recomputation, and once more
-without Liger's fused loss if none of these succeeded. `--cap-gib` limits torch's allocator; the CUDA context and NCCL
-come on top.
+small, without and with recomputation; those of several GPUs run once per micro-batch. Offloaded ones recompute, and run
+once more without Liger's fused loss if none of these succeeded. `--cap-gib` limits torch's allocator; the CUDA context
+and NCCL come on top.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import NamedTuple
 import psutil
 
 from bench.environment import write_json
-from bench.peer_engines import ATTENTION, GIB, OFFLOADED, RESIDENT, Setting, measure
+from bench.peer_engines import ATTENTION, GIB, OF_RANKS, OFFLOADED, RESIDENT, Setting, measure
 
 MICRO_BATCHES = {"resident": (32, 16, 8, 4, 2, 1), "offloaded": (16, 8, 4)}
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "peft", "accelerate", "deepspeed")
@@ -58,20 +58,21 @@ def settings_of(args: argparse.Namespace, engine: str) -> list[Setting]:
         tokens=args.tokens_per_step,
         micro_batches=sizes,
         tries=args.tries,
-        recompute=offloaded,
+        recompute=True,
         liger=args.liger if args.device == "cuda" or args.liger == "loss" else "none",
         attention=args.attention,
         adapter_dtype=args.adapter_dtype,
         cap_gib=args.cap_gib,
         device=args.device,
-        ranks=args.ranks if offloaded else 1,
+        ranks=args.ranks if engine in OF_RANKS else 1,
         warmup=args.warmup,
         steps=args.steps,
         lr=args.lr,
     )
-    if offloaded:
-        return [setting._replace(micro_batches=(size,)) for size in sizes]
-    return [setting._replace(recompute=recompute) for recompute in args.recompute]
+    settings = [setting] if offloaded else [setting._replace(recompute=recompute) for recompute in args.recompute]
+    if engine in OF_RANKS:
+        return [one._replace(micro_batches=(size,)) for one in settings for size in sizes]
+    return settings
 
 
 class HostMemory:
@@ -246,7 +247,7 @@ def versions() -> dict[str, str | None]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", choices=[*RESIDENT, *OFFLOADED], default=list(RESIDENT))
+    parser.add_argument("--engines", nargs="+", choices=[*RESIDENT, *OF_RANKS], default=list(RESIDENT))
     parser.add_argument("--preset", default="llama-3.1-8b", help="name of a preset of transformers' architectures")
     parser.add_argument("--layers", type=int, default=None, help="so many of the model's layers")
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -258,7 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", choices=list(ATTENTION), default="cudnn", help="torch's kernel tried first")
     parser.add_argument("--adapter-dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--cap-gib", type=float, default=None, help="limit of torch's allocator on each GPU")
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs of fsdp2-offload and deepspeed-zero3")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs of fsdp2 and of engines that offload")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)

@@ -31,6 +31,8 @@ def test_settings_divide_the_batch():
     )  # fmt: skip
     assert [s.micro_batches for s in settings_of(args, "hf-liger")] == [(4, 2, 1), (4, 2, 1)]
     assert [(s.micro_batches, s.ranks) for s in settings_of(args, "fsdp2-offload")] == [((4,), 2)]
+    found = [(s.micro_batches, s.recompute, s.ranks) for s in settings_of(args, "fsdp2")]
+    assert found == [((n,), recompute, 2) for recompute in (False, True) for n in (4, 2, 1)]
 
 
 def test_a_failed_run_tells_its_error():

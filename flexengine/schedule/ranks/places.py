@@ -171,15 +171,17 @@ class SplitPlaces(RelayPlaces):
 
 def why_no_shards(stored: GroupStorage, ranks: int, acc_bytes: int) -> str:
     """Why ranks cannot keep shards of a trained group; empty if they can. acc_bytes: of an element of accumulators."""
-    if len(stored.parts) > 1:
+    part, *others = stored.parts
+    if others:
         return "its experts cross the link in parts"
     if stored.on_gpu_only:
         return "whole matrices are updated at once"
-    pieces = owned_pieces(stored.parts[0], ranks, acc_bytes, in_sections=False)
-    for segment in (segment for segment in stored.segments if segment.rule is not None and segment.rule.block > 1):
+    pieces = owned_pieces(part, ranks, acc_bytes, in_sections=False)
+    for segment in stored.segments:
+        block = 1 if segment.rule is None else segment.rule.block
         starts = (piece.start - segment.first_element for piece in pieces)
-        if any(0 < start < segment.numel and start % segment.rule.block for start in starts):
-            return f"its optimizer states lie in blocks of {segment.rule.block} elements, of which shards cut some"
+        if any(0 < start < segment.numel and start % block for start in starts):
+            return f"its optimizer states lie in blocks of {block} elements, of which shards cut some"
     return ""
 
 
