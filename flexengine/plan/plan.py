@@ -60,12 +60,13 @@ class GroupPlan:
     which take the place of the first ones where nothing is. grads "none": in a step of one round the GPU updates from
     the gradient as backward leaves it, so that it has no home; with clipping once an earlier run has found the norm.
     states "drive": masters' lower halves and the rule's states lie on a drive, from which the CPU's update brings them.
-    weights "drive": what is frozen is read from a drive whenever the GPU uses it. "shard": each of several ranks keeps
-    its share of weights, gradients and states on its GPU, which updates it there.
+    weights "drive": they are read from a drive whenever the GPU uses them. grads "drive": by way of the host what a
+    round leaves goes there. Of what is trained both need states on the drive, too, as the update brings and writes all.
+    "shard": each of several ranks keeps its share of weights, gradients and states on its GPU, which updates it there.
     """
 
     weights: Literal["gpu", "host", "drive", "shard"] = "host"
-    grads: Literal["gpu", "host", "none", "shard"] = "host"
+    grads: Literal["gpu", "host", "none", "drive", "shard"] = "host"
     states: Literal["gpu", "host", "dealt", "drive", "shard"] = "host"
     update: Literal["gpu", "cpu", "none"] = "gpu"
     speculative: bool = False
@@ -83,8 +84,10 @@ class GroupPlan:
             raise ValueError("optimizer states on the GPU need the weights there too")
         if self.states == "drive" and (self.update != "cpu" or self.speculative):
             raise ValueError("optimizer states on a drive need an update on the CPU that waits for the norm")
-        if self.weights == "drive" and self.trained:
-            raise ValueError("weights on a drive are read alone, so they must be frozen")
+        if self.trained and "drive" in (self.weights, self.grads) and self.states != "drive":
+            raise ValueError("weights and gradients of what is trained lie on a drive only beside its optimizer states")
+        if self.grads == "drive" and not self.trained:
+            raise ValueError("what is not updated has no gradients, so none on a drive")
         if self.states == "dealt" and (self.update != "gpu" or "gpu" in (self.weights, self.grads)):
             raise ValueError("dealt optimizer states need an update on the GPU, and weights and gradients on the host")
         sharded = [place == "shard" for place in (self.weights, self.grads, self.states)]
@@ -99,7 +102,7 @@ class GroupPlan:
     @property
     def streams_grads(self) -> bool:
         """Whether gradients leave for the host."""
-        return self.trained and self.grads == "host"
+        return self.trained and self.grads in ("host", "drive")
 
     @property
     def stages_grads(self) -> bool:
@@ -119,11 +122,21 @@ class GroupPlan:
     @property
     def uses_drive(self) -> bool:
         """Whether some plane lies on a drive."""
-        return "drive" in (self.weights, self.states)
+        return "drive" in (self.weights, self.grads, self.states)
 
-    def off_the_drive(self) -> GroupPlan:
-        """The same home with the host's memory in place of a drive."""
-        return replace(self, **{kind: "host" for kind in ("weights", "states") if getattr(self, kind) == "drive"})
+    def off_the_drive(self, kinds: tuple[str, ...] = ("weights", "grads", "states")) -> GroupPlan:
+        """The same home with the host's memory in place of a drive, for planes of these kinds."""
+        return replace(self, **{kind: "host" for kind in kinds if getattr(self, kind) == "drive"})
+
+    def home_of(self, kind: str) -> str:
+        """The memory that a plane lies in, by its kind."""
+        if kind == "weights":
+            return self.weights
+        if kind == "grad":
+            return self.grads
+        if self.states == "dealt":  # masters stay whole on the host, so that weights are loaded and exported as ever
+            return "host" if kind == "remainder" else "gpu"
+        return self.states
 
     def of_frozen(self) -> GroupPlan:
         """The same home for weights that are not trained."""

@@ -37,7 +37,8 @@ class Problem:
     """A model that is planned for a request on a machine, and how far is searched.
 
     streams_adapters: what is trained beside frozen groups lives on the host, too. Of ranks of a node it does so always.
-    on_drive: optimizer states of what is not on the GPU altogether may lie on a drive.
+    on_drive: optimizer states of what is not on the GPU altogether may lie on a drive. all_on_drive: so may weights and
+    gradients of blocks.
     """
 
     model: ModelSpec
@@ -46,6 +47,7 @@ class Problem:
     limits: SearchLimits = field(default_factory=lambda: limits.LIMITS)
     streams_adapters: bool = False
     on_drive: bool = False
+    all_on_drive: bool = False
 
     @property
     def may_update_by_cpu(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, spe
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import process_bytes
 from flexengine.planner.cost.save_sets import SaveSets, frontier, side_by_side
-from flexengine.planner.drive_states import planes_on_host
 from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.on_drive import KINDS, planes_on_host
 from flexengine.planner.problem import Problem
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_search import SizeSearch
@@ -212,10 +213,14 @@ class Search:
         return (by_cpu, found) if found.step_s < estimate.step_s else (plan, estimate)
 
     def off_the_drive(self, plan: Plan, estimate: StepEstimate) -> Priced:
-        """Keep what the host has room for there: of what forward needs first, or of what backward ends."""
-        best = plan, estimate
-        for groups in (range(len(plan.groups)), reversed(range(len(plan.groups)))):
-            fewer = planes_on_host(self.problem, plan, groups)
+        """Keep what the host has room for there: of what forward needs first, or of what backward ends; weights first,
+        or gradients."""
+        best, numbers = (plan, estimate), range(len(plan.groups))
+        both = (
+            (KINDS, ("grads", "weights", "states")) if any(home.grads == "drive" for home in plan.groups) else (KINDS,)
+        )
+        for groups, kinds in product((numbers, numbers[::-1]), both):
+            fewer = planes_on_host(self.problem, plan, groups, kinds)
             if fewer is not plan:
                 found = self.pricer.step(self.problem.layout(fewer))
                 best = (fewer, found) if found.step_s < best[1].step_s else best

@@ -30,9 +30,9 @@ from flexengine.planner.cost.stream_loads import (
     UPDATED_BY_CPU,
     residencies_of,
 )
-from flexengine.planner.drive_states import drive_tile, numbers_on_drive, staged_bytes, staged_weights
 from flexengine.planner.inputs_again import InputsAgain
 from flexengine.planner.keep_options import KeepOptions, keep_options
+from flexengine.planner.on_drive import drive_tile, homes_on_drive, staged_bytes
 from flexengine.planner.problem import Problem
 from flexengine.schedule.fixed_slots import host_scalar_bytes, norm_square_bytes
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage, tile_offsets
@@ -115,16 +115,16 @@ class SharedBuffers:
         self.unstored = request.gpu_updates == "unstored"
         on_gpu = (STREAMED,) if request.shares_node else UNSTORED_RESIDENCIES if self.unstored else GPU_RESIDENCIES
         self.residencies = np.array([*on_gpu, UPDATED_BY_CPU] if by_cpu else on_gpu)
-        self.on_drive = problem.on_drive and by_cpu
+        self._drive = self.on_drive, self.all_on_drive = by_cpu and problem.on_drive, by_cpu and problem.all_on_drive
         homes = self._residencies(model)
         self.kind_residencies = [homes[kind.group] for kind in self.kinds]
         self.edge_residencies = [homes[g] for g in self.edge_groups]
         self._tiles: dict[int, int] = {}
         # parts [L] in which parameters cross the link, and host bytes that updates by the CPU take beside planes
         self.parts_of_blocks = np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
-        of_all, scalars = self.kind_layouts + self.edge_layouts, host_scalar_bytes(len(model.groups), self._acc_bytes)
-        self.cpu_update_host_bytes = align(scalars) + self.on_drive * staged_bytes(of_all, self.num_parameters)
-        self.staged_weight_bytes = self.on_drive * staged_weights(self.kind_layouts)
+        numbers, layouts = [kind.group for kind in self.kinds] + self.edge_groups, self.kind_layouts + self.edge_layouts
+        tiles, self.staged_part_bytes = staged_bytes(model, numbers, layouts, *self._drive)
+        self.cpu_update_host_bytes = align(host_scalar_bytes(len(model.groups), self._acc_bytes)) + tiles
         self._options: dict[tuple[int, SaveSets], tuple[KeepOptions, ...]] = {}
         self._edge_slots: dict[EdgeChoice, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
@@ -146,7 +146,7 @@ class SharedBuffers:
             for g, use in zip(model.groups, group_uses(model), strict=True)
         )
         return [
-            residencies_of(group, unstored and once and group.num_parts == 1, numbers_on_drive(group, self.on_drive))
+            residencies_of(group, unstored and once and group.num_parts == 1, homes_on_drive(group, *self._drive))
             for group, once in zip(model.groups, whole, strict=True)
         ]
 
@@ -216,7 +216,7 @@ class SharedBuffers:
                 _bytes_of(layout, "hidden states", "key/value window") + again.get("gpu", 0),
                 layout.place("scratch").num_bytes,
                 host_required_bytes(layout, self.profile)
-                + (self.spilled_bytes[1] + self.staged_weight_bytes)
+                + (self.spilled_bytes[1] + self.staged_part_bytes)
                 + self.adapters.host_bytes_beyond(self.small)
                 + again.get("host", 0),
             )

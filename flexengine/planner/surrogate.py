@@ -24,6 +24,7 @@ from flexengine.planner.cost.stream_loads import (
     cpu_update_s,
     drive_slowdown,
     gpu_update_s,
+    grad_slowdowns,
     issue_s,
     tile_times,
     tile_times_in_round,
@@ -171,6 +172,7 @@ class Surrogate:
         slowdowns = np.array([drive_slowdown(home, cost) for home in kind.residencies])
         weights = STREAMS_WEIGHTS[residency] * slowdowns[residency] * planes["weights"]
         streams = tables.streams_grads.by_kind[number][residency]
+        slower = np.array([grad_slowdowns(home, cost) for home in kind.residencies]).T[:, residency]
         copies_s, beside = copy_s * kind.copies[option], self._copies_of_adapters(kind.adapters)
         forward_s = sum(s.forward_issue_s for s in kind.seconds) / chunks
         backward_s = sum(s.backward_issue_s for s in kind.seconds) / chunks + kind.issue_s[option]
@@ -181,8 +183,8 @@ class Surrogate:
             input_h2d_s=self._copy_s(inputs, True),
             save_h2d_s=self._copy_s(staged, True),
             weights_h2d_s=self._copy_s(weights, True) + beside.weights_s,
-            grad_h2d_s=self._copy_s(streams * planes["grad"], True) + beside.grads_h2d_s,
-            grad_d2h_s=self._copy_s(streams * planes["grad"], False) + beside.grads_d2h_s,
+            grad_h2d_s=self._copy_s(streams * slower[0] * planes["grad"], True) + beside.grads_h2d_s,
+            grad_d2h_s=self._copy_s(streams * slower[1] * planes["grad"], False) + beside.grads_d2h_s,
             forward_issue_s=forward_s + copies_s,
             backward_issue_s=backward_s + (2 if tables.sliced else 1) * copies_s,
             fetch_issue_s=np.full(len(option), copy_s * (1 + len(kind.adapters))),

@@ -347,6 +347,9 @@ def _on_drive_applies(problem: Problem, best: Found | None) -> bool:
 ON_DRIVE = Variant[Problem, Found](
     _on_drive_applies, lambda problem, _: fastest(OF_STORED, replace(problem, on_drive=True))
 )
+ALL_ON_DRIVE = Variant[Problem, Found](
+    _on_drive_applies, lambda problem, _: fastest(OF_STORED, replace(problem, on_drive=True, all_on_drive=True))
+)
 
 # -- clipped gradients that are not stored -----------------------------------------------------------------------------
 
@@ -363,4 +366,4 @@ def _norm_first(problem: Problem, _: Found | None) -> Found | None:
 
 
 NORM_FIRST = Variant[Problem, Found](_norm_first_applies, _norm_first)
-OF_ONE_RANK = (*OF_STORED, ON_DRIVE, NORM_FIRST)
+OF_ONE_RANK = (*OF_STORED, ON_DRIVE, ALL_ON_DRIVE, NORM_FIRST)

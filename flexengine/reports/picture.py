@@ -103,6 +103,7 @@ CAUSE_WORDS = {
     "drive_in": "the drive, for updates",
     "drive_out": "the drive, which is written,",
     "drive_fetch": "the drive, for weights",
+    "drive_store": "the drive, for gradients",
     "comm": "exchanges between GPUs",
     ISSUE: "the host to issue commands",
 }

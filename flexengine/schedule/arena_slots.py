@@ -12,8 +12,16 @@ import math
 from collections.abc import Iterator
 
 from flexengine.models.spec import BLOCK_CLASSES
-from flexengine.plan import GroupPlan, Plan
-from flexengine.schedule.drive import drive_slots, in_blocks, staged_weight_bytes, weight_blocks, weights_on_drive
+from flexengine.plan import Plan
+from flexengine.schedule.drive import (
+    drive_bytes,
+    drive_kinds,
+    drive_slots,
+    frozen_on_drive,
+    in_blocks,
+    part_blocks,
+    staged_part_bytes,
+)
 from flexengine.schedule.fixed_slots import (
     PARTIAL_SQUARES,
     SCALAR_BYTES,
@@ -26,10 +34,11 @@ from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.region import Region
 from flexengine.schedule.second_planes import SECOND, second_kinds
-from flexengine.schedule.slots import Memory, Slot
+from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot
 
-STAGED_WEIGHTS = 2
-"""Slots of the host for weights from a drive: one is read while another is sent, as a drive is slower than the link."""
+STAGED_WEIGHTS, STAGED_GRADS = 2, 3
+"""Slots of the host for weights from a drive: one is read while another is sent, as a drive is slower than the link.
+For gradients: one more is written."""
 ADAPTER_SLOTS = 2
 """Slots for weights of adapters that stream, and for their gradients: one at work, one on its way."""
 
@@ -48,24 +57,14 @@ def _add_drive(sizes: PlannedSizes, slots: list[Slot]) -> int:
     """Append the slots of what lies on a drive; returns its bytes."""
     end = 0
     for spec, stored, home in zip(sizes.model.groups, sizes.groups, sizes.plan.groups, strict=True):
-        if home.states == "drive":
-            slots += drive_slots(spec.name, stored, end, sizes.plan.drive_tile)
-            end = max(slot.end for slot in slots if slot.memory == "drive")
-        if home.weights == "drive":
-            slots += weights_on_drive(spec.name, stored, end)
+        kinds = drive_kinds(stored, home)
+        if kinds:
+            slots += drive_slots(spec.name, stored, kinds, end, sizes.plan.drive_tile)
+            end += drive_bytes(stored, kinds)
+        elif home.weights == "drive":
+            slots += frozen_on_drive(spec.name, stored, end)
             end += in_blocks(stored.plane_bytes["weights"])
     return end
-
-
-def home_of_plane(kind: str, home: GroupPlan) -> str:
-    """The memory that a plan keeps a plane of a group in."""
-    if kind == "weights":
-        return home.weights
-    if kind == "grad":
-        return home.grads
-    if home.states == "dealt":  # masters stay whole on the host, so that weights are loaded and exported as ever
-        return "host" if kind == "remainder" else "gpu"
-    return home.states
 
 
 def host_memory(plan: Plan) -> Memory:
@@ -106,7 +105,8 @@ class _HostSlots:
             region.add("scalars", host_scalar_bytes(len(sizes.groups), sizes.acc_bytes), "scalars")
         self._planes()
         self._staged_states()
-        self._staged_weights()
+        self._staged_parts("weights", "staged_weights", STAGED_WEIGHTS)
+        self._staged_parts("grad", "staged_grads", STAGED_GRADS)
         sizes.places.add_on_host(sizes, region, self._homes)
         self._offloaded_activations()
         return region.end
@@ -116,7 +116,7 @@ class _HostSlots:
         rows = zip(self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True)
         for group, (spec, stored, home) in enumerate(rows):
             for kind, num_bytes in stored.plane_bytes.items():
-                on_host = home_of_plane(kind, home) in ("host", "shard")
+                on_host = home.home_of(kind) in ("host", "shard")
                 if not num_bytes or not self._sizes.places.has_place(kind, on_host):
                     continue
                 category = categories.get(kind, "optimizer states")
@@ -136,23 +136,24 @@ class _HostSlots:
             self._region.end = in_blocks(self._region.end)
             self._region.add("staged", num_bytes, "drive slots", index=k)
 
-    def _staged_weights(self) -> None:
-        """Append slots of each class for weights on their way from a drive to the GPU, at borders of its blocks."""
+    def _staged_parts(self, kind: PlaneKind, role: Role, most: int) -> None:
+        """Append slots of each class for weights or gradients on their way between a drive and the GPU, at borders of
+        its blocks."""
         rows = zip(self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True)
-        classes: dict[str, list[GroupStorage]] = {}
+        classes: dict[str, list[tuple[GroupStorage, bool]]] = {}
         for spec, stored, home in rows:
-            if home.weights == "drive":
-                classes.setdefault(spec.slot_class, []).append(stored)
+            if home.home_of(kind) == "drive":
+                classes.setdefault(spec.slot_class, []).append((stored, home.trained))
         for name, groups in classes.items():
-            most = min(STAGED_WEIGHTS, sum(len(stored.parts) for stored in groups))
-            for k in range(most):
+            num_bytes = max(staged_part_bytes(stored, kind, trained=trained) for stored, trained in groups)
+            for k in range(min(most, sum(len(stored.parts) for stored, _ in groups))):
                 self._region.end = in_blocks(self._region.end)
-                self._region.add("staged_weights", max(map(staged_weight_bytes, groups)), "drive slots", name, k)
+                self._region.add(role, num_bytes, "drive slots", name, k)
                 self._region.add_places(
                     (blocks.place, blocks.held)
-                    for stored in groups
+                    for stored, trained in groups
                     for part in stored.parts
-                    for blocks in weight_blocks(stored, part)
+                    for blocks in part_blocks(stored, part, kind, trained=trained)
                 )
 
     def _places_of_pieces(self, group: int) -> Iterator[tuple[int, int, int]]:

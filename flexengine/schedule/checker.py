@@ -20,6 +20,7 @@ from flexengine.schedule.commands import (
     BOUND_BYTES,
     DIRECTIONS,
     DRIVE_STREAMS,
+    DRIVE_WRITES,
     Command,
     DecodeWeights,
     FetchExperts,
@@ -172,7 +173,7 @@ def _check_direction(program: Program, command: Command) -> None:
 def _check_blocks(program: Program, command: Command) -> None:
     """Check that a copy goes between a drive and the host as its stream says, in whole blocks, each slot on the drive
     at once."""
-    ends = ("host", "drive") if command.stream is Stream.DRIVE_OUT else ("drive", "host")
+    ends = ("host", "drive") if command.stream in DRIVE_WRITES else ("drive", "host")
     for c in command.regions:
         source, target = program.slots[c.source], program.slots[c.target]
         if (source.memory, target.memory) != ends:
@@ -350,16 +351,30 @@ def check_contents(program: Program, overlaps: list[tuple[int, ...]]) -> None:
 
 
 def check_written_back(program: Program) -> None:
-    """Check that states from a drive are written back once they are updated, before their slot holds others."""
-    updated: dict[int, Command] = {}
+    """Check that what is to go to a drive is written there before its slot holds other things: every plane of a tile
+    but its gradient once the CPU has updated it, and gradients that the GPU has left."""
+    left: dict[int, Command] = {}
     for command in program.commands:
-        if command.stream is Stream.DRIVE_OUT:
+        if command.stream in DRIVE_WRITES:
             for slot, _ in command.reads:
-                updated.pop(slot, None)
+                if slot in left:
+                    _check_all_written(program, command, left.pop(slot), slot)
         for slot, _ in command.writes:
-            if slot in updated:
-                raise ProgramError(f"{command.label} overwrites what {updated[slot].label} has left for the drive")
-            if command.stream is Stream.CPU and program.slots[slot].key.role == "staged":
-                updated[slot] = command
-    for slot, command in updated.items():
+            if slot in left:
+                raise ProgramError(f"{command.label} overwrites what {left[slot].label} has left for the drive")
+            role, *_, within = program.slots[slot].key
+            if not within and (command.stream, role) in ((Stream.CPU, "staged"), (Stream.D2H, "staged_grads")):
+                left[slot] = command
+    for slot, command in left.items():
         raise ProgramError(f"{command.label} leaves {program.slots[slot].name}, and nothing writes it to the drive")
+
+
+def _check_all_written(program: Program, write: Command, before: Command, slot: int) -> None:
+    """Check that a write takes each plane that an update has left in a slot to where the plane lies."""
+    if not isinstance(before.args, UpdateTile):
+        return
+    group, places = before.args.group, before.args.planes.items()
+    left = {(kind, place.offset) for kind, place in places if place.slot == slot and kind != "grad"}
+    written = {(program.slots[c.target].key.role, c.source_offset) for c in write.copies}
+    if left != written or write.args.group != group:
+        raise ProgramError(f"{write.label} writes {sorted(written)} of what {before.label} leaves, {sorted(left)}")

@@ -26,6 +26,7 @@ class Stream(StrEnum):
     comm: collectives, in which all ranks of a node take part in the same order, and what follows them at once.
     drive_in, drive_out: reads of a drive into the host's memory for the CPU, and writes back.
     drive_fetch: reads of a drive into the host's memory for copies to the GPU, which wait for them.
+    drive_store: writes to a drive of what copies from the GPU have left in the host's memory.
     """
 
     COMPUTE = "compute"
@@ -38,14 +39,19 @@ class Stream(StrEnum):
     DRIVE_IN = "drive_in"
     DRIVE_OUT = "drive_out"
     DRIVE_FETCH = "drive_fetch"
+    DRIVE_STORE = "drive_store"
 
 
 BASE_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.CPU)
 STREAMS = tuple(Stream)
-DRIVE_STREAMS = (Stream.DRIVE_IN, Stream.DRIVE_OUT, Stream.DRIVE_FETCH)
+DRIVE_WRITES = (Stream.DRIVE_OUT, Stream.DRIVE_STORE)
+DRIVE_READS = (Stream.DRIVE_IN, Stream.DRIVE_FETCH)
+DRIVE_STREAMS = (*DRIVE_READS, *DRIVE_WRITES)
 HOST_STREAMS = (Stream.CPU, Stream.DRIVE_IN, Stream.DRIVE_OUT)
 """Those that go on beyond a program's end on the GPU; within a program no other stream waits for them."""
-THREAD_STREAMS = (*HOST_STREAMS, Stream.DRIVE_FETCH)
+LASTING_STREAMS = (*HOST_STREAMS, Stream.DRIVE_STORE)
+"""Those that may still run when a program has ended on the GPU."""
+THREAD_STREAMS = (*LASTING_STREAMS, Stream.DRIVE_FETCH)
 """Those that threads of the host carry out; before a copy that waits for one the host itself waits."""
 STREAM_INDEX = {stream: i for i, stream in enumerate(STREAMS)}
 DIRECTIONS = {Stream.H2D: Stream.H2D, Stream.RELAY_IN: Stream.H2D, Stream.D2H: Stream.D2H, Stream.RELAY_OUT: Stream.D2H}

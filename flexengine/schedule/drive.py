@@ -2,8 +2,9 @@
 
 A plane on a drive has a region of a file for its home; whatever uses it finds a piece of it in a slot of the host. A
 drive reads and writes blocks past the page cache, so what moves at once begins and ends at a block's border, in the
-file as in memory. Segments of states therefore begin at a border, and tiles have so many elements that those of every
-plane do. Weights, which are only read, lie as they do in memory; what is read are the blocks that hold a part's runs.
+file as in memory. Segments of what is trained therefore begin at a border, and tiles have so many elements that those
+of every plane do. Frozen weights, which are only read, lie as they do in memory. What goes to the GPU and comes from it
+are the blocks that hold a part's elements.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from flexengine.plan import GroupPlan
 from flexengine.schedule.group_storage import GroupStorage, Plane, Segment, element_bytes
 from flexengine.schedule.parts import Part
 from flexengine.schedule.region import RUN
@@ -26,9 +28,18 @@ def in_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def drive_planes(stored: GroupStorage, segment: Segment) -> list[Plane]:
-    """The planes of a segment that a drive holds: all that only the update reads and writes."""
-    return [plane for plane in segment.planes if plane.kind in stored.state_kinds]
+Kinds = tuple[PlaneKind, ...]
+"""The planes of a group that a drive holds."""
+
+
+def drive_kinds(stored: GroupStorage, home: GroupPlan) -> Kinds:
+    """The planes of a trained group that a drive holds; none of a frozen one, whose weights lie otherwise."""
+    return tuple(k for k, size in stored.plane_bytes.items() if size and home.trained and home.home_of(k) == "drive")
+
+
+def drive_planes(segment: Segment, kinds: Kinds) -> list[Plane]:
+    """The planes of a segment that a drive holds."""
+    return [plane for plane in segment.planes if plane.kind in kinds]
 
 
 def drive_start(stored: GroupStorage, segment: Segment, kind: PlaneKind) -> int:
@@ -42,31 +53,31 @@ def drive_start(stored: GroupStorage, segment: Segment, kind: PlaneKind) -> int:
 
 
 def drive_plane_bytes(stored: GroupStorage, kind: PlaneKind) -> int:
-    """Bytes of a group's plane on a drive."""
-    planes = ((plane, segment) for segment in stored.segments for plane in drive_planes(stored, segment))
-    return sum(in_blocks(plane.num_bytes(segment.numel)) for plane, segment in planes if plane.kind == kind)
+    """Bytes of a trained group's plane on a drive."""
+    planes = ((plane, segment) for segment in stored.segments for plane in drive_planes(segment, (kind,)))
+    return sum(in_blocks(plane.num_bytes(segment.numel)) for plane, segment in planes)
 
 
-def drive_bytes(stored: GroupStorage) -> int:
-    """Bytes of a group's states on a drive."""
-    return sum(drive_plane_bytes(stored, kind) for kind in stored.state_kinds)
+def drive_bytes(stored: GroupStorage, kinds: Kinds) -> int:
+    """Bytes of planes of a group on a drive."""
+    return sum(drive_plane_bytes(stored, kind) for kind in kinds)
 
 
-def drive_tiles(stored: GroupStorage, segment: Segment, most: int) -> list[tuple[int, int]]:
-    """Cut a segment into (start, elements) of about `most` elements, whose states begin at borders of blocks."""
-    units = [BLOCK_BYTES // element_bytes(plane.dtype) * plane.block for plane in drive_planes(stored, segment)]
+def drive_tiles(segment: Segment, kinds: Kinds, most: int) -> list[tuple[int, int]]:
+    """Cut a segment into (start, elements) of about `most` elements, whose planes begin at borders of blocks."""
+    units = [BLOCK_BYTES // element_bytes(plane.dtype) * plane.block for plane in drive_planes(segment, kinds)]
     unit = math.lcm(*units)
     size = -(-most // unit) * unit
     return [(start, min(size, segment.numel - start)) for start in range(0, segment.numel, size)]
 
 
-def staged_offsets(groups: Iterable[GroupStorage], most: int) -> dict[PlaneKind, int]:
+def staged_offsets(groups: Iterable[tuple[GroupStorage, Kinds]], most: int) -> dict[PlaneKind, int]:
     """Where each plane of any tile begins in a slot of the host, and its `end`."""
     needed: dict[PlaneKind, int] = {}
-    for stored in groups:
+    for stored, kinds in groups:
         for segment in stored.segments:
-            elements = max(count for _, count in drive_tiles(stored, segment, most))
-            for plane in drive_planes(stored, segment):
+            elements = max(count for _, count in drive_tiles(segment, kinds, most))
+            for plane in drive_planes(segment, kinds):
                 needed[plane.kind] = max(needed.get(plane.kind, 0), in_blocks(plane.num_bytes(elements)))
     offsets, end = dict[PlaneKind, int](), 0
     for kind, num_bytes in needed.items():
@@ -75,64 +86,95 @@ def staged_offsets(groups: Iterable[GroupStorage], most: int) -> dict[PlaneKind,
     return {**offsets, "end": end}
 
 
-def drive_slots(owner: str, stored: GroupStorage, start: int, most: int) -> Iterator[Slot]:
-    """The slots of a group's planes on a drive from a byte on, each with those of its tiles behind it."""
-    for kind in stored.state_kinds:
+def drive_slots(owner: str, stored: GroupStorage, kinds: Kinds, start: int, most: int) -> Iterator[Slot]:
+    """The slots of a trained group's planes on a drive from a byte on, each with those of its tiles behind it, and of
+    the blocks of its parts."""
+    for kind in kinds:
         num_bytes = drive_plane_bytes(stored, kind)
-        whole = Slot(SlotKey(kind, owner, memory="drive"), start, num_bytes, "optimizer states")
+        whole = Slot(SlotKey(kind, owner, memory="drive"), start, num_bytes, _CATEGORIES.get(kind, "optimizer states"))
         yield whole
         for segment in stored.segments:
-            for plane in (plane for plane in drive_planes(stored, segment) if plane.kind == kind):
+            for plane in drive_planes(segment, (kind,)):
                 begin = drive_start(stored, segment, kind)
-                for first, count in drive_tiles(stored, segment, most):
+                for first, count in drive_tiles(segment, kinds, most):
                     place = begin + plane.num_bytes(first), in_blocks(plane.num_bytes(count))
                     yield whole.subslot((segment.name, first), *place, RUN)
+        if kind in _CATEGORIES:
+            yield from _slots_of_blocks(whole, stored, trained=True)
         start += num_bytes
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
+_CATEGORIES = {"weights": "weights", "grad": "gradients"}
+
+# -- parts on their way to and from the GPU ----------------------------------------------------------------------------
 
 
-class WeightBlocks(NamedTuple):
-    """Blocks of a plane of weights on a drive that are read at once, and where they go in a slot of the host.
+class PartBlocks(NamedTuple):
+    """Blocks of a plane on a drive that are moved at once, and where they lie in a slot of the host.
 
-    run: the number of the run of elements that they hold; -1 for all of a group. start, num_bytes: of the plane.
-    staged: where they begin in the slot. place, held: where in the slot begin the bytes that are wanted, and how many.
+    number: among those of the plane. start, num_bytes: of the plane. staged: where they begin in the slot of the host.
+    place, held: where in it begin the bytes that are wanted, and how many. target: where these begin in a slot of the
+    GPU.
     """
 
-    run: int
+    number: int
     start: int
     num_bytes: int
     staged: int
     place: int
     held: int
+    target: int
 
 
-def weight_blocks(stored: GroupStorage, part: Part) -> list[WeightBlocks]:
-    """The blocks of a part of a group, one behind the other in the slot; those of a group in one part are its plane."""
-    if len(stored.parts) == 1:
-        held = stored.plane_bytes["weights"]
-        return [WeightBlocks(-1, 0, in_blocks(held), 0, 0, held)]
-    found, staged = list[WeightBlocks](), 0
-    for run in part.runs:
-        start, _, held = stored.run_bytes("weights", run)
+def part_blocks(stored: GroupStorage, part: Part, kind: PlaneKind, *, trained: bool) -> list[PartBlocks]:
+    """The blocks of a part of a group's weights or gradient, one behind the other in the slot of the host."""
+    found, staged = list[PartBlocks](), 0
+    for number, start, held, target in _spans(stored, part, kind) if trained else _frozen_spans(stored, part):
         first = start // BLOCK_BYTES * BLOCK_BYTES
         num_bytes = in_blocks(start + held) - first
-        found.append(WeightBlocks(run.number, first, num_bytes, staged, staged + start - first, held))
+        found.append(PartBlocks(number, first, num_bytes, staged, staged + start - first, held, target))
         staged += num_bytes
     return found
 
 
-def staged_weight_bytes(stored: GroupStorage) -> int:
-    """Bytes of a slot of the host for any part of a group's weights."""
-    return max(sum(blocks.num_bytes for blocks in weight_blocks(stored, part)) for part in stored.parts)
+def _frozen_spans(stored: GroupStorage, part: Part) -> Iterator[tuple[int, int, int, int]]:
+    """(number, first byte of the plane, bytes, first byte in a slot of the GPU) of frozen weights, run by run; those of
+    a group in one part are its plane."""
+    if len(stored.parts) == 1:
+        yield -1, 0, stored.plane_bytes["weights"], 0
+        return
+    for run in part.runs:
+        start, target, held = stored.run_bytes("weights", run)
+        yield run.number, start, held, target
 
 
-def weights_on_drive(owner: str, stored: GroupStorage, start: int) -> Iterator[Slot]:
-    """The slots of a group's weights on a drive from a byte on, each with those of its blocks behind it."""
+def _spans(stored: GroupStorage, part: Part, kind: PlaneKind) -> Iterator[tuple[int, int, int, int]]:
+    """The same of what is trained: of each run, or of a group in one part, what lies in each segment."""
+    width, whole = stored.element_bytes(kind), len(stored.parts) == 1
+    for first, place, numel in [(0, 0, stored.numel)] if whole else [run[:3] for run in part.runs]:
+        for segment in stored.segments:
+            begin = max(first, segment.first_element)
+            count = min(first + numel, segment.first_element + segment.numel) - begin
+            if count > 0:
+                start = drive_start(stored, segment, kind) + (begin - segment.first_element) * width
+                yield begin, start, count * width, (place + begin - first) * width
+
+
+def staged_part_bytes(stored: GroupStorage, kind: PlaneKind, *, trained: bool) -> int:
+    """Bytes of a slot of the host for any part of a group's weights or gradient."""
+    parts = (part_blocks(stored, part, kind, trained=trained) for part in stored.parts)
+    return max(sum(blocks.num_bytes for blocks in part) for part in parts)
+
+
+def _slots_of_blocks(whole: Slot, stored: GroupStorage, *, trained: bool) -> Iterator[Slot]:
+    for part in stored.parts:
+        for blocks in part_blocks(stored, part, whole.key.role, trained=trained):
+            yield whole.subslot(("blocks", blocks.number), blocks.start, blocks.num_bytes, RUN)
+
+
+def frozen_on_drive(owner: str, stored: GroupStorage, start: int) -> Iterator[Slot]:
+    """The slots of a frozen group's weights on a drive from a byte on, each with those of its blocks behind it."""
     num_bytes = in_blocks(stored.plane_bytes["weights"])
     whole = Slot(SlotKey("weights", owner, memory="drive"), start, num_bytes, "weights")
     yield whole
-    for part in stored.parts:
-        for blocks in weight_blocks(stored, part):
-            yield whole.subslot(("blocks", blocks.run), blocks.start, blocks.num_bytes, RUN)
+    yield from _slots_of_blocks(whole, stored, trained=False)

@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.schedule.commands import HOST_STREAMS, THREAD_STREAMS, Access, Command, Program, Stream
-from flexengine.schedule.slots import HOST_SIDE, Slot
+from flexengine.schedule.commands import HOST_STREAMS, LASTING_STREAMS, THREAD_STREAMS, Access, Command, Program, Stream
+from flexengine.schedule.slots import Slot
 
-NODE_ADDRESS = 1 << 60
-"""Where the node's memory begins, if the host's begins at 0; larger than any memory."""
+BEYOND: dict[str, int] = {"host": 0, "node": 1 << 60, "drive": 1 << 61}
+"""Where each memory begins that threads of the host touch, in one numbering of all; farther apart than any is large."""
 
 
 def _address(slot: Slot) -> int:
-    """The first byte of a slot, in one numbering of both memories of the host."""
-    return slot.offset + NODE_ADDRESS * (slot.memory == "node")
+    """The first byte of a slot, in one numbering."""
+    return slot.offset + BEYOND.get(slot.memory, 0)
 
 
 class _Touched(NamedTuple):
-    """Ranges [start, end) of host memory that commands of the CPU touch, the command, and whether it writes."""
+    """Ranges [start, end) of memory that commands of the host's threads touch, the command, and whether it writes."""
 
     start: np.ndarray
     end: np.ndarray
@@ -65,8 +65,15 @@ def host_commands(program: Program) -> list[Command]:
     return found
 
 
+def lasting_commands(program: Program) -> list[Command]:
+    """Those that may still run when a program has ended on the GPU: `host_commands`, and writes to a drive of what the
+    GPU has left."""
+    host_commands(program)
+    return [command for command in program.commands if command.stream in LASTING_STREAMS]
+
+
 def threaded_commands(program: Program) -> list[Command]:
-    """Those of threads of the host: `host_commands`, and reads of a drive that copies to the GPU wait for."""
+    """Those of threads of the host: `lasting_commands`, and reads of a drive that copies to the GPU wait for."""
     host_commands(program)
     return [command for command in program.commands if command.stream in THREAD_STREAMS]
 
@@ -125,17 +132,17 @@ class CpuWaits:
         """The commands that whoever reads, or writes, a slot must wait for."""
         place = self._slots[slot]
         among = self._everyone if writing else self._touched.writes
-        return self._touched.touching(place, among) if place.memory in HOST_SIDE else frozenset()
+        return self._touched.touching(place, among) if place.memory in BEYOND else frozenset()
 
 
 def _touched(program: Program) -> _Touched:
     first = [_address(slot) for slot in program.slots]
     rows = [
         (first[slot], first[slot] + program.slots[slot].num_bytes, command.index, writes)
-        for command in host_commands(program)
+        for command in lasting_commands(program)
         for accesses, writes in ((command.reads, False), (command.writes, True))
         for slot, _ in accesses
-        if program.slots[slot].memory in HOST_SIDE
+        if program.slots[slot].memory in BEYOND
     ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     return _Touched(columns[0], columns[1], columns[2], columns[3].astype(bool))
@@ -147,7 +154,7 @@ def followed(before: Program, after: Program) -> Program:
     `after` starts on every stream of the GPU when all of them have ended `before`, and waits for the CPU where it must.
     """
     shift, waits = len(before.commands), cpu_waits(before, after)
-    ends: dict[Stream, int] = {c.stream: c.index for c in before.commands if c.stream not in HOST_STREAMS}
+    ends: dict[Stream, int] = {c.stream: c.index for c in before.commands if c.stream not in LASTING_STREAMS}
     started: set[Stream] = set()
     commands = list(before.commands)
     for command in after.commands:

@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple, Self
 
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.schedule.arena_slots import STAGED_WEIGHTS, home_of_plane, host_memory, lay_out
-from flexengine.schedule.drive import WeightBlocks, drive_bytes, drive_start, weight_blocks
+from flexengine.schedule.arena_slots import STAGED_GRADS, STAGED_WEIGHTS, host_memory, lay_out
+from flexengine.schedule.drive import PartBlocks, drive_bytes, drive_kinds, drive_start, drive_tiles, part_blocks
 from flexengine.schedule.group_storage import Plane, Segment
+from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Run
 from flexengine.schedule.pieces import Piece, Range
@@ -54,9 +55,13 @@ class Layout(PlannedSizes):
 
     @property
     def drive_written_bytes(self) -> int:
-        """Bytes that a step writes to a drive."""
-        rows = zip(self.groups, self.plan.groups, strict=True)
-        return sum(drive_bytes(stored) for stored, home in rows if home.states == "drive")
+        """Bytes that a full step writes to a drive: gradients as often as layers leave some."""
+        found = 0
+        for stored, home, use in zip(self.groups, self.plan.groups, group_uses(self.model), strict=True):
+            kinds = drive_kinds(stored, home)
+            times = self.plan.num_rounds * use.gradients if "grad" in kinds else 1
+            found += drive_bytes(stored, kinds) + (times - 1) * drive_bytes(stored, ("grad",))
+        return found
 
     @cached_property
     def overlaps(self) -> list[tuple[int, ...]]:
@@ -99,7 +104,7 @@ class Layout(PlannedSizes):
 
     def plane_slot(self, kind: PlaneKind, group: int) -> int:
         """The slot that holds a plane of a group from step to step, in the memory where the plan puts it."""
-        home = home_of_plane(kind, self.homes[group])
+        home = self.homes[group].home_of(kind)
         memory: Memory = host_memory(self.plan) if home == "host" else "drive" if home == "drive" else "gpu"
         return self.slot(kind, self.model.groups[group].name, memory=memory)
 
@@ -130,7 +135,8 @@ class Layout(PlannedSizes):
 
     def plane_start(self, group: int, segment: Segment, plane: Plane, share: Share) -> tuple[int, int]:
         """Where a rank finds a segment in the slot of a plane: its first byte there, and the first element it has."""
-        if plane.kind != "weights" and home_of_plane(plane.kind, self.homes[group]) == "drive":
+        home = self.homes[group]
+        if home.trained and home.home_of(plane.kind) == "drive":
             return drive_start(self.groups[group], segment, plane.kind), 0
         if self.homes[group].sharded and share.size > 1:
             return self.shards(group).place(segment, plane, share)[:2]
@@ -142,21 +148,27 @@ class Layout(PlannedSizes):
         """The slot on a drive of a tile of a plane."""
         return self._index[SlotKey(kind, self.model.groups[group].name, memory="drive", within=(segment, start))]
 
-    def staged_part(self, group: int, part: int) -> list[tuple[WeightBlocks, int]]:
-        """The blocks of a part of weights on a drive, each with its slot there."""
-        stored, whole = self.groups[group], SlotKey("weights", self.model.groups[group].name, memory="drive")
-        found = weight_blocks(stored, stored.parts[part])
-        return [(blocks, self._index[whole._replace(within=("blocks", blocks.run))]) for blocks in found]
+    def tiles_on_drive(self, kind: PlaneKind, group: int) -> list[int]:
+        """The slots on a drive of all tiles of a plane."""
+        kinds, most = drive_kinds(self.groups[group], self.plan.groups[group]), self.plan.drive_tile
+        segments = self.groups[group].segments
+        tiles = ((s.name, start) for s in segments for start, _ in drive_tiles(s, kinds, most))
+        return [self.drive_slot(kind, group, *tile) for tile in tiles]
 
-    def staging_places(self, group: int, number: int, blocks: WeightBlocks) -> tuple[int, int]:
-        """A slot of the host for weights from a drive, and the one within it where what blocks hold is found."""
-        key = SlotKey("staged_weights", self.model.groups[group].slot_class, number, "host")
-        return self._index[key], self._index[key._replace(within=(blocks.place, blocks.held))]
+    def staged_part(self, kind: PlaneKind, group: int, part: int) -> list[tuple[PartBlocks, int]]:
+        """The blocks of a part of weights or a gradient on a drive, each with its slot there."""
+        stored, whole = self.groups[group], SlotKey(kind, self.model.groups[group].name, memory="drive")
+        found = part_blocks(stored, stored.parts[part], kind, trained=self.plan.groups[group].trained)
+        return [(blocks, self._index[whole._replace(within=("blocks", blocks.number))]) for blocks in found]
 
-    def staging_ring(self, group: int) -> list[int]:
-        """The slots of the host for weights of a group's class from a drive."""
+    def staging_place(self, staging: int, blocks: PartBlocks) -> int:
+        """The slot within one of the host, for a part on its way, where what blocks hold is found."""
+        return self._index[self.slots[staging].key._replace(within=(blocks.place, blocks.held))]
+
+    def staging_ring(self, role: Role, group: int) -> list[int]:
+        """The slots of the host for parts of a group's class on their way from or to a drive."""
         owner = self.model.groups[group].slot_class
-        keys = (SlotKey("staged_weights", owner, k, "host") for k in range(STAGED_WEIGHTS))
+        keys = (SlotKey(role, owner, k, "host") for k in range(max(STAGED_WEIGHTS, STAGED_GRADS)))
         return [self._index[key] for key in keys if key in self._index]
 
     def division(self, kind: PlaneKind, group: int) -> Division:

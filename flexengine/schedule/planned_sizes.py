@@ -9,7 +9,7 @@ from itertools import accumulate
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Plan
-from flexengine.schedule.drive import staged_offsets
+from flexengine.schedule.drive import drive_kinds, staged_offsets
 from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage, tile_offsets
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_compiler import compile_layer
@@ -202,9 +202,9 @@ class PlannedSizes:
 
     @cached_property
     def staged_offsets(self) -> dict[str, int]:
-        """Byte offset of every plane kind within a slot for states from a drive, and its `end`; 0 without a drive."""
-        on_drive = (g for g, home in zip(self.groups, self.plan.groups, strict=True) if home.states == "drive")
-        return staged_offsets(on_drive, self.plan.drive_tile)
+        """Byte offset of every plane kind within a slot for a tile from a drive, and its `end`; 0 without a drive."""
+        rows = ((g, drive_kinds(g, home)) for g, home in zip(self.groups, self.plan.groups, strict=True))
+        return staged_offsets((row for row in rows if row[1]), self.plan.drive_tile)
 
     @cached_property
     def update_scratch_bytes(self) -> int:
@@ -236,6 +236,11 @@ def check_updates(model: ModelSpec, groups: Iterable[GroupStorage], plan: Plan) 
             raise ValueError(
                 f"{group.name} has its gradient from {use.gradients} layers in {group.num_parts} parts, which needs a"
                 " place, but the plan has grads=none for it; give grads=host or gpu"
+            )
+        if home.grads == "drive" and len(stored.parts) > 1:
+            raise ValueError(
+                f"{group.name} crosses the link in {len(stored.parts)} parts, whose gradients begin inside a drive's"
+                " blocks, but the plan has grads=drive for it; give grads=host"
             )
         if home.update == "cpu" and stored.on_gpu_only:
             raise ValueError(f"{group.name} has matrices that are updated by products on the GPU, not by the CPU")

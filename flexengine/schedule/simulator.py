@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 from flexengine.schedule.commands import (
     DIRECTIONS,
+    DRIVE_READS,
     DRIVE_STREAMS,
+    DRIVE_WRITES,
     STREAM_INDEX,
     STREAMS,
     THREAD_STREAMS,
@@ -221,9 +223,9 @@ class _Simulation:
     def _drive_rate(self, stream: Stream) -> float:
         assert self.rates.drive_bytes_per_s is not None, "a plan with planes on a drive has its rates"
         alone, beside = self.rates.drive_bytes_per_s[stream]
-        writes, *reads = (self._runs(other) for other in (Stream.DRIVE_OUT, Stream.DRIVE_IN, Stream.DRIVE_FETCH))
-        rate = beside if writes and any(reads) else alone
-        return rate if stream is Stream.DRIVE_OUT else rate / sum(reads)
+        writes, reads = (sum(map(self._runs, ways)) for ways in (DRIVE_WRITES, DRIVE_READS))
+        rate = beside if writes and reads else alone
+        return rate / (writes if stream in DRIVE_WRITES else reads)
 
     def _runs(self, stream: Stream) -> bool:
         return self.running[STREAM_INDEX[stream]] is not None

@@ -205,14 +205,14 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
 
 def _held_back_by(command: Command, program: Program, timing: Timing) -> Stream:
     """The stream that a command's end waits for: that of a drive where what a copy sends was read last of what the
-    copy waits for."""
+    copy waits for, or what lay where it goes was written last."""
     last = max(command.waits, key=lambda w: timing.end_s[w], default=-1)
-    if last < 0 or program.commands[last].stream is not Stream.DRIVE_FETCH:
+    if last < 0 or program.commands[last].stream not in (Stream.DRIVE_FETCH, Stream.DRIVE_STORE):
         return command.stream
     earlier = (c.index for c in reversed(program.commands[: command.index]) if c.stream is command.stream)
     before = next(earlier, None)
     waited = before is not None and timing.end_s[before] > timing.end_s[last]
-    return command.stream if waited else Stream.DRIVE_FETCH
+    return command.stream if waited else program.commands[last].stream
 
 
 @dataclass(frozen=True)
@@ -258,6 +258,7 @@ LIMIT_WORDS = {
     "drive_in": "the drive, which is read,",
     "drive_out": "the drive, which is written,",
     "drive_fetch": "the drive, which weights are read from,",
+    "drive_store": "the drive, which gradients are written to,",
     ISSUE: "the host, which issues commands,",
 }
 COMPUTE_BOUND_SHARE = 0.9

@@ -13,13 +13,13 @@ from flexengine.planner import planner
 from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.cost.memory import host_required_bytes
 from flexengine.planner.cost.stream_loads import ON_DRIVE
-from flexengine.planner.drive_states import planes_on_host
+from flexengine.planner.on_drive import planes_on_host
 from flexengine.planner.problem import Problem
 from flexengine.reports.charts.streams import STREAM_NAMES
 from flexengine.reports.picture import CAUSE_WORDS
 from flexengine.reports.plan_text import describe
 from flexengine.schedule.commands import Stream
-from flexengine.schedule.drive import drive_bytes
+from flexengine.schedule.drive import drive_bytes, drive_kinds
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.step_parts import LIMIT_WORDS, limiter
 from tests.schedule.small_plans import small_model
@@ -75,7 +75,8 @@ def test_frozen_blocks_are_read_from_a_drive():
     assert 0 < homes.count("drive") < 10
     layout = Layout(model, plan)
     assert host_required_bytes(layout, PROFILE) <= tight.max_host_bytes
-    states = sum(drive_bytes(layout.groups[g]) for g, home in enumerate(plan.groups) if home.states == "drive")
+    rows = zip(layout.groups, plan.groups, strict=True)
+    states = sum(drive_bytes(stored, drive_kinds(stored, home)) for stored, home in rows)
     assert (plan.predicted.drive_bytes, plan.predicted.drive_written_bytes) == (layout.drive_bytes, states)
     assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
     frozen = replace(plan, predicted=replace(plan.predicted, drive_written_bytes=0))

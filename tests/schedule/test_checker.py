@@ -1,6 +1,7 @@
 """The checker accepts every program of random plans and rejects programs with one thing wrong."""
 
 from dataclasses import replace
+from itertools import cycle
 from random import Random
 
 import pytest
@@ -14,13 +15,20 @@ from flexengine.schedule.programs import lower_evaluation, lower_round, lower_up
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
+ON_DRIVE = [
+    GroupPlan("drive", "drive", "drive", "cpu"),
+    GroupPlan("host", "host", "drive", "cpu"),
+    GroupPlan("drive", "host", "drive", "cpu"),
+    GroupPlan("host", "drive", "drive", "cpu"),
+]
+
 
 def random_layout(seed: int) -> Layout:
     random = Random(seed)
     model = small_model(blocks=random.randint(1, 4), tied=random.random() < 0.5)
     plan = random_plan(random, model, sliced=seed % 3 == 0, hidden_home="host" if seed % 4 == 1 else "auto")
-    by_cpu = GroupPlan(update="cpu", states="drive" if seed % 2 else "host")
-    groups = tuple(by_cpu if random.random() < 0.4 else group for group in plan.groups)
+    by_cpu = cycle(ON_DRIVE if seed % 2 else [GroupPlan(update="cpu")])
+    groups = tuple(next(by_cpu) if random.random() < 0.4 else group for group in plan.groups)
     return Layout(model, replace(plan, groups=groups, drive_tile=4096, drive_slots=1 + seed % 3))
 
 

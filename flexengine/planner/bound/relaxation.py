@@ -282,8 +282,8 @@ class Relaxation:
     def _host_rows(self) -> None:
         """Everything that is not at home on the GPU, and a round's kept activations."""
         budget = (self.step.request.max_host_bytes - host_overhead_bytes(self.step.profile)) / self.unit_bytes
-        frozen = self._total("w", [p for p in self.step.parameters if not p.trained])
-        budget += min(self.step.request.max_drive_bytes / self.unit_bytes, self._total("s") + frozen)
+        everything = self._total("w") + self._total("g") + self._total("s")
+        budget += min(self.step.request.max_drive_bytes / self.unit_bytes, everything)
         states, grads = self._total("w") / self.ranks + self._total("s"), self._total("g") / self.ranks
         away, kept = self._at_home("ws", factor=-1.0), {"on host": self.size.round_share}
         if self.rounds > 1:

@@ -7,8 +7,10 @@ bounds it from below.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +19,7 @@ from flexengine.models.spec import GroupSpec, LayerSpec
 from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
 from flexengine.planner.cost.cost_model import COPY_ISSUE_CALLS, CostModel, layer_issue_calls, other_issue_calls
-from flexengine.schedule.arena_slots import home_of_plane
-from flexengine.schedule.drive import drive_bytes
+from flexengine.schedule.drive import drive_bytes, drive_kinds
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import GroupUse
 from flexengine.schedule.layer_compiler import compile_layer
@@ -49,20 +50,21 @@ FROZEN_RESIDENCIES = tuple(home.of_frozen() for home in RESIDENCIES)
 FROZEN_ON_DRIVE = GroupPlan(weights="drive", update="none")
 
 
-def residencies_of(group: GroupSpec, unstored: bool = False, on_drive: tuple[int, ...] = ()) -> tuple[GroupPlan, ...]:
+def residencies_of(
+    group: GroupSpec, unstored: bool = False, on_drive: Mapping[int, GroupPlan] = MappingProxyType({})
+) -> tuple[GroupPlan, ...]:
     """What the numbers of homes mean for a group. unstored: its gradient has no home where the GPU updates it.
-    on_drive: numbers that mean states on a drive instead, and an update by the CPU; of what is frozen, weights."""
-    if group.frozen:
-        return tuple(FROZEN_ON_DRIVE if n in on_drive else home for n, home in enumerate(FROZEN_RESIDENCIES))
-    homes = [ON_DRIVE if number in on_drive else home for number, home in enumerate(RESIDENCIES)]
-    if not unstored:
-        return tuple(homes)
+    on_drive: what numbers mean instead, with planes on a drive."""
+    homes = FROZEN_RESIDENCIES if group.frozen else RESIDENCIES
+    homes = tuple(on_drive.get(number, home) for number, home in enumerate(homes))
+    if not unstored or group.frozen:
+        return homes
     return tuple(replace(home, grads="none") if home.update == "gpu" else home for home in homes)
 
 
 def plane_bytes_in(memory: Home, group: GroupStorage, home: GroupPlan) -> int:
     """Bytes of a group's planes that live in a memory, as slots."""
-    return sum(align(num) for kind, num in group.plane_bytes.items() if home_of_plane(kind, home) == memory)
+    return sum(align(num) for kind, num in group.plane_bytes.items() if home.home_of(kind) == memory)
 
 
 def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> float:
@@ -89,7 +91,7 @@ def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int
     if not home.trained:
         return loads
     in_round = _in_round(group, home, cost)
-    if home.grads == "host":
+    if home.streams_grads:
         sent = stores - in_round  # what the last round leaves need not go home
         loads[BH] += (stores - 1) * planes["grad"] / p.link.h2d_duplex_bytes_per_s
         loads[BD] = sent * planes["grad"] / p.link.d2h_duplex_bytes_per_s
@@ -98,8 +100,13 @@ def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int
     loads[BC] = touched / p.memory.bytes_per_s + 2 * stores * p.host.launch_s
     loads[BI] += stores * issue_s(cost, "finish_gradient")
     if home.update == "cpu":
+        if home.grads == "drive":
+            loads[BH] += (
+                (stores - 1) * planes["grad"] * (grad_slowdowns(home, cost)[0] - 1.0) / p.link.h2d_duplex_bytes_per_s
+            )
+            loads[BH] += sent * planes["grad"] / p.drive.known.write_bytes_per_s  # a drive does one after the other
         return loads
-    back = sum(num for kind, num in planes.items() if kind != "grad" and home_of_plane(kind, home) == "host")
+    back = sum(num for kind, num in planes.items() if kind != "grad" and home.home_of(kind) == "host")
     compute, up, down = (BC, BH, BD) if in_round else (UC, UH, UD)
     fetched = back + (planes["grad"] if home.grads == "host" and not in_round else 0)
     update_s = (2 * sum(planes.values()) - planes["grad"]) / p.memory.bytes_per_s
@@ -115,6 +122,15 @@ def drive_slowdown(home: GroupPlan, cost: CostModel) -> float:
     if home.weights != "drive":
         return 1.0
     return max(1.0, cost.profile.link.h2d_duplex_bytes_per_s / cost.profile.drive.known.read_bytes_per_s)
+
+
+def grad_slowdowns(home: GroupPlan, cost: CostModel) -> tuple[float, float]:
+    """The same of stored gradients that a drive brings, and of those that it takes."""
+    if home.grads != "drive":
+        return 1.0, 1.0
+    link, drive = cost.profile.link, cost.profile.drive.known
+    up, down = (drive.read_bytes_per_s, drive.write_bytes_per_s)
+    return max(1.0, link.h2d_duplex_bytes_per_s / up), max(1.0, link.d2h_duplex_bytes_per_s / down)
 
 
 def _in_round(group: GroupStorage, home: GroupPlan, cost: CostModel) -> bool:
@@ -217,7 +233,7 @@ def tile_times(group: GroupStorage, home: GroupPlan, tile: int, cost: CostModel)
         return TileTimes()
     if home.update == "cpu":
         return TileTimes(issue_s=len(group.segments) * issue_s(cost, "update"))
-    fetched = [kind for kind, num in group.plane_bytes.items() if num and home_of_plane(kind, home) == "host"]
+    fetched = [kind for kind, num in group.plane_bytes.items() if num and home.home_of(kind) == "host"]
     return _times_of(group, fetched, tile, cost)
 
 
@@ -226,7 +242,7 @@ def tile_times_in_round(group: GroupStorage, home: GroupPlan, tile: int, cost: C
     if not _in_round(group, home, cost):
         return TileTimes()
     kinds = (kind for kind, num in group.plane_bytes.items() if num and kind != "grad")
-    return _times_of(group, [kind for kind in kinds if home_of_plane(kind, home) == "host"], tile, cost)
+    return _times_of(group, [kind for kind in kinds if home.home_of(kind) == "host"], tile, cost)
 
 
 def _times_of(group: GroupStorage, fetched: list[str], tile: int, cost: CostModel) -> TileTimes:
@@ -248,12 +264,15 @@ def _times_of(group: GroupStorage, fetched: list[str], tile: int, cost: CostMode
 
 
 def cpu_update_s(group: GroupStorage, home: GroupPlan, cost: CostModel) -> float:
-    """Seconds in which the CPU updates a group while the link is idle, or a drive brings and takes its states if that
+    """Seconds in which the CPU updates a group while the link is idle, or a drive brings and takes its planes if that
     takes longer; 0 where the GPU does."""
     if home.update != "cpu":
         return 0.0
     seconds = touched_bytes(group) / cost.profile.host.adamw_bytes_per_s(cost.state_dtype)
-    return max(seconds, cost.profile.drive.seconds(drive_bytes(group))) if home.states == "drive" else seconds
+    kinds, drive = drive_kinds(group, home), cost.profile.drive
+    read_s = drive_bytes(group, ("grad",)) / drive.known.read_bytes_per_s if "grad" in kinds else 0.0
+    updated = tuple(kind for kind in kinds if kind != "grad")
+    return max(seconds, read_s + drive.seconds(drive_bytes(group, updated))) if kinds else seconds
 
 
 def touched_bytes(group: GroupStorage) -> int:

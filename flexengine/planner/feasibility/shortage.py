@@ -16,8 +16,8 @@ from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.memory import process_bytes
 from flexengine.planner.cost.save_sets import ever_smaller_sets
 from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES
-from flexengine.planner.drive_states import bytes_for_drive
 from flexengine.planner.feasibility.remedies import Least, Remedy, Try, gib_text, remedies, remedy_note
+from flexengine.planner.on_drive import bytes_for_drive
 from flexengine.planner.problem import Problem
 from flexengine.planner.seeds import LEAST_SLOTS, Seeder
 from flexengine.planner.shared_buffers import SharedBuffers
@@ -153,7 +153,8 @@ def shortage(problem: Problem) -> ShortageError:
 
     def feasibility(changed: Request) -> Feasibility:
         if changed not in known:
-            known[changed] = Feasibility(replace(problem, request=changed, on_drive=changed.max_drive_bytes > 0))
+            there = changed.max_drive_bytes > 0
+            known[changed] = Feasibility(replace(problem, request=changed, on_drive=there, all_on_drive=there))
         return known[changed]
 
     def ways(changed: Request) -> Iterator[Request]:

@@ -39,6 +39,7 @@ STREAM_NAMES = {
     Stream.DRIVE_IN: "from drive",
     Stream.DRIVE_OUT: "to drive",
     Stream.DRIVE_FETCH: "drive to GPU",
+    Stream.DRIVE_STORE: "GPU to drive",
 }
 
 

@@ -96,9 +96,11 @@ class CpuWork:
             self.spans.setdefault(command.index, (now, now))
 
     def wait(self, indices: Iterable[int]) -> None:
-        """Block until the commands with these indices have ended. Raises RuntimeError from what made one fail."""
+        """Block until those of our commands that have these indices have ended. Raises RuntimeError from what made one
+        fail."""
         with self._ended:
-            self._ended.wait_for(lambda: self._failure is not None or all(i in self.spans for i in indices))
+            wanted = self._ours.intersection(indices)
+            self._ended.wait_for(lambda: self._failure is not None or all(i in self.spans for i in wanted))
         self._raise_failure()
 
     def join(self) -> None:

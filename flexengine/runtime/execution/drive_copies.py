@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexengine.native.drive import DrivePiece
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.bound_program import Call
-from flexengine.schedule.commands import DRIVE_STREAMS, Command, Program, Stream
+from flexengine.schedule.commands import DRIVE_READS, DRIVE_STREAMS, Command, Program
 
 
 def with_drive(program: Program, arenas: Arenas, handler: Call) -> Call:
@@ -22,7 +22,7 @@ def with_drive(program: Program, arenas: Arenas, handler: Call) -> Call:
 
 def move_blocks(command: Command, program: Program, arenas: Arenas) -> None:
     """Read or write what a command copies. Blocks until it is done; raises DriveError where the drive fails."""
-    drive, reads = arenas.drive, command.stream is not Stream.DRIVE_OUT
+    drive, reads = arenas.drive, command.stream in DRIVE_READS
     assert drive is not None, f"{command.label} without a drive"
     pieces = []
     for region in command.copies:

@@ -319,7 +319,7 @@ class Executor:
             fence.hold(command)
             hooks.before(command)
             start = time.perf_counter()
-            if command.stream is Stream.DRIVE_FETCH:
+            if command.stream in THREAD_STREAMS:
                 move_blocks(command, program, self.arenas)
             else:
                 self._in_order.execute(command, handler, copies)

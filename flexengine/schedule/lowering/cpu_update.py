@@ -1,6 +1,6 @@
 """Updates by the CPU, where planes lie: in an update's own program, inside a round, and speculatively.
 
-States that lie on a drive pass through slots of the host (`drive_states.py`).
+What lies on a drive passes through slots of the host (`drive_tiles.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, SlotOffset, Stream, UpdateTile
-from flexengine.schedule.drive import drive_tiles
+from flexengine.schedule.drive import drive_kinds, drive_tiles
 from flexengine.schedule.group_storage import Segment
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering.drive_states import DriveStates
+from flexengine.schedule.lowering.drive_tiles import DriveTiles
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.second_planes import second_kinds
 from flexengine.schedule.shares import ALONE, Share
@@ -47,7 +47,7 @@ def lower_cpu_update(
     builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0,
     grads: Sequence[Access] | None = None, share: Share = ALONE, urgent: bool = False,
 ) -> None:  # fmt: skip
-    """Update a group's planes by the CPU where they are, each segment in one call, or with states on a drive by tiles.
+    """Update a group's planes by the CPU where they are, each segment in one call, or with planes on a drive by tiles.
 
     scale: where the host finds the factor on the gradient. left: the share of the work that remains, for its price.
     grads: what an earlier command left of the gradient, where that is not the whole plane. share: what this one of
@@ -55,10 +55,10 @@ def lower_cpu_update(
     """
     name, planes = layout.model.groups[group].name, layout.groups[group].plane_bytes
     contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in planes}
-    on_drive = DriveStates(builder, layout, group, left) if layout.plan.groups[group].states == "drive" else None
-    here = [kind for kind in planes if planes[kind] and (on_drive is None or kind in ("weights", "grad"))]
+    on_drive = DriveTiles(builder, layout, group, left) if layout.plan.groups[group].uses_drive else None
+    here = [kind for kind in planes if planes[kind] and (on_drive is None or kind not in on_drive.kinds)]
     held = {kind: Access(layout.plane_slot(kind, group), f"{contents[kind]} {name}") for kind in here}
-    grads = [held["grad"]] if grads is None else grads
+    grads = [held["grad"]] if grads is None and "grad" in held else grads or []
     for access in (*grads, *(access for kind, access in held.items() if kind != "grad")):
         if builder.last_writer(access.slot) < 0:
             builder.holds(*access)
@@ -85,9 +85,10 @@ def lower_cpu_update(
 def _pieces(layout: Layout, group: int, share: Share) -> Iterator[tuple[Segment, int, int]]:
     """(segment, start, elements) of what is updated in one call."""
     stored = layout.groups[group]
+    on_drive = drive_kinds(stored, layout.plan.groups[group])
     for segment in stored.segments:
-        if layout.plan.groups[group].states == "drive":  # of one rank, which updates all
-            for start, count in drive_tiles(stored, segment, layout.plan.drive_tile):
+        if on_drive:  # of one rank, which updates all
+            for start, count in drive_tiles(segment, on_drive, layout.plan.drive_tile):
                 yield segment, start, count
             continue
         start, count = share.of(segment)

@@ -16,6 +16,7 @@ from flexengine.schedule.fixed_slots import HOST_SCALES
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.cpu_update import cpu_groups, lower_cpu_update, lower_speculative_update
+from flexengine.schedule.lowering.drive_parts import DriveParts
 from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
 from flexengine.schedule.lowering.tiles import GroupTiles, Tile, TileLowering, gpu_groups_in_round
@@ -69,7 +70,7 @@ class GradientLowering:
 
     def __init__(self, context: RoundContext, kind: RoundKind, updated: InRound) -> None:
         self._context, self._builder, self._layout = context, context.builder, context.layout
-        self._first, self._updated, self._kind = kind.first, updated, kind
+        self._first, self._updated, self._kind, self._drive = kind.first, updated, kind, DriveParts(context)
         self._tiles, self._waiting = TileLowering(context.layout, context.builder), list[tuple[Tile, Access]]()
         self._left: dict[int, Access] = {}  # by group that the GPU updates, where the round has left its gradient
         self._stored: set[tuple[int, int]] = set()  # parts of groups that this round has stored
@@ -158,14 +159,22 @@ class GradientLowering:
         if self._layout.homes[stored.group].grads == "gpu":
             return None
         staging = self._staging_slot(stored.group)
-        if has_previous:
+        if has_previous and self._on_drive(stored.group):
+            self._fetch_home(stored, self._drive.read_grad(stored.group, stored.content, staging))
+        elif has_previous:
             self._fetch_home(stored, [region.reversed for region in stored.regions_home(staging)])
         return staging
+
+    def _on_drive(self, group: int) -> bool:
+        return self._layout.homes[group].grads == "drive"
 
     def _fetch_home(self, stored: StoredPiece, back: list[CopyRegion]) -> None:
         self._builder.copy(CommandName("fetch", "grad", stored.name), Stream.H2D, stored.content, back)
 
     def _send_home(self, stored: StoredPiece, staging: int) -> None:
+        if self._on_drive(stored.group):
+            self._drive.write_grad(stored.group, stored.content, staging)
+            return
         name = CommandName("offload", "grad", stored.name)
         self._builder.copy(name, Stream.D2H, stored.content, stored.regions_home(staging))
 

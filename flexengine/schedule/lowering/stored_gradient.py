@@ -12,7 +12,7 @@ from flexengine.schedule.pieces import Piece
 class StoredPiece(NamedTuple):
     """A piece of a group's stored gradient, and for each of its runs the slot and first element of its home.
 
-    number: of the piece in its part. homes: none of a gradient that is not stored.
+    number: of the piece in its part. homes: none of a gradient that is not stored, or lies on a drive.
     """
 
     group: int
@@ -53,7 +53,7 @@ def stored_pieces(context: RoundContext, group: int, part: int) -> list[StoredPi
     """The pieces of a part of a group's gradient, in order."""
     layout = context.layout
     pieces, name = layout.pieces[group][part], context.part_name(group, part)
-    width, at_home = layout.groups[group].element_bytes("grad"), layout.homes[group].grads != "none"
+    width, at_home = layout.groups[group].element_bytes("grad"), layout.homes[group].grads in ("gpu", "host")
     names = [name] if len(pieces) == 1 else [f"{name} piece {number}" for number in range(len(pieces))]
     return [
         StoredPiece(group, part, i, piece, own, layout.piece_places(group, piece) if at_home else [], width)

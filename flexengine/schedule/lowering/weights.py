@@ -11,7 +11,7 @@ from flexengine.schedule.commands import Access, CommandName, CopyRegion, Decode
 from flexengine.schedule.expert_fetch import fetch_of_experts, touched_experts
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.lowering.context import RoundContext, StagePart
-from flexengine.schedule.lowering.drive_weights import DriveWeights
+from flexengine.schedule.lowering.drive_parts import DriveParts
 from flexengine.schedule.stored_pieces import StoredPieces, total_work
 
 
@@ -21,7 +21,7 @@ class WeightLowering:
     def __init__(self, context: RoundContext) -> None:
         self._context, self._builder, self._layout = context, context.builder, context.layout
         self._pools: dict[str, dict[int, tuple[int, int] | None]] = {}  # slot class -> slot -> (group, part) it holds
-        self._drive = DriveWeights(context)
+        self._drive = DriveParts(context)
         self._decoded: dict[int, tuple[int, int]] = {}  # slot with decoded weights -> (group, part) it holds
 
     def acquire(
@@ -91,14 +91,13 @@ class WeightLowering:
     def _fetch(self, group: int, at: StagePart, slot: int) -> None:
         content, stored = self._content(group, at.part, slot), self._layout.groups[group]
         name = CommandName("fetch", "weights", self._context.part_name(group, at.part))
-        whole, regions, staged = len(stored.parts) == 1, [], dict[int, int]()
         if self._layout.homes[group].weights == "drive":
-            staged = self._drive.read(group, at.part, content)
+            self._bring(name, content, self._drive.read_weights(group, at.part, content, slot))
+            return
+        whole, regions = len(stored.parts) == 1, []
         for run in stored.parts[at.part].runs:
-            source = staged.get(-1 if whole else run.number)
-            if source is None:
-                source, _ = self._layout.run_place("weights", group, run)
-                self._builder.holds(source, content)
+            source, _ = self._layout.run_place("weights", group, run)
+            self._builder.holds(source, content)
             start, slot_start, num_bytes = stored.run_bytes("weights", run)
             if whole and stored.stored is not None:  # padding goes along, so that all runs are one copy
                 num_bytes = align(num_bytes)

@@ -1,0 +1,98 @@
+"""Does a drive ever change a result? Random jobs, each trained in memory and with random planes on a drive.
+
+    python -m bench.random_on_drive --seeds 0 100
+
+A job (`bench.random_cases`: families, adapters, experts, optimizers, numerics) is trained for two steps under its plan
+of one rank, and again with states, weights and gradients of random groups on a drive, in random tiles and slots.
+Losses, norms and all weights have to be equal in every bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from unittest.mock import patch
+
+from bench.random_cases import Case, draw_case
+from bench.random_runs import MOST_BYTES, planned_run, train
+from flexengine.api import PlannedRun
+from flexengine.models import blocks
+from flexengine.plan import GroupPlan, Plan
+from flexengine.planner.on_drive import home_on_drive, numbers_on_drive
+from flexengine.schedule.layout import Layout
+
+
+def on_drive(planned: PlannedRun, random: Random) -> PlannedRun:
+    """The run with planes of random groups on a drive."""
+    plan, model = planned.plan, planned.source.spec
+    layout = Layout(model, plan)
+    homes = list(plan.groups)
+    for i, (group, stored) in enumerate(zip(layout.model.groups, layout.groups, strict=True)):
+        if random.random() < 0.2 or stored.on_gpu_only:
+            continue
+        if group.frozen and numbers_on_drive(group, on_drive=True):
+            homes[i] = GroupPlan(weights="drive", update="none")
+        elif not group.frozen:
+            there = home_on_drive(group, everything=True)
+            kept = tuple(kind for kind in ("weights", "grads") if random.random() < 0.3)
+            homes[i] = there.off_the_drive(kept)
+    tile, slots = random.choice((1, 3000)), random.randint(1, 4)
+    moved = replace(plan, groups=tuple(homes), touched_only=False, drive_tile=tile, drive_slots=slots)
+    return replace(planned, plan=_promised(moved, Layout(model, moved)))
+
+
+def _promised(plan: Plan, layout: Layout) -> Plan:
+    request = replace(plan.request, max_gpu_bytes=layout.gpu_bytes, max_host_bytes=layout.host_bytes)
+    found = replace(plan.predicted, gpu_bytes=layout.gpu_bytes, host_bytes=layout.host_bytes)
+    return replace(plan, request=request, predicted=found)
+
+
+@patch.object(blocks, "PART_ELEMENTS", 1)
+def compare(case: Case, folder: Path) -> str:
+    """What came of a job: same, nothing on the drive, refused, or a complaint."""
+    (folder / "config.json").write_text(json.dumps(case.config))
+    options = case.options | {"offload_dir": str(folder / "drive"), "max_disk_gib": 0.25}
+    case = case._replace(options=options)
+    try:
+        planned = planned_run(folder, case, case.variants[0], MOST_BYTES)
+    except ValueError as error:
+        return f"refused: {error}"
+    try:
+        driven = on_drive(planned, Random(case.seed))
+        if not driven.plan.uses_drive:
+            return "nothing on the drive"
+        expected, found = train(case, planned), train(case, driven)
+    except Exception:
+        return f"crash: {traceback.format_exc()[-3000:]}"
+    return "same" if found.digest == expected.digest else f"bits differ: {found.losses} instead of {expected.losses}"
+
+
+def compared(seeds: Iterable[int]) -> Counter[str]:
+    """Outcomes of jobs; complaints are printed."""
+    found = Counter[str]()
+    with tempfile.TemporaryDirectory() as name:
+        for seed in seeds:
+            case = draw_case(seed, most_ranks=1)
+            outcome = compare(case, Path(name))
+            found[outcome.split(":")[0]] += 1
+            if outcome.startswith(("crash", "bits")):
+                print(seed, case.name, case.options, outcome, flush=True)
+    return found
+
+
+def main() -> None:
+    """Parse arguments, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 100), metavar=("FIRST", "END"))
+    print(dict(compared(range(*parser.parse_args().seeds))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Which groups keep planes on a drive: as few as the host's budget allows.
+
+Optimizer states and frozen weights first; only where that is not enough weights and gradients of trained blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from flexengine.models.spec import BLOCK_CLASSES, GroupSpec, ModelSpec
+from flexengine.plan import GroupPlan, Numerics, Plan
+from flexengine.planner.cost.stream_loads import (
+    FROZEN_ON_DRIVE,
+    FROZEN_RESIDENCIES,
+    ON_DRIVE,
+    STREAMED,
+    UPDATED_BY_CPU,
+)
+from flexengine.planner.problem import Problem
+from flexengine.schedule.arena_slots import STAGED_GRADS, STAGED_WEIGHTS
+from flexengine.schedule.drive import (
+    BLOCK_BYTES,
+    drive_bytes,
+    drive_kinds,
+    in_blocks,
+    staged_offsets,
+    staged_part_bytes,
+)
+from flexengine.schedule.group_storage import GroupStorage, group_storage
+from flexengine.schedule.layer_program import align
+from flexengine.schedule.slots import PlaneKind
+
+TILES_ON_DRIVE, LEAST_DRIVE_TILE = 256, 1 << 18
+"""Tiles of all states on a drive, of which some are on the host at once, and the least elements of one: a drive wants
+requests of MiBs."""
+
+
+def numbers_on_drive(group: GroupSpec, on_drive: bool) -> tuple[int, ...]:
+    """The numbers of homes that mean a drive: of edges the one of what streams, as they have none by the CPU. Of what
+    is frozen, all blocks that stream."""
+    if group.adapter or not on_drive:
+        return ()
+    if group.frozen:
+        streams = tuple(n for n, home in enumerate(FROZEN_RESIDENCIES) if home.weights == "host")
+        return streams if group.slot_class in BLOCK_CLASSES else ()
+    return (UPDATED_BY_CPU,) if group.slot_class in BLOCK_CLASSES else (STREAMED, UPDATED_BY_CPU)
+
+
+def home_on_drive(group: GroupSpec, everything: bool) -> GroupPlan:
+    """What the numbers of homes that mean a drive mean for a group that is trained. everything: of blocks weights and
+    gradients lie there, too, but gradients that cross the link in parts."""
+    if not everything or group.slot_class not in BLOCK_CLASSES:
+        return ON_DRIVE
+    return GroupPlan("drive", "drive" if group.num_parts == 1 else "host", "drive", "cpu")
+
+
+def homes_on_drive(group: GroupSpec, on_drive: bool, everything: bool) -> dict[int, GroupPlan]:
+    """What numbers of homes that mean a drive mean for a group."""
+    home = FROZEN_ON_DRIVE if group.frozen else home_on_drive(group, everything)
+    return dict.fromkeys(numbers_on_drive(group, on_drive), home)
+
+
+def drive_tile(num_parameters: int) -> int:
+    """Elements of a tile from a drive: of large models as many as are useful, of small ones a small part of all."""
+    return min(Plan.drive_tile, max(LEAST_DRIVE_TILE, num_parameters // TILES_ON_DRIVE))
+
+
+def staged_bytes(
+    model: ModelSpec, numbers: Iterable[int], layouts: Iterable[GroupStorage], on_drive: bool, everything: bool
+) -> tuple[int, int]:
+    """Host bytes that tiles of some groups take on their way from and to a drive, and blocks' weights and gradients on
+    theirs between a drive and the GPU, at the most."""
+    if not on_drive:
+        return 0, 0
+    groups, tile = (model.groups[number] for number in numbers), drive_tile(model.num_trained_parameters)
+    rows = [
+        (group, stored, FROZEN_ON_DRIVE if group.frozen else home_on_drive(group, everything))
+        for group, stored in zip(groups, layouts, strict=True)
+    ]
+    tiles = ((stored, kinds) for _, stored, home in rows if (kinds := drive_kinds(stored, home)))
+    rings = (("weights", STAGED_WEIGHTS), ("grad", STAGED_GRADS))
+    parts = (count * max((_part_bytes(*row, kind) for row in rows), default=0) for kind, count in rings)
+    return Plan.drive_slots * (staged_offsets(tiles, tile)["end"] + BLOCK_BYTES), sum(parts)
+
+
+def _part_bytes(group: GroupSpec, stored: GroupStorage, home: GroupPlan, kind: PlaneKind) -> int:
+    if home.home_of(kind) != "drive" or group.slot_class not in BLOCK_CLASSES:
+        return 0
+    return staged_part_bytes(stored, kind, trained=home.trained) + BLOCK_BYTES
+
+
+def bytes_for_drive(problem: Problem) -> int:
+    """Bytes of all that may lie on a drive: optimizer states but of adapters and of what the GPU alone updates, and
+    weights and gradients of blocks."""
+    model, numerics = problem.model, problem.request.numerics
+    trained = [(group, group_storage(group, numerics)) for group in model.groups if not (group.frozen or group.adapter)]
+    if any(stored.on_gpu_only for _, stored in trained):
+        return 0
+    homes = ((stored, home_on_drive(group, everything=True)) for group, stored in trained)
+    return sum(drive_bytes(stored, drive_kinds(stored, home)) for stored, home in homes) + frozen_bytes(model, numerics)
+
+
+def frozen_bytes(model: ModelSpec, numerics: Numerics) -> int:
+    """Bytes of weights that may lie on a drive, as they are frozen."""
+    frozen = (group for group in model.groups if group.frozen and numbers_on_drive(group, on_drive=True))
+    return sum(in_blocks(group_storage(group, numerics).plane_bytes["weights"]) for group in frozen)
+
+
+KINDS = ("weights", "grads", "states")
+"""Those that cross a drive most often in a step first: weights twice in every round, gradients nearly as often."""
+
+
+def planes_on_host(problem: Problem, plan: Plan, groups: Iterable[int], kinds: Iterable[str] = KINDS) -> Plan:
+    """The plan with planes of some kinds and groups, in this order, on the host instead of a drive, as far as it has
+    room."""
+    if not plan.uses_drive:
+        return plan
+    layout, homes, groups = problem.layout(plan), list(plan.groups), list(groups)
+    room = problem.room(layout).host_bytes
+    for kind in kinds:
+        for group in groups:
+            home, planes = homes[group], layout.groups[group].plane_bytes
+            waits = kind == "states" and "drive" in (home.weights, home.grads)
+            if waits or getattr(home, kind) != "drive":
+                continue
+            moved = home.off_the_drive((kind,))
+            num_bytes = sum(align(planes[k]) for k in planes if home.home_of(k) != moved.home_of(k))
+            if num_bytes <= room:
+                homes[group], room = moved, room - num_bytes
+    fewer = replace(plan, groups=tuple(homes))
+    return fewer if fewer != plan and problem.fits(problem.layout(fewer)) else plan
