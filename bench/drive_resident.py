@@ -2,9 +2,9 @@
 
     python -m bench.drive_resident --steps 300 --folder DIR
 
-A tiny model whose optimizer states and frozen weights lie on the drive of DIR takes steps; every tenth is followed by a
-look through the mapping of the drive's file, as checkpoints take one. Prints resident bytes after 10 steps, and the
-most and the last after that; more than SLACK_BYTES of growth is an error.
+A tiny model whose weights, gradients and optimizer states lie on the drive of DIR takes steps; every tenth is followed
+by a look through the mapping of the drive's file, as checkpoints take one. Prints resident bytes after 10 steps, and
+the most and the last after that; more than SLACK_BYTES of growth is an error.
 """
 
 from __future__ import annotations

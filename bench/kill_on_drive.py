@@ -2,10 +2,10 @@
 
     python -m bench.kill_on_drive --kills 30 --folder DIR
 
-A process trains a tiny model whose optimizer states and frozen weights lie on the drive of DIR, and saves after every
-step. It is killed (SIGKILL) after a random time, again and again; the next one goes on from the newest checkpoint. Each
-loss must be that of a run which nobody killed, no checkpoint that was whole may be lost, and nothing of the drive's
-file may be left in the folder.
+A process trains a tiny model whose weights, gradients and optimizer states lie on the drive of DIR, and saves after
+every step. It is killed (SIGKILL) after a random time, again and again; the next one goes on from the newest
+checkpoint. Each loss must be that of a run which nobody killed, no checkpoint that was whole may be lost, and nothing
+of the drive's file may be left in the folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def engine_on(folder: Path) -> Engine:
     """An engine of two blocks, one of them frozen, with all that may lie there on the folder's drive."""
     spec = with_frozen(build_model("tiny", {**CONFIG, "num_hidden_layers": 2}), ("block.0",))
     numerics = Numerics("bfloat16", "split", "bfloat16", "float32")
-    frozen, trained = GroupPlan(weights="drive", update="none"), GroupPlan(states="drive", update="cpu")
+    frozen, trained = GroupPlan(weights="drive", update="none"), GroupPlan("drive", "drive", "drive", "cpu")
     homes = tuple(frozen if group.frozen else trained for group in spec.groups)
     request = Request(16, 4096, 2**30, 2**30, numerics=numerics)
     layers = (LayerPlan(), *[LayerPlan((), (), "host")] * 2, LayerPlan())

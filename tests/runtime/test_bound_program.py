@@ -9,6 +9,7 @@ import dataclasses
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -447,6 +448,46 @@ def test_copies_wait_for_what_a_drive_brings(lagging: Stream | None):
     driver.settle()
     assert used.tolist() == [[1 + row] * SLOT_BYTES for row in range(20)]
     bench.close()
+
+
+@pytest.mark.parametrize("lagging", [None, *GPU_STREAMS])
+def test_copies_wait_until_a_drive_has_what_lay_there(lagging: Stream | None):
+    """What kernels leave goes to the drive through one slot of the host, run after run: every write finds what was sent
+    for it, however slow the drive or a stream is."""
+    builder = ProgramBuilder("gradients", SLOTS, overlapping_slots(SLOTS))
+    for k in range(5):
+        builder.add("leave", CommandName("leave", owner=str(k)), Stream.COMPUTE, [], [Access(1 + k % 2, str(k))])
+        builder.copy(CommandName("send"), Stream.D2H, str(k), [CopyRegion(1 + k % 2, 0, 4, 0, SLOT_BYTES)])
+        builder.add("write", CommandName("write", "grad", str(k)), Stream.DRIVE_STORE, [Access(4, str(k))], [])
+    program, driver = builder.build(), fake_driver()
+    bench, numbers, found = Bench(driver, program), iter(range(1, 256)), []
+    driver.lag(bench.streams[lagging or Stream.COMPUTE], lagging is not None)
+    left = torch.arange(1, 21, dtype=torch.uint8)[:, None].expand(20, SLOT_BYTES).contiguous()
+
+    def write(command: Command) -> None:
+        time.sleep(0.002 * (command.index % 3))
+        found.append(bench.arenas.bytes_view("host", 0, SLOT_BYTES).tolist())
+
+    def launch(command: Command) -> None:
+        stream = PlainStream(bench.streams[Stream.COMPUTE].cuda_stream)
+        target = bench.address(command.writes[0].slot, 0)
+        assert driver.memcpy_async(target, left[next(numbers) - 1].data_ptr(), SLOT_BYTES, stream) == 0
+
+    before, waits = None, cpu_waits(program, program)
+    for _ in range(4):
+        work = bench.bound.cpu_work(write, num_threads=1, before=before, earlier=waits)
+        work.start()
+        fence = NO_FENCE if before is None else HostFence(partial(_wait_for, before, waits), waits)
+        bench.bound.run(launch, holding(program, fence, work))
+        before = work
+    work.join()
+    driver.settle()
+    assert found == left.tolist()
+    bench.close()
+
+
+def _wait_for(work: CpuWork, waits: dict[int, frozenset[int]], command: Command) -> None:
+    work.wait(waits.get(command.index, ()))
 
 
 def test_runs_begin_after_the_clock():

@@ -8,7 +8,16 @@ import pytest
 
 from flexengine.plan import GroupPlan
 from flexengine.schedule.checker import ProgramError, check_program
-from flexengine.schedule.commands import DRIVE_STREAMS, Access, CommandName, Program, Stream, UpdateTile
+from flexengine.schedule.commands import (
+    DRIVE_READS,
+    DRIVE_STREAMS,
+    DRIVE_WRITES,
+    Access,
+    CommandName,
+    Program,
+    Stream,
+    UpdateTile,
+)
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.programs import lower_evaluation, lower_round, lower_update
@@ -96,9 +105,9 @@ def test_dropped_copy_is_rejected():
     assert copies
     read_later = {a.slot for c in program.commands for a in c.reads}
     needed = [i for i in copies if any(a.slot in read_later for a in program.commands[i].writes)]
-    assert {program.commands[i].stream for i in copies} >= {"h2d", "drive_in", "drive_out"}
-    noticed = [i for i in needed if program.commands[i].stream in ("h2d", "drive_in")]
-    for dropped in (*noticed, *(i for i in copies if program.commands[i].stream == "drive_out")):
+    assert {program.commands[i].stream for i in copies} >= {"h2d", *DRIVE_STREAMS}
+    noticed = [i for i in needed if program.commands[i].stream in ("h2d", *DRIVE_READS)]
+    for dropped in (*noticed, *(i for i in copies if program.commands[i].stream in DRIVE_WRITES)):
         kept = [c for c in program.commands if c.index != dropped]
         numbers = {c.index: i for i, c in enumerate(kept)}
         renumbered = tuple(
@@ -127,6 +136,28 @@ def test_mutated_copies_are_rejected():
         for mutant in (swapped, r._replace(num_bytes=4), r._replace(source=other, source_offset=0)):
             with pytest.raises(ProgramError):
                 check(with_command(program, command.index, copies=(mutant, *command.copies[1:])), layout)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5])
+def test_changed_copies_of_a_drive_are_rejected(seed):
+    """A plane left out, two planes in each other's place, one of them twice, what is read or left not declared, and no
+    wait."""
+    layout, found = random_layout(seed), set[Stream]()
+    for program in (lower_round(layout, full_round(layout), False), lower_update(layout)):
+        for command in (command for command in program.commands if command.stream in DRIVE_STREAMS):
+            first, *others = command.copies
+            wrong = [{"copies": tuple(others)}, {"writes": ()}, {"reads": ()}]
+            wrong += [{"waits": ()}] if command.waits else []
+            if others and command.stream in (Stream.DRIVE_IN, Stream.DRIVE_OUT):
+                end = "target" if command.stream is Stream.DRIVE_OUT else "source"
+                second = others[0]
+                swapped = first._replace(**{end: getattr(second, end)}), second._replace(**{end: getattr(first, end)})
+                wrong += [{"copies": (*pair, *others[1:])} for pair in (swapped, (swapped[0], second))]
+            for changes in wrong:
+                with pytest.raises(ProgramError):
+                    check(with_command(program, command.index, **changes), layout)
+            found.add(command.stream)
+    assert found == set(DRIVE_STREAMS)
 
 
 def test_arguments_bound_to_other_slots_are_rejected():

@@ -1,4 +1,4 @@
-"""States on a drive: saved, resumed and moved between plans bit by bit, and a drive that fails ends in one message."""
+"""Planes on a drive: saved, resumed and moved between plans bit by bit, and a drive that fails ends in one message."""
 
 import os
 from dataclasses import replace
@@ -19,14 +19,14 @@ NUMERICS = {
     "bf16, exact master": Numerics("bfloat16", "split", "bfloat16", "float32"),
     "bf16, 8-bit states": Numerics("bfloat16", "stochastic", "bfloat16", "int8"),
 }
-ON_DRIVE = GroupPlan(states="drive", update="cpu")
+ON_DRIVE = GroupPlan("drive", "drive", "drive", "cpu")
 SOURCE = random_weights(tiny_config(num_hidden_layers=1))
 BATCHES = [random_batch(seed, (20, 9, 31), 67) for seed in range(3)]
 
 
-def on_drive(numerics: Numerics) -> Plan:
+def on_drive(numerics: Numerics, home: GroupPlan = ON_DRIVE) -> Plan:
     """Every second group; tiles as small as blocks of the drive allow."""
-    homes = [ON_DRIVE if i % 2 else GroupPlan(update="cpu") for i in range(len(SOURCE.spec.groups))]
+    homes = [home if i % 2 else GroupPlan(update="cpu") for i in range(len(SOURCE.spec.groups))]
     return streamed_plan(SOURCE.spec, numerics=numerics, groups=homes, drive_tile=1, drive_slots=2)
 
 
@@ -85,7 +85,7 @@ def test_a_drive_that_fails_loses_the_step_and_not_the_checkpoint(tmp_path: Path
 
 
 def test_close_tells_of_a_failure_that_no_call_has_told():
-    engine = build_engine(SOURCE, on_drive(NUMERICS["bf16, exact master"]))
+    engine = build_engine(SOURCE, on_drive(NUMERICS["bf16, exact master"], GroupPlan(states="drive", update="cpu")))
     engine.train_step(BATCHES[0])
     engine.executor.synchronize()
     FAULTS["a short read"][0](engine.arenas.drive)
