@@ -15,8 +15,8 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
 
+from flexengine.planner.bound.linear_program import solved
 from flexengine.planner.candidates import Candidates, Slots
 from flexengine.planner.cost.stream_loads import BC, BD, BH, BI, FC, FD, FH, FI, NUM_LOADS, UC, UD, UH
 from flexengine.planner.dynamic_program import frontier_of
@@ -75,13 +75,10 @@ class Seeder:
             edge_loads[COMPUTE_AND_ISSUE] += tables.full_rounds * np.array(seconds)
         limits = [-edge_loads[c] for of in PHASES for c in of]
         budgets = self._budget_rows(edge, choices)
-        found = linprog(
+        found = solved(
             np.append(HIDDEN_COPY_PRICE * loads[:, LINKS].sum(axis=1), np.ones(3)),
-            A_ub=np.array([*rows, *(row for row, _ in budgets)]),
-            b_ub=np.array([*limits, *(limit for _, limit in budgets)]),
-            A_eq=np.pad(np.kron(np.eye(kinds), np.ones(len(choices))), ((0, 0), (0, 3))),
-            b_eq=tables.choice_gpu.counts,
-            method="highs",
+            (np.array([*rows, *(row for row, _ in budgets)]), np.array([*limits, *(limit for _, limit in budgets)])),
+            (np.pad(np.kron(np.eye(kinds), np.ones(len(choices))), ((0, 0), (0, 3))), tables.choice_gpu.counts),
         )
         if found.status != 0:
             return None

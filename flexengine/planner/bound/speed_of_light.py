@@ -48,7 +48,7 @@ def speed_of_light_s(model: ModelSpec, request: Request, profile: HardwareProfil
     return 0.0 if bound is None else bound.seconds
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)  # a request is bounded in up to six ways
 def size_bounds(model: ModelSpec, request: Request, profile: HardwareProfile) -> SizeBounds:
     """The bounds of a step at every size of a request. Raises: PlanError when pinned sizes contradict."""
     return SizeBounds(model, request, profile)
