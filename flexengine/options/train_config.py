@@ -189,7 +189,7 @@ class TrainConfig(ObjectiveOptions, DataOptions, LearningOptions, EvaluationOpti
         if self.objective == "reward" and self.task is None:
             object.__setattr__(self, "task", "sequence")  # a head with one output
             object.__setattr__(self, "problem_type", "regression")
-        if str(self.model).startswith("preset:"):
+        if isinstance(self.model, (str, Path)) and str(self.model).startswith("preset:"):
             object.__setattr__(self, "init", "random")
         super().__post_init__()
         if not self.model:
