@@ -152,6 +152,14 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     search_quickly(monkeypatch)
 
 
+@pytest.fixture(scope="module")
+def quick_search_in_module() -> Iterator[None]:
+    """The same for plans that a file's tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        search_quickly(patch)
+        yield
+
+
 @pytest.fixture
 def no_garbage() -> Iterator[None]:
     """What earlier tests have left is freed before a test that measures memory, and not meanwhile."""

@@ -190,7 +190,8 @@ def test_a_faster_link_never_raises_it():
 def test_near_a_step_that_is_mostly_update():
     """What must wait for the last gradient cannot hide behind the backward; what is updated speculatively can."""
     model, card = open_model("preset:llama-3.1-8b").spec, preset("h200")
-    request = Request(2048, 8192, 24 << 30, 110 << 30, 4096, 8192, numerics=Numerics(state="bfloat16"))
+    numerics = Numerics(state="bfloat16")
+    request = Request(2048, 8192, 24 << 30, 110 << 30, 4096, 8192, numerics=numerics, graphs="never", segment_blocks=1)
     plan = make_plan(model, request, card)
     assert plan.speculates
     assert 0.6 * plan.predicted.step_s < bound_of(model, request, card).seconds <= plan.predicted.step_s

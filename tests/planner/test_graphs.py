@@ -27,10 +27,11 @@ PROFILE = preset("h100-80")
 
 
 @pytest.fixture(scope="module")
-def plan():
+def plan(quick_search_in_module):
     return make_plan(MODEL, REQUEST, PROFILE)
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_a_small_model_replays_and_its_plan_counts_the_memory(plan):
     assert plan.replays
     assert plan.predicted.gpu_bytes <= REQUEST.max_gpu_bytes
@@ -58,6 +59,7 @@ def test_batches_of_other_lengths_are_predicted_without_graphs(plan):
     assert replayed.step_s(ragged) == one_by_one.step_s(ragged)
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_the_drawn_step_is_priced_as_the_plan_is():
     """With updates by the GPU, which begin when the host has read the loss."""
     slow_cpu = PROFILE.changed(cpu_adamw_parameters_per_s=(("bfloat16", 1e6),))

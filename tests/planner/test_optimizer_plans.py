@@ -23,7 +23,7 @@ CHANGES = {"adamw": {}, "8-bit": {"state": "int8"}, "muon": {"optimizer": "muon"
 
 
 @pytest.fixture(scope="module")
-def plans():
+def plans(quick_search_in_module):
     requests = {k: replace(REQUEST, numerics=replace(REQUEST.numerics, **v)) for k, v in CHANGES.items()}
     return {name: make_plan(MODEL, request, preset("rtx-4090")) for name, request in requests.items()}
 

@@ -34,7 +34,7 @@ PROFILE = preset("h200").changed(cpu_adamw_parameters_per_s=(("float32", 9e9), (
 
 
 @pytest.fixture(scope="module")
-def plan():
+def plan(quick_search_in_module):
     return make_plan(MODEL, REQUEST, PROFILE)
 
 
@@ -92,7 +92,7 @@ MORE = {"marks": pytest.mark.thorough}
     ("size", "profile", "most"),
     [
         pytest.param((512, 8192, 48, 8192), preset("h200"), 1.05, id="none that waits speculates well", **MORE),
-        pytest.param((2048, 8192, 24, 8192), MEASURED, 1.05, id="the best takes longer where it waits"),
+        pytest.param((2048, 8192, 24, 8192), MEASURED, 1.05, id="the best takes longer where it waits", **MORE),
         pytest.param((2048, 16384, 24, 8192), MEASURED, 1.1, id="the best keeps little on the host", **MORE),
     ],
 )
