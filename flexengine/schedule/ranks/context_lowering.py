@@ -172,7 +172,7 @@ class WindowsHandedOn:
 
 
 class ChunksGradients(GradientLowering):
-    """Goes on from the accumulators of the rank before in the order of chunks, and hands them on; the last one stores."""
+    """Goes on from the accumulators that the rank before left, and hands them on; the last rank stores them."""
 
     def __init__(self, context: ChunksContext, kind: RoundKind) -> None:
         super().__init__(context, kind, nothing_in_round(context.layout))
