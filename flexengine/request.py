@@ -31,8 +31,9 @@ from flexengine.models.task_heads import config_for, read_head, with_head_saved,
 from flexengine.models.towers.description import frozen_of_images, with_images
 from flexengine.models.vocabulary import ROW_MULTIPLE, with_rows
 from flexengine.options.adapters import LORA_OPTIONS
-from flexengine.options.job import Job, check_several, plans_clipping
+from flexengine.options.job import Job, plans_clipping
 from flexengine.options.lora import LoRA
+from flexengine.options.ranks import check_several
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.wording import hub_model, shown
 

@@ -15,6 +15,7 @@ from flexengine.options.adapters import AdapterOptions
 from flexengine.options.drive import DriveOptions
 from flexengine.options.images import ImageOptions
 from flexengine.options.option import KeywordWords, Need, Option, Words, check_each_once, check_needs, options_of
+from flexengine.options.ranks import RankOptions
 from flexengine.options.task import TaskOptions
 from flexengine.plan import MOST_ROUNDED, MatmulDtype, Numerics, rounds_of_step
 
@@ -51,7 +52,7 @@ FOR_STATES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
+class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions, RankOptions):
     """What decides the plan of a run, and what decides its bits. Raises ValueError for values that no run can have."""
 
     words: ClassVar[Words] = KeywordWords()
@@ -203,23 +204,6 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
             most=1024,
         ),
     ] = None
-    transport: Annotated[
-        Literal["auto", "relay", "split", "stages", "context"],
-        Option(
-            "how several GPUs share weights and gradients: relay = each reads all weights over its own link and takes"
-            " gradients over through the host, split = each moves a share over its link and the rest between GPUs,"
-            " stages = each has some of the blocks and hands hidden states over through the host, context = each has"
-            " some of the tokens of every sequence that is longer than a chunk, and hands keys and values over through"
-            " the host; auto = what the planner finds fastest, without split where the rate between GPUs is not known"
-        ),
-    ] = "auto"
-    exchange_dtype: Annotated[
-        Literal["bfloat16"] | None,
-        Option(
-            "dtype in which several nodes exchange gradients (default: that of --grad-dtype); bfloat16 = half the bytes"
-            " of float32, rounded twice, so that the bits of a run change"
-        ),
-    ] = None
     recompute: Annotated[
         Literal["auto", "none", "full"], Option("activations recomputed in backward; auto = the planner decides")
     ] = "auto"
@@ -302,16 +286,6 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions):
     def as_job(self) -> Job:
         """The options of a job alone, without what a subclass adds."""
         return Job(**{name: getattr(self, name) for name in options_of(Job)})
-
-
-def check_several(job: Job, gpus: int, nodes: int) -> None:
-    """Raise ValueError where a job sets what is about several GPUs, or nodes, and there is one."""
-    if job.transport != "auto" and gpus == 1:
-        asked = job.words.setting("transport", job.transport)
-        raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
-    if job.exchange_dtype is not None and nodes == 1:
-        asked = job.words.setting("exchange_dtype", job.exchange_dtype)
-        raise ValueError(f"{asked} is about several nodes, and there is one; start more by torchrun, or leave it out")
 
 
 def plans_clipping(job: Job) -> bool:

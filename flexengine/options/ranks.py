@@ -1,0 +1,52 @@
+"""Options about several GPUs and nodes: how they share weights and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol
+
+from flexengine.options.option import Option, Words
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """Without them the planner chooses, and nodes exchange gradients as they are stored."""
+
+    transport: Annotated[
+        Literal["auto", "relay", "split", "stages", "context"],
+        Option(
+            "how several GPUs share weights and gradients: relay = each reads all weights over its own link and takes"
+            " gradients over through the host, split = each moves a share over its link and the rest between GPUs,"
+            " stages = each has some of the blocks and hands hidden states over through the host, context = each has"
+            " some of the tokens of every sequence that is longer than a chunk, and hands keys and values over through"
+            " the host; auto = what the planner finds fastest, without split where the rate between GPUs is not known"
+        ),
+    ] = "auto"
+    exchange_dtype: Annotated[
+        Literal["bfloat16"] | None,
+        Option(
+            "dtype in which several nodes exchange gradients (default: that of --grad-dtype); bfloat16 = half the bytes"
+            " of float32, rounded twice, so that the bits of a run change"
+        ),
+    ] = None
+
+
+class Asked(Protocol):
+    """What `check_several` asks of a job."""
+
+    @property
+    def words(self) -> Words: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def exchange_dtype(self) -> str | None: ...
+
+
+def check_several(job: Asked, gpus: int, nodes: int) -> None:
+    """Raise ValueError where a job sets what is about several GPUs, or nodes, and there is one."""
+    if job.transport != "auto" and gpus == 1:
+        asked = job.words.setting("transport", job.transport)
+        raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
+    if job.exchange_dtype is not None and nodes == 1:
+        asked = job.words.setting("exchange_dtype", job.exchange_dtype)
+        raise ValueError(f"{asked} is about several nodes, and there is one; start more by torchrun, or leave it out")
