@@ -31,6 +31,7 @@ from rank_cases import (
     CONTEXT_CASES,
     LENGTHS,
     ON_CPU,
+    SHARD,
     SHARDS_CASES,
     SPLIT_CASES,
     STAGES_CASES,
@@ -136,19 +137,23 @@ def resume(rank: int, size: int, case: Case, folders: tuple[Path | None, Path | 
 
 
 def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
-    """From stages to divided states, to one rank and back to stages."""
+    """From stages and from shards to divided states, to one rank and back."""
     source = random_weights(tiny_config(num_hidden_layers=3))
     plan = streamed(source, numerics=BF16, optimizer_tile=257)
     groups = tuple(GroupPlan() if i % 2 else ON_CPU for i in range(len(plan.groups)))
     case = Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS), dealt=True)
-    stages = case._replace(stages=True)
-    first, second = tmp_path / "first", tmp_path / "second"
+    stages, shards = case._replace(stages=True), case._replace(shards=True)
+    first, second, of_shards = (tmp_path / name for name in ("first", "second", "of_shards"))
     values_of(run_ranks(resume, 2, 2, stages, (None, first)))
+    values_of(run_ranks(resume, 2, 2, shards, (None, of_shards)))
     found = values_of(run_ranks(resume, 4, 4, case, (first, second)))
     one = resume(0, 1, case, (first, None))
     for shown in found:
         check_same(shown, one)
-    check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, stages, (second, None)))[1])
+    check_same(resume(0, 1, case, (of_shards, None)), one)
+    goes_on = resume(0, 1, case, (second, None))
+    for of_ranks in (stages, shards):
+        check_same(values_of(run_ranks(resume, 3, 3, of_ranks, (second, None)))[1], goes_on)
 
 
 def test_opaque_blocks_go_on_with_another_number_of_ranks(tmp_path):
@@ -191,7 +196,7 @@ def plans_of(first: Plan) -> list[Plan]:
 
 
 def plans_with_stages(first: Plan) -> list[Plan]:
-    """Plans in which other blocks lie on GPUs, all in the node's memory, and none has a rank."""
+    """Plans in which other blocks lie on GPUs, all in the node's memory, none has a rank, and GPUs keep shards."""
     embed, *blocks, head = first.groups
     otherwise = replace(first, groups=(embed, *blocks[1:], blocks[0], head))
     streamed = tuple(GroupPlan() for _ in first.groups)
@@ -200,6 +205,7 @@ def plans_with_stages(first: Plan) -> list[Plan]:
         otherwise,
         replace(first, groups=streamed),
         replace(first, transport="relay", groups=streamed),
+        replace(first, transport="split", groups=(*streamed[:-2], SHARD, SHARD), weight_slots=1),
         first,
     ]
 
@@ -208,7 +214,7 @@ def change_plans(rank: int, size: int, case: Case) -> Shown:
     """A step under each of several plans; of one rank, all under the first."""
     engine = opened(rank, size, case, cache_bytes=1 << 20)
     numbers, plans = [], plans_with_stages if case.stages else plans_of
-    for number, plan in enumerate(plans(engine.plan) if size > 1 else [engine.plan] * 5):
+    for number, plan in enumerate(plans(engine.plan) if size > 1 else [engine.plan] * len(case.steps)):
         if plan is not engine.plan:
             engine.adopt(plan, "another plan")
         output, result = engine.train_step(case.steps[number][0])
@@ -232,7 +238,7 @@ def test_ranks_change_plans_in_stages_and_to_relays():
     source = random_weights(tiny_config(num_hidden_layers=4))
     plan = streamed(source, numerics=BF16)
     kept = (LayerPlan(), *[LayerPlan()] * len(source.spec.blocks), LayerPlan())
-    case = Case(source, replace(plan, layers=kept), steps_of(67, LENGTHS, count=5), stages=True)
+    case = Case(source, replace(plan, layers=kept), steps_of(67, LENGTHS, count=6), stages=True)
     one = change_plans(0, 1, case)
     for shown in values_of(run_ranks(change_plans, 2, 2, case)):
         check_same(shown, one)
@@ -286,8 +292,8 @@ def look_in(rank: int, size: int, case: Case) -> list[str]:
 def test_ranks_evaluate_and_generate_as_one():
     case = blocks_of_ranks()
     alone = look_in(0, 1, case)
-    for stages in (False, True):
-        assert values_of(run_ranks(look_in, 3, 3, case._replace(stages=stages))) == [alone] * 3
+    for of_ranks in (case, case._replace(stages=True), case._replace(shards=True)):
+        assert values_of(run_ranks(look_in, 3, 3, of_ranks)) == [alone] * 3
     assert values_of(run_ranks(look_in, 2, 2, lora())) == [look_in(0, 1, lora())] * 2
 
 
