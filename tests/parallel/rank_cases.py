@@ -342,7 +342,7 @@ def planned(case: Case, ranks: Ranks) -> Plan:
     plan = replace(case.plan, request=replace(case.plan.request, **changes), **splits)
     if case.shards and ranks.size > 1:
         homes = (home if home.update == "none" or i % 3 == 2 else SHARD for i, home in enumerate(plan.groups))
-        return replace(plan, groups=tuple(homes))
+        plan = replace(plan, groups=tuple(homes))
     if case.stages and ranks.size > 1:
         plan = in_stages(plan)
     if case.context and ranks.size > 1:
@@ -353,7 +353,7 @@ def planned(case: Case, ranks: Ranks) -> Plan:
         if case.stages:  # the second block of two would be on a GPU
             homes = [plan.groups[0], homes[1], *[BOLD] * (len(homes) - 3), plan.groups[-1]]
         plan = replace(plan, groups=tuple(homes))
-    if not case.dealt or case.stages or ranks.size == 1:
+    if not case.dealt or case.stages or case.shards or ranks.size == 1:
         return plan
     homes = (replace(g, states="dealt") if g.update == "gpu" else g for g in plan.groups)
     return replace(plan, groups=tuple(homes))

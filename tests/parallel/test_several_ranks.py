@@ -506,7 +506,7 @@ def test_ranks_that_update_before_the_norm_is_known_train_to_the_bits_of_one(mak
     assert none == []
     cases = [case]
     if make is not tied_in_shared_slots:
-        cases.append(case._replace(split=False, stages=True))
+        cases += [case._replace(split=False, stages=True), case._replace(split=False, shards=True)]
     for of_ranks in cases:
         for shown, parts in values_of(run_ranks(speculate, size, size, of_ranks)):
             assert parts == [
