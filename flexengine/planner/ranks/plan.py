@@ -47,6 +47,8 @@ CLEARLY_FASTER = 0.98
 simulating all ranks that relay, which would take seconds. They have been found 1.2% faster than one of them."""
 BY_CPU_GAIN = 0.01
 """Updates by the CPU alone must spare this share of a step with those of the search."""
+FEWER_GAIN = 0.01
+"""Shards of fewer groups must spare this share of a step with those of more, which leave the host alone."""
 BUSY_SHARE = 0.96
 """Where GPUs compute for more than this share of a step, other updates would gain little: they are not simulated."""
 TOO_BUSY = 0.985
@@ -212,14 +214,14 @@ def _as_split(node: NodeProblem) -> Plan | None:
 
 
 def _with_shards(node: NodeProblem) -> Plan | None:
-    """The fastest split plan with shards, of ever fewer groups until that is slower; None where none fits."""
+    """The fastest split plan with shards, of ever fewer groups while that is faster; None where none fits."""
     best: Plan | None = None
     for plan in plans_with_shards(node.of_rank):
         layout = node.of_rank.layout(plan)
         found = node.priced(replace(plan, predicted=bytes_planned(layout, plan.predicted, node.of_rank.profile)))
         if found.may_speculate and found.updates_on_cpu:
             found = _with_speculation(node, found) or found
-        if best is not None and found.predicted.step_s >= best.predicted.step_s:
+        if best is not None and found.predicted.step_s > (1.0 - FEWER_GAIN) * best.predicted.step_s:
             break
         best = found
     return best

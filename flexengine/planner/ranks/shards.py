@@ -8,16 +8,18 @@ shards is updated by the CPU.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from flexengine.plan import GroupPlan, Plan, Request
+from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.split import fitted
 from flexengine.planner.variants import WHOLE, fastest
 from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage
 from flexengine.schedule.ranks.places import why_no_shards
+from flexengine.schedule.save_sets import savable_ops
 
 SHARD = GroupPlan("shard", "shard", "shard")
 MOST_OF_GPU = (0.8, 0.6, 0.4, 0.2)
@@ -64,5 +66,28 @@ def _with_shards(of_rank: Problem, stored: list[GroupStorage], groups: list[int]
     plan, _ = fitted(of_rank, replace(request, max_gpu_bytes=request.max_gpu_bytes - num_bytes), find, made)
     if plan is None:
         return None
+    plan = _with_less_offloaded(of_rank, plan)
     gathered_once = replace(plan, weight_slots=len(of_rank.model.blocks))
     return gathered_once if of_rank.fits(of_rank.layout(gathered_once)) else plan
+
+
+def _with_less_offloaded(of_rank: Problem, plan: Plan) -> Plan:
+    """The plan with what it keeps on the host kept on the GPU, of as many last layers as have room.
+
+    The GPU that was searched may stream what shards hold, and so has other memory left than ranks have.
+    """
+    offloaded = [i for i, kept in enumerate(plan.layers) if kept.keep_host or kept.input_home == "host"]
+
+    def moved(count: int) -> Plan:
+        chosen = offloaded[len(offloaded) - count :]
+        layers = (_on_gpu(of_rank, i, kept) if i in chosen else kept for i, kept in enumerate(plan.layers))
+        return replace(plan, layers=tuple(layers))
+
+    counts = range(1, len(offloaded) + 1)
+    return moved(bisect(counts, False, key=lambda count: not of_rank.fits(of_rank.layout(moved(count)))))
+
+
+def _on_gpu(of_rank: Problem, layer: int, kept: LayerPlan) -> LayerPlan:
+    names = {*kept.keep_gpu, *kept.keep_host}
+    in_order = tuple(name for name in savable_ops(of_rank.model.layers[layer].ops) if name in names)
+    return replace(kept, keep_gpu=in_order, keep_host=(), input_home="gpu")
