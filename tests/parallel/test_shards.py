@@ -18,7 +18,7 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
 from flexengine.models.llama import build
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, Plan, Request
+from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.ranks.shards import plans_with_shards
@@ -159,6 +159,17 @@ def test_shards_are_chosen_where_steps_are_short_and_gpus_have_room():
     assert plan.predicted.busy_s["compute"] > 0.8 * plan.predicted.step_s
     assert Plan.from_json(plan.to_json()) == plan
     assert "in shards on all GPUs" in describe(plan, spec)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_what_cannot_have_shards_stays_on_the_host():
+    """Muon updates whole matrices of blocks, by the GPU."""
+    spec, card = small_model(), with_gpus(preset("h200"), 2)
+    asked = Request(64, 256, 2 * GIB, 8 * GIB, ranks=2, numerics=Numerics(optimizer="muon"))
+    problem = Problem(spec, asked.of_rank, card)
+    [plan] = plans_with_shards(problem)
+    assert plan.groups == (SHARD, *[GroupPlan(update="gpu")] * len(spec.blocks), SHARD)
+    assert problem.fits(problem.layout(plan))
 
 
 @pytest.mark.usefixtures("quick_search")

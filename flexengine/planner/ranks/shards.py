@@ -57,7 +57,8 @@ def _with_shards(of_rank: Problem, stored: list[GroupStorage], groups: list[int]
     def home(group: int, found: GroupPlan) -> GroupPlan:
         if group in groups:
             return SHARD
-        return found if not found.trained or stored[group].on_gpu_only else GroupPlan(update="cpu")
+        by_cpu = of_rank.may_update_by_cpu and not stored[group].on_gpu_only
+        return GroupPlan(update="cpu" if by_cpu else "gpu") if found.trained else found
 
     def made(found: Plan) -> Plan:
         homes = tuple(home(group, kept) for group, kept in enumerate(found.groups))
