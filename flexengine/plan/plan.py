@@ -62,7 +62,8 @@ class GroupPlan:
     states "drive": masters' lower halves and the rule's states lie on a drive, from which the CPU's update brings them.
     weights "drive": they are read from a drive whenever the GPU uses them. grads "drive": by way of the host what a
     round leaves goes there. Of what is trained both need states on the drive, too, as the update brings and writes all.
-    "shard": each of several ranks keeps its share of weights, gradients and states on its GPU, which updates it there.
+    "shard": each of several ranks keeps its share of weights, gradients and states on its GPU, which updates it there;
+    of what is frozen, of the weights.
     """
 
     weights: Literal["gpu", "host", "drive", "shard"] = "host"
@@ -91,7 +92,8 @@ class GroupPlan:
         if self.states == "dealt" and (self.update != "gpu" or "gpu" in (self.weights, self.grads)):
             raise ValueError("dealt optimizer states need an update on the GPU, and weights and gradients on the host")
         sharded = [place == "shard" for place in (self.weights, self.grads, self.states)]
-        if any(sharded) and not (all(sharded) and self.update == "gpu"):
+        frozen = self.update == "none" and not any(sharded[1:])
+        if any(sharded) and not frozen and not (all(sharded) and self.update == "gpu"):
             raise ValueError("shards are of weights, gradients and states alike, and need an update on the GPU")
 
     @property

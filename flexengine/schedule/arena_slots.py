@@ -205,7 +205,7 @@ class _GpuSlots:
         for group, (spec, stored, home) in enumerate(rows):
             if home.sharded:
                 shards = self._sizes.shards(group)
-                for kind in stored.plane_bytes:
+                for kind in (kind for kind, num_bytes in stored.plane_bytes.items() if num_bytes):
                     region.add(kind, shards.num_bytes(kind), "shards", spec.name)
             if home.weights == "gpu":
                 # no runs: whoever computes with resident weights reads the whole plane

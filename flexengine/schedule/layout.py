@@ -119,10 +119,11 @@ class Layout(PlannedSizes):
         """What of planes lies on a rank's GPU and has a place in the node's memory, too."""
         found = list[OwnPlane]()
         for group in (group for group, home in enumerate(self.homes) if home.sharded):
-            for kind in self.groups[group].plane_bytes:
+            frozen, kinds = self.model.groups[group].frozen, self.groups[group].plane_bytes
+            for kind in (kind for kind, num_bytes in kinds.items() if num_bytes):
                 here, there = self.slots[self.plane_slot(kind, group)], self.slots[self.stored_slot(kind, group)]
                 parts = (part for part in self.shards(group).division(kind)[rank] if part.num_bytes)
-                found += [OwnPlane(kind, here, p.start, there, p.whole_start, p.num_bytes, frozen=False) for p in parts]
+                found += [OwnPlane(kind, here, p.start, there, p.whole_start, p.num_bytes, frozen) for p in parts]
         return found
 
     def second_slot(self, kind: PlaneKind, group: int) -> int:
@@ -131,7 +132,7 @@ class Layout(PlannedSizes):
 
     def share_of(self, group: int, share: Share) -> Share:
         """What a rank updates of a group in its `homes`, where `share` is the rank's of what all update together."""
-        return share._replace(cuts=self.shards(group).cuts) if self.homes[group].sharded else share
+        return share._replace(cuts=self.trained_shards(group).cuts) if self.homes[group].sharded else share
 
     def plane_start(self, group: int, segment: Segment, plane: Plane, share: Share) -> tuple[int, int]:
         """Where a rank finds a segment in the slot of a plane: its first byte there, and the first element it has."""
@@ -139,7 +140,7 @@ class Layout(PlannedSizes):
         if home.trained and home.home_of(plane.kind) == "drive":
             return drive_start(self.groups[group], segment, plane.kind), 0
         if self.homes[group].sharded and share.size > 1:
-            return self.shards(group).place(segment, plane, share)[:2]
+            return self.trained_shards(group).place(segment, plane, share)[:2]
         if not self.is_dealt(plane.kind, group):
             return plane.start, 0
         return self.dealt_states(self.groups[group]).place(segment, plane, share)[:2]

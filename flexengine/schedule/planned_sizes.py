@@ -21,7 +21,7 @@ from flexengine.schedule.ranks.places import places_of, why_no_shards
 from flexengine.schedule.ranks.waves import Section, sections_of
 from flexengine.schedule.second_planes import may_speculate
 from flexengine.schedule.segments import Segments
-from flexengine.schedule.shares import DealtStates
+from flexengine.schedule.shares import DealtStates, FrozenShards
 from flexengine.schedule.window import WindowPlaces, window_places
 
 HIDDEN_SLOTS, HIDDEN_GRADIENTS = 6, 4
@@ -216,8 +216,14 @@ class PlannedSizes:
         """Where ranks keep the states of a group if they divide them."""
         return DealtStates(stored, self.plan.request.ranks, self.plan.optimizer_tile)
 
-    def shards(self, group: int) -> DealtStates:
-        """Where ranks keep their shares of a group that they have in shards: they own what they add up gradients of."""
+    def shards(self, group: int) -> DealtStates | FrozenShards:
+        """Where ranks keep their shares of a group that they have in shards."""
+        if self.model.groups[group].frozen:
+            return FrozenShards(self.groups[group].plane_bytes["weights"], self.plan.request.ranks)
+        return self.trained_shards(group)
+
+    def trained_shards(self, group: int) -> DealtStates:
+        """The same of one that is trained: ranks own what they add up gradients of."""
         [section] = self.sections(group, 0)
         cuts = accumulate(section.counts, initial=0)
         return DealtStates(self.groups[group], self.plan.request.ranks, self.plan.optimizer_tile, tuple(cuts))

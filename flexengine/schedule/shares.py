@@ -132,3 +132,24 @@ class DealtStates(NamedTuple):
                 start, end = align(end), align(end) + plane.num_bytes(max(count for _, count in spans))
                 found[segment.name] = start, end
         return found
+
+
+class FrozenShards(NamedTuple):
+    """The weights of a frozen group that `size` ranks divide, byte by byte: nobody updates them."""
+
+    total_bytes: int
+    size: int
+
+    def bytes_of_ranks(self, kind: PlaneKind) -> tuple[int, ...]:
+        """Bytes of each rank's share."""
+        ends = [*(align(self.total_bytes * rank // self.size) for rank in range(self.size)), self.total_bytes]
+        return tuple(min(end, self.total_bytes) - min(start, self.total_bytes) for start, end in pairwise(ends))
+
+    def num_bytes(self, kind: PlaneKind) -> int:
+        """Bytes of a slot for any rank's share."""
+        return max(self.bytes_of_ranks(kind))
+
+    def division(self, kind: PlaneKind) -> Division:
+        """How ranks divide the weights."""
+        counts = self.bytes_of_ranks(kind)
+        return tuple((SharePart(0, sum(counts[:rank]), count),) for rank, count in enumerate(counts))

@@ -317,7 +317,7 @@ SPLIT_CASES: dict[Callable[[], Case], int] = {
 
 SHARDS_CASES: dict[Callable[[], Case], int] = {
     bf16: 4, tied_in_shared_slots: 3, sliced: 2, not_finite: 2, experts: 3, states_in_blocks: 2, one_round: 3,
-    adapters_in_one_slot: 2, unclipped_by_gpu: 2,
+    adapters_in_one_slot: 2, unclipped_by_gpu: 2, frozen: 2, stored_base: 3,
 }  # fmt: skip
 """The same of ranks that keep shards on their GPUs."""
 
@@ -341,7 +341,8 @@ def planned(case: Case, ranks: Ranks) -> Plan:
     splits = {"transport": "split", "touched_only": False} if (case.split or case.shards) and ranks.size > 1 else {}
     plan = replace(case.plan, request=replace(case.plan.request, **changes), **splits)
     if case.shards and ranks.size > 1:
-        homes = (home if home.update == "none" or i % 3 == 2 else SHARD for i, home in enumerate(plan.groups))
+        kept = (SHARD if home.trained else SHARD.of_frozen() for home in plan.groups)
+        homes = (old if i % 3 == 2 else new for i, (old, new) in enumerate(zip(plan.groups, kept, strict=True)))
         plan = replace(plan, groups=tuple(homes))
     if case.stages and ranks.size > 1:
         plan = in_stages(plan)

@@ -39,7 +39,9 @@ from tests.schedule.small_plans import divided_model, full_round, mixed_model, r
 
 def sharded(model: ModelSpec, random: Random, size: int, share: float = 0.7) -> Layout:
     plan = split_plan(random_plan(random, model, sliced=random.random() < 0.3), size)
-    homes = [SHARD if g.trained and random.random() < share else g for g in plan.groups[:-1]] + [SHARD]
+    kept = [SHARD if home.trained else SHARD.of_frozen() for home in plan.groups]
+    homes = [new if random.random() < share else old for old, new in zip(plan.groups, kept, strict=True)]
+    homes[-1] = SHARD
     return Layout(model, replace(plan, groups=tuple(homes), weight_slots=random.randint(2, 5)))
 
 

@@ -9,7 +9,7 @@ shards is updated by the CPU.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -28,16 +28,20 @@ leave keeps activations."""
 
 
 def plans_with_shards(of_rank: Problem) -> Iterator[Plan]:
-    """Plans of one rank that keep shards of ever fewer groups."""
-    request = of_rank.request
-    stored = [group_storage(group, request.numerics) for group in of_rank.model.groups]
-    able = [i for i, group in enumerate(of_rank.model.groups) if not group.frozen and _may_shard(stored[i], request)]
-    taken = list(accumulate(sum(stored[i].plane_bytes.values()) // request.ranks for i in able))
-    counts = (sum(end <= share * request.max_gpu_bytes for end in taken) for share in MOST_OF_GPU)
-    for count in dict.fromkeys(count for count in counts if count):
-        plan = _with_shards(of_rank, stored, able[:count], taken[count - 1])
-        if plan is not None:
-            yield plan
+    """Plans of one rank that keep shards of ever fewer groups; of a model with frozen groups, also of these."""
+    request, specs = of_rank.request, of_rank.model.groups
+    stored = [group_storage(group, request.numerics) for group in specs]
+    able = [i for i in range(len(specs)) if _may_shard(stored[i], request)]
+    tried = set[tuple[int, ...]]()
+    for share in MOST_OF_GPU:
+        for chosen in (able, [i for i in able if not specs[i].frozen]):
+            taken = list(accumulate(sum(stored[i].plane_bytes.values()) // request.ranks for i in chosen))
+            count = sum(end <= share * request.max_gpu_bytes for end in taken)
+            groups = tuple(chosen[:count])
+            plan = _with_shards(of_rank, stored, groups, taken[count - 1]) if groups and groups not in tried else None
+            tried.add(groups)
+            if plan is not None:
+                yield plan
 
 
 def _may_shard(stored: GroupStorage, request: Request) -> bool:
@@ -45,7 +49,7 @@ def _may_shard(stored: GroupStorage, request: Request) -> bool:
     return not why_no_shards(stored, request.ranks, acc_bytes)
 
 
-def _with_shards(of_rank: Problem, stored: list[GroupStorage], groups: list[int], num_bytes: int) -> Plan | None:
+def _with_shards(of_rank: Problem, stored: list[GroupStorage], groups: Sequence[int], num_bytes: int) -> Plan | None:
     """The plan with shards of these groups, which take about so many bytes of a GPU; None where none fits."""
     request = of_rank.request
 
@@ -56,7 +60,7 @@ def _with_shards(of_rank: Problem, stored: list[GroupStorage], groups: list[int]
 
     def home(group: int, found: GroupPlan) -> GroupPlan:
         if group in groups:
-            return SHARD
+            return SHARD if found.trained else SHARD.of_frozen()
         by_cpu = of_rank.may_update_by_cpu and not stored[group].on_gpu_only
         return GroupPlan(update="cpu" if by_cpu else "gpu") if found.trained else found
 

@@ -86,7 +86,7 @@ def _check_shards(layout: Layout, rank: int, run: RankRun) -> None:
 
 def _check_fold_of_shard(layout: Layout, rank: int, command: Command) -> None:
     group = command.args.group
-    home, first = layout.plane_slot("grad", group), layout.shards(group).cuts[rank]
+    home, first = layout.plane_slot("grad", group), layout.trained_shards(group).cuts[rank]
     of_group = {layout.first_run(group) + run.number: run for part in layout.groups[group].parts for run in part.runs}
     for run in command.args.runs:
         if (run.slot, run.stored_start) != (home, of_group[run.number].first + run.before - first):
