@@ -75,7 +75,7 @@ class NodeGradients:
 
     def _add(self, givers: range, before: Callable[[Command], None]) -> None:
         try:
-            with _threads(host_threads()):
+            with _threads(max(1, host_threads() // 2)):  # the others issue the round at work
                 sent = DTYPES[self._layout.plan.request.exchanged]
                 self._squares = self._link.add(self._stored(before), givers, wide_dtype(self._layout), sent)
         except BaseException as failure:
