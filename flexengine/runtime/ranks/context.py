@@ -374,9 +374,9 @@ class SeveralRanks(RankContext):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self.control.check_lost = self._check_others
         if self._over_nodes is not None:
-            self._over_nodes.join()
+            self._over_nodes.join()  # while it still notices that a rank is lost
+        self.control.check_lost = self._check_others
         if self.collectives is not None:
             self.collectives.close()
         if self._watch is not None:
