@@ -139,6 +139,17 @@ def test_stays_within_its_workspace_on_cuda(make_harness, scaling):
     assert torch.cuda.max_memory_allocated() - held <= op.workspace_bytes(4099, 2)
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_gradients_of_x_are_added_some_rows_at_a_time(make_harness, checks, monkeypatch, scaling):
+    monkeypatch.setattr("flexengine.ops.fp8.PRODUCT_ELEMENTS", 1)
+    h = make_harness("cpu", torch.bfloat16)
+    op, chunk, inputs, params, grad_y = operands(h, 37, 304, 80, False, False, scaling)
+    written, before = h.run(op, chunk, inputs, params, {"y": grad_y}).grads["x"], h.randn(37, 304, scale=1e-3)
+    added = Fp8Linear(Linear("proj", "x", "y", 304, 80, "w"), adds=True, scaling=op.scaling)
+    found = h.run(added, chunk, inputs, params, {"y": grad_y}, previous={"x": before}).grads["x"]
+    assert torch.equal(found, before + written)
+
+
 def test_weight_gradients_are_made_in_parts_that_fit_their_buffer(make_harness, checks, monkeypatch):
     monkeypatch.setattr("flexengine.ops.fp8.PRODUCT_ELEMENTS", 48 * 20)  # 16 of 80 rows at a time
     check(make_harness("cpu", torch.bfloat16), checks, 37, 48, 80, True, False)

@@ -1,7 +1,5 @@
 """Adapters beside FP8 products: against float64 with the frozen operands rounded to FP8, and under several plans."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from engine_helpers import ON_GPU, build_engine, make_plan, random_batch, random_weights, streamed_plan, tiny_config
@@ -84,20 +82,20 @@ EXPERTS = experts("qwen3_moe", hidden_size=64, moe_intermediate_size=32, head_di
 
 
 @pytest.mark.parametrize(
-    ("base", "config", "options"),
+    ("base", "matmul", "config", "options"),
     [
-        ("compute", DENSE, {"lora_dropout": 0.1}),
-        ("fp8", DENSE, {"lora_dropout": 0.1}),
-        ("compute", EXPERTS, {"lora_targets": ["all-linear", "all-experts"]}),
+        ("compute", "fp8-blockwise", DENSE, {"lora_dropout": 0.1}),
+        ("fp8", "fp8", DENSE, {"lora_dropout": 0.1}),
+        ("compute", "fp8-blockwise", EXPERTS, {"lora_targets": ["all-linear", "all-experts"]}),
     ],
     ids=["compute", "fp8", "experts"],
 )
-def test_the_plan_changes_no_bit(base, config, options):
-    job = Job(mode="lora", lora_rank=4, matmul_dtype="fp8", base_dtype=base, dtype="bfloat16", **options)
+def test_the_plan_changes_no_bit(base, matmul, config, options):
+    job = Job(mode="lora", lora_rank=4, matmul_dtype=matmul, base_dtype=base, dtype="bfloat16", **options)
     source = random_weights(config)
     source = source._replace(spec=described(source.spec, job))
-    check_matmul_dtype(source.spec, "fp8")
-    sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": replace(Numerics(matmul="fp8"), base=base)}
+    check_matmul_dtype(source.spec, matmul)
+    sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": Numerics(matmul=matmul, base=base)}
     found = []
     for plan in (
         streamed_plan(source.spec, **sizes),
