@@ -110,11 +110,12 @@ class Fp8Linear(Linear):
 
     @property
     def _added_rows(self) -> int:
-        return max(MULTIPLE, PRODUCT_ELEMENTS // self.in_features)
+        """Rows whose gradient is added at once: scales of later ones start where cuBLAS takes them, too."""
+        return max(MULTIPLE, PRODUCT_ELEMENTS // self.in_features // MULTIPLE * MULTIPLE)
 
     @property
     def _product_rows(self) -> int:
-        return min(self.out_features, max(MULTIPLE, PRODUCT_ELEMENTS // self.in_features // MULTIPLE * MULTIPLE))
+        return min(self.out_features, self._added_rows)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         added = min(tokens, self._added_rows) * self.in_features * compute_bytes if self.adds else 0

@@ -18,8 +18,8 @@ CARD = "README.md"
 MOST_ROWS = 12
 """Rows of the table of losses: of longer runs every so many steps are told, and the last one."""
 OPTIONS = (
-    *("mode", "steps", "max_seq_len", "max_global_batch_tokens", "lr", "optimizer", "dtype", "seed"),
-    *("max_gpu_mem_gib", "max_host_mem_gib"),
+    *("mode", "steps", "max_seq_len", "max_global_batch_tokens", "lr", "optimizer", "dtype"),
+    *("matmul_dtype", "seed", "max_gpu_mem_gib", "max_host_mem_gib"),
 )
 """Options that tell most of a run; flexengine_run.json has all of them."""
 
