@@ -99,7 +99,7 @@ class Fp8Linear(Linear):
         grad8_t, x8_t = self.scaling.weight_operands(Buffers(env.t, self.name), env.t[self.x_again])
         if env.first:
             self.scaling.multiply(grad8_t, x8_t, acc)
-        else:
+        elif not self.scaling.add_product(grad8_t, x8_t, acc):
             product, step = env.t[f"{self.name}_product"], self._product_rows
             for start in range(0, self.out_features, step):
                 rows = grad8_t.rows(start, min(start + step, self.out_features))

@@ -52,8 +52,8 @@ def round_vectors(x: Tensor, rows: Operand | None, columns: Operand | None, boun
     if use_kernel(x):
         from flexengine.kernels import fp8_blocks  # noqa: PLC0415 (Triton is imported when first used)
 
-        sides = (None if side is None else (side.codes, side.scales) for side in (rows, columns))
-        return fp8_blocks.round_vectors(x, LARGEST, LEAST_ABSMAX, *sides, bounds)
+        of_rows, of_columns = (None if side is None else side[:2] for side in (rows, columns))
+        return fp8_blocks.round_vectors(x, LARGEST, LEAST_ABSMAX, of_rows, of_columns, bounds)
     for matrix, side in ((x, rows), (x.t(), columns)):
         if side is not None:
             inner = matrix.shape[1]
@@ -192,6 +192,12 @@ class BlockScaling(Scaling):
 
     def multiply(self, a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None, fast: bool = False) -> None:
         block_product(a, b, out, bias)
+
+    def add_product(self, a: Operand, b: Operand, acc: Tensor) -> bool:
+        if _takes_cublas(a, b):
+            return False
+        block_product(a, b, acc, accumulate=True)
+        return True
 
     def with_ones(self, codes: Tensor, role: Role) -> Operand:
         rows, terms = len(codes), num_blocks(codes.shape[1])

@@ -115,6 +115,10 @@ class Scaling(ABC):
     def multiply(self, a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None, fast: bool = False) -> None:
         """out = a @ b.T (+ bias). fast: sums may keep the fewer bits that tensor cores keep by themselves."""
 
+    def add_product(self, a: Operand, b: Operand, acc: Tensor) -> bool:
+        """acc += a @ b.T where one call does both; returns whether it did."""
+        return False
+
     @abstractmethod
     def with_ones(self, codes: Tensor, role: Role) -> Operand:
         """Codes with scales of 1, as the probe multiplies them."""
