@@ -7,6 +7,7 @@ bf16 unless a formula says otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -39,7 +40,14 @@ def kernel_cases(sizes: Sizes) -> tuple[Case, ...]:
     in fewer bytes."""
     norms = (*norm_cases(sizes), *layernorm_cases(sizes), bias_case(sizes))
     block = (*norms, *rope_cases(sizes), *swiglu_cases(sizes))
-    return (*block, *loss_cases(sizes), *update_cases(sizes), *fp8_cases(sizes), *decode_cases(sizes))
+    return (
+        *block,
+        *loss_cases(sizes),
+        *update_cases(sizes),
+        *fp8_cases(sizes),
+        *fp8_block_cases(sizes),
+        *decode_cases(sizes),
+    )
 
 
 def norm_cases(s: Sizes) -> tuple[Case, ...]:
@@ -392,6 +400,52 @@ def fp8_cases(s: Sizes) -> tuple[Case, ...]:
                 ("fp8-quantize-both", "TF + SF", rows + columns, ("rows", "columns")),
             )
         ),
+    )  # fmt: skip
+
+
+def fp8_block_cases(s: Sizes) -> tuple[Case, ...]:
+    """An operand in FP8 with scales for 128 elements of a row, of a column, or both from one read; and for squares."""
+    from flexengine.kernels import fp8_blocks as kernel  # noqa: PLC0415 (Triton is imported when first used)
+    from flexengine.ops import fp8_blocks as plain  # noqa: PLC0415
+
+    T, F, dtype = s.tokens, s.ffn_width, fp8_op.FORWARD_DTYPE
+    tiles, wide = (plain.num_blocks(T), plain.num_blocks(F)), plain.num_blocks(T) * 128
+    shapes = {"rows": ((T, F), (tiles[1], T)), "columns": ((F, wide), (tiles[0], F))}
+    shapes |= {"squares": ((T, F), plain.square_scales(T, F))}
+
+    def make(random: Random) -> Tensors:
+        tensors = {"x": random.normal(T, F)}
+        for name, (codes, scales) in shapes.items():
+            tensors[name] = torch.full(codes, 0x7F, dtype=torch.uint8, device=random.device).view(dtype)
+            tensors[f"{name}_scales"] = torch.ones(scales, dtype=F32, device=random.device)
+        return tensors
+
+    def given(t: Tensors, name: str, results: tuple[str, ...]) -> fp8_op.Operand | None:
+        kind = "squares" if name == "squares" else "terms"
+        return fp8_op.Operand(t[name], t[f"{name}_scales"], kind) if name in results else None
+
+    def run(t: Tensors, results: tuple[str, ...], by_kernel: bool) -> None:
+        rows, columns, squares = (given(t, name, results) for name in shapes)
+        limits = (fp8_op.LARGEST, fp8_op.LEAST_ABSMAX)
+        if squares is not None:
+            own = (t["x"], *limits, *squares[:2]) if by_kernel else (t["x"], squares)
+            (kernel if by_kernel else plain).round_squares(*own, transposed=False)
+        elif by_kernel:
+            kernel.round_vectors(t["x"], *limits, *(None if side is None else side[:2] for side in (rows, columns)))
+        else:
+            plain.round_vectors(t["x"], rows, columns)
+
+    return tuple(
+        Case(
+            f"fp8-blocks-{name}", f"2TF + {formula}", 2 * T * F + num_bytes, make,
+            lambda t, results=results: run(t, results, True), lambda t, results=results: run(t, results, False),
+            ("x",), tuple(f"{each}{end}" for each in results for end in ("", "_scales")),
+        )
+        for name, formula, num_bytes, results in (
+            ("rows", "TF + TF/32", T * F + 4 * tiles[1] * T, ("rows",)),
+            ("both", "TF + SF + (T + S)F/32", (T + wide) * F + 4 * (tiles[1] * T + tiles[0] * F), ("rows", "columns")),
+            ("squares", "TF + TF/4096", T * F + 4 * math.prod(shapes["squares"][1]), ("squares",)),
+        )
     )  # fmt: skip
 
 

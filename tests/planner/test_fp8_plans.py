@@ -121,7 +121,7 @@ def test_the_command_plans_with_fp8(capsys):
 def test_training_through_from_pretrained_stays_near_bf16():
     ids, losses = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0)), {}
     sizes = {"max_seq_len": 64, "max_global_batch_tokens": 256, "max_gpu_mem_bytes": 2**28, "max_host_mem_gib": 4}
-    for matmul in ("compute", "fp8"):
+    for matmul in ("compute", "fp8", "fp8-blockwise"):
         engine = flexengine.from_pretrained(
             "preset:demo", device="cpu", hardware="cpu-test", matmul_dtype=matmul, **sizes
         )
@@ -130,9 +130,12 @@ def test_training_through_from_pretrained_stays_near_bf16():
             losses[matmul].append(engine.fwd_bwd(input_ids=ids, labels=ids).loss)
             engine.step(lr=1e-3)
         engine.close()
-    assert losses["fp8"] != losses["compute"]
-    assert losses["fp8"] == pytest.approx(losses["compute"], rel=5e-3)
-    assert losses["fp8"][-1] < losses["fp8"][0] - 0.3
+    exact = losses.pop("compute")
+    assert losses["fp8"] != losses["fp8-blockwise"]
+    for found in losses.values():
+        assert found != exact
+        assert found == pytest.approx(exact, rel=5e-3)
+        assert found[-1] < found[0] - 0.3
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------
