@@ -15,6 +15,7 @@ from flexengine.hardware.curve import Points
 from flexengine.hardware.devices import choose_device
 from flexengine.hardware.drive import with_drive
 from flexengine.hardware.drive_profile import DriveProfile
+from flexengine.hardware.drive_wear import wear_text
 from flexengine.hardware.presets import preset, preset_source
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult, run_probe
 from flexengine.hardware.profile import HardwareProfile, masters_and_states
@@ -86,7 +87,8 @@ def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
     result = run_probe(device, getattr(torch, dtype), shape, force=arguments.force)
     age = _age(result, time.perf_counter() - start_s)
     profile = with_drive(result.profile, arguments.offload_dir)
-    return profile, [f"{result.profile.name}, {device}, {dtype}: {age}", f"  {_place(result)}"]
+    worn = [] if arguments.offload_dir is None else [f"  wear of the drive: {wear_text(arguments.offload_dir)}"]
+    return profile, [f"{result.profile.name}, {device}, {dtype}: {age}", f"  {_place(result)}", *worn]
 
 
 def _age(result: ProbeResult, probe_s: float) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from flexengine.hardware.drive import place_of
+from flexengine.hardware.drive_wear import wear_text
 from flexengine.hardware.host_memory import host_memory
 from flexengine.hardware.nvml import IDLE, gpu_clocks, has_nvlink, nvidia_driver_version
 from flexengine.hardware.slurm import slurm_memory_bytes
@@ -175,7 +176,7 @@ def _drive(folder: Path) -> Finding:
         place = place_of(folder)
     except (OSError, ValueError) as error:
         return Finding("drive", f"none in {folder}", getattr(error, "strerror", None) or str(error))
-    how = "O_DIRECT" if place.direct else "no O_DIRECT"
+    how = f"{'O_DIRECT' if place.direct else 'no O_DIRECT'}, wear: {wear_text(folder)}"
     found = f"{place.free_bytes / GIB:.1f} GiB free in {folder}, {place.kind} at {place.mounted}, {how}"
     if place.kind in IN_MEMORY:
         return Finding("drive", found, f"{place.kind} lies in memory: name a folder on a drive with --offload-dir")

@@ -51,6 +51,9 @@ no plan with them there fits: to stream small ones frees little, and searching t
 LEAST_LEFT_GAIN = 0.02
 """Second planes are counted in a search where they have no room and would gain more than this share."""
 
+LEAST_ALL_ON_DRIVE_GAIN = 0.05
+"""Weights and gradients lie on a drive where optimizer states are enough, which wears it more, for this share alone."""
+
 
 class Found(NamedTuple):
     """A plan with its prediction, and the search that it comes from."""
@@ -347,8 +350,20 @@ def _on_drive_applies(problem: Problem, best: Found | None) -> bool:
 ON_DRIVE = Variant[Problem, Found](
     _on_drive_applies, lambda problem, _: fastest(OF_STORED, replace(problem, on_drive=True))
 )
+
+
+def _all_on_drive_applies(problem: Problem, best: Found | None) -> bool:
+    """Where nothing fits with optimizer states there, or that is far from its bound: the host may then have room for
+    fewer rounds, of which each reads all weights."""
+    if best is None:
+        return _on_drive_applies(problem, best)
+    return any(home.states == "drive" for home in best.plan.groups) and _far_from_bound(best)
+
+
 ALL_ON_DRIVE = Variant[Problem, Found](
-    _on_drive_applies, lambda problem, _: fastest(OF_STORED, replace(problem, on_drive=True, all_on_drive=True))
+    _all_on_drive_applies,
+    lambda problem, _: fastest(OF_STORED, replace(problem, on_drive=True, all_on_drive=True)),
+    LEAST_ALL_ON_DRIVE_GAIN,
 )
 
 # -- clipped gradients that are not stored -----------------------------------------------------------------------------

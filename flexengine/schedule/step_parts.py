@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexengine.plan import Plan
-from flexengine.schedule.commands import HOST_STREAMS, STREAMS, Command, Program, Stream
+from flexengine.schedule.commands import DRIVE_STREAMS, HOST_STREAMS, STREAMS, Command, Program, Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
@@ -204,15 +204,20 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
 
 
 def _held_back_by(command: Command, program: Program, timing: Timing) -> Stream:
-    """The stream that a command's end waits for: that of a drive where what a copy sends was read last of what the
-    copy waits for, or what lay where it goes was written last."""
-    last = max(command.waits, key=lambda w: timing.end_s[w], default=-1)
-    if last < 0 or program.commands[last].stream not in (Stream.DRIVE_FETCH, Stream.DRIVE_STORE):
-        return command.stream
-    earlier = (c.index for c in reversed(program.commands[: command.index]) if c.stream is command.stream)
-    before = next(earlier, None)
-    waited = before is not None and timing.end_s[before] > timing.end_s[last]
-    return command.stream if waited else program.commands[last].stream
+    """The stream that a command's end waits for: of a drive where it waits for what a drive brings or takes, or for
+    an update by the CPU that waited so."""
+    found = at = command
+    while True:
+        last = max(at.waits, key=lambda w: timing.end_s[w], default=-1)
+        earlier = (c.index for c in reversed(program.commands[: at.index]) if c.stream is at.stream)
+        before = next(earlier, None)
+        if last < 0 or (before is not None and timing.end_s[before] > timing.end_s[last]):
+            return found.stream
+        at = program.commands[last]
+        if at.stream in DRIVE_STREAMS:
+            found = at
+        elif at.stream is not Stream.CPU:
+            return found.stream
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def test_the_drive_of_a_folder(tmp_path, monkeypatch, capsys):
         assert cli.main(["doctor", "--offload-dir", str(tmp_path / "new")]) == 0
         line = capsys.readouterr().out.splitlines()[-1]
         assert f"GiB free in {tmp_path / 'new'}, {kind} at {tmp_path}, " in line
+        assert "wear: " in line
         assert remedy in line
     (tmp_path / "file").touch()
     [*_, found] = doctor.findings(tmp_path, tmp_path / "file")

@@ -196,3 +196,4 @@ def test_a_drive_is_measured_where_its_folder_is_named(probes, capsys, tmp_path,
     rates = measured.read_bytes_per_s / 1e9, measured.read_beside_bytes_per_s / 1e9
     assert f"read, alone / beside writing {rates[0]:.1f} / {rates[1]:.1f} GB/s" in text
     assert "written, alone / beside reading" in text
+    assert "wear of the drive: " in text
