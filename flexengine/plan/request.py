@@ -105,8 +105,8 @@ class Request:
     says which. segments: only so many of the first blocks' segments are such; None = all. segment_order: whether
     backward of a segment walks its blocks one by one, all chunks each, or its chunks one by one, all blocks each.
     hidden_home: where a round's tensor between layers and its gradient wait; auto is on the GPU, or on the
-    host where nothing else fits or that is faster, and its plan's request then says host. max_drive_bytes: that
-    optimizer states and frozen weights may take on a drive where the host has no room; 0 is no drive.
+    host where nothing else fits or that is faster, and its plan's request then says host. max_drive_bytes: what
+    planes may take on a drive where the host has no room; 0 is no drive.
     """
 
     max_seq_len: int
@@ -169,7 +169,7 @@ class Request:
                 "backward walks chunks one by one in segments: segment_blocks is not above 1",
             ),
             (self.hidden_on_host and self.shares_node, "hidden states wait on the host on one rank"),
-            (self.max_drive_bytes > 0 and self.shares_node, "optimizer states lie on a drive on one rank"),
+            (self.max_drive_bytes > 0 and self.shares_node, "planes lie on a drive on one rank"),
             (
                 self.hidden_on_host and self.segments_by_chunk,
                 "hidden states that wait on the host are of long sequences, which no chunk takes whole",

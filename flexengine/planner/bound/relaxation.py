@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexengine.planner.bound.drive_rows import DriveRows
 from flexengine.planner.bound.linear_program import LinearProgram, Optimum
 from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
 from flexengine.planner.cost.memory import host_overhead_bytes
@@ -25,6 +26,7 @@ LIMIT_WORDS = {
     "rate": "the rate of host memory",
     "gpu": "GPU memory",
     "host": "host memory",
+    "drive": "the drive",
 }
 """What a row of the relaxation stands for, by the last word of its name."""
 
@@ -66,6 +68,7 @@ class Relaxation:
         self._stream_rows()
         self._part_rows()
         self._gpu_rows()
+        self.drive = DriveRows(self.lp, self.step, self.rounds, self.unit_bytes, self.unit_s)
         self._host_rows()
         links = ("link h2d", "link d2h", "link both")
         found = self.lp.minimise({"T": 1.0, **dict.fromkeys(links, LINK_PRICE)})
@@ -282,15 +285,15 @@ class Relaxation:
     def _host_rows(self) -> None:
         """Everything that is not at home on the GPU, and a round's kept activations."""
         budget = (self.step.request.max_host_bytes - host_overhead_bytes(self.step.profile)) / self.unit_bytes
-        everything = self._total("w") + self._total("g") + self._total("s")
-        budget += min(self.step.request.max_drive_bytes / self.unit_bytes, everything)
         states, grads = self._total("w") / self.ranks + self._total("s"), self._total("g") / self.ranks
         away, kept = self._at_home("ws", factor=-1.0), {"on host": self.size.round_share}
+        away |= self.drive.there("ws", -1.0)
+        stored = {**self._at_home("g", factor=-1.0), **self.drive.there("g", -1.0)}
         if self.rounds > 1:
-            self.lp.at_most("turn host", {**away, **self._at_home("g", factor=-1.0), **kept}, budget - states - grads)
+            self.lp.at_most("turn host", {**away, **stored, **kept}, budget - states - grads)
         else:
             self.lp.at_most("turn host", {**away, **kept}, budget - states)
-            last = {**away, **self._at_home("g", factor=-1.0), "hold grads": -1.0}
+            last = {**away, **stored, "hold grads": -1.0}
             self.lp.at_most("end host", last, budget - states - grads)
 
 

@@ -141,7 +141,7 @@ def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
 
 
 def _drive(request: Request, judge: Try) -> Iterator[Remedy]:
-    """A drive for optimizer states and frozen weights, where nobody has given one."""
+    """A drive for planes, where nobody has given one."""
     if judge.drive_bytes and not request.max_drive_bytes and not request.shares_node:
         gib = gib_text(judge.drive_bytes)
         changed = replace(request, max_drive_bytes=bytes_of(gib))

@@ -1,0 +1,60 @@
+"""Rows of the relaxation for a drive: what lies there spares the host, and crosses the drive as often as it is used."""
+
+from __future__ import annotations
+
+from flexengine.planner.bound.linear_program import LinearProgram
+from flexengine.planner.bound.unavoidable import Unavoidable
+
+Moved = dict[str, float]
+
+
+class DriveRows:
+    """Adds variables and rows to a relaxation of some rounds; none without a drive.
+
+    Weights are read for every use that the GPU does not hold them for, gradients written and read between rounds, and
+    what an update changes is read and written once.
+    """
+
+    def __init__(self, lp: LinearProgram, step: Unavoidable, rounds: int, unit_bytes: float, unit_s: float) -> None:
+        self._lp, self._step, self._rounds = lp, step, rounds
+        self._scale = unit_s / unit_bytes
+        self._members = step.parameters if step.request.max_drive_bytes else ()
+        for p in self._members:
+            for kind, num_bytes in (("w", p.weights), ("g", p.grads), ("s", p.states)):
+                name, total = f"drive {kind} {p.name}", num_bytes / unit_bytes
+                lp.at_most(f"{name} there", {lp.variable(name): 1.0, f"{kind} {p.name}": 1.0}, total)
+        if self._members:
+            lp.at_most("size of the drive", self.there("wgs"), step.request.max_drive_bytes / unit_bytes)
+            self._move()
+
+    def there(self, kinds: str, factor: float = 1.0) -> Moved:
+        """Terms of the bytes on the drive; kinds: letters of w, g, s."""
+        return {f"drive {kind} {p.name}": factor for kind in kinds for p in self._members}
+
+    def _move(self) -> None:
+        r, trained = self._rounds, [p for p in self._members if p.trained]
+        updated = {f"drive {kind} {p.name}": 1.0 for kind in "ws" for p in trained}
+        reads = {f"drive w {p.name}": float(r * (1 + p.twice)) + p.trained for p in self._members}
+        reads |= {"hold turn": -float(r), "hold between": 1.0 - r, "hold end": -1.0, **self._states(1.0)}
+        reads |= {f"drive g {p.name}": r - 1.0 for p in trained}
+        writes = {**updated, **{f"drive g {p.name}": r - 1.0 for p in trained}}
+        self._seconds("all", "T", reads, writes)
+        self._seconds("update", "V" if self._step.request.waits_for_norm else "VB", updated, updated)
+
+    def _states(self, factor: float) -> Moved:
+        return {f"drive s {p.name}": factor for p in self._members}
+
+    def _seconds(self, name: str, parts: str, reads: Moved, writes: Moved) -> None:
+        """What is read and written takes no longer than some parts of the step: each alone, or both at once."""
+        drive = self._step.profile.drive.known
+        spent = {f"drive {name} {way}": 1.0 for way in ("in", "out", "both")}
+        for each in spent:
+            self._lp.variable(each)
+        self._lp.at_most(f"{name} drive", {**spent, **dict.fromkeys(parts, -1.0)}, 0.0)
+        for way, moved, alone, beside in (
+            ("in", reads, drive.read_bytes_per_s, drive.read_beside_bytes_per_s),
+            ("out", writes, drive.write_bytes_per_s, drive.write_beside_bytes_per_s),
+        ):
+            row = {key: value / (alone * self._scale) for key, value in moved.items()}
+            most = {f"drive {name} {way}": -1.0, f"drive {name} both": -min(1.0, beside / alone)}
+            self._lp.at_most(f"{name} {way} drive", {**row, **most}, 0.0)
