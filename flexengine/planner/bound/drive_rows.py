@@ -12,10 +12,19 @@ class DriveRows:
     """Adds variables and rows to a relaxation of some rounds; none without a drive.
 
     Weights are read for every use that the GPU does not hold them for, gradients written and read between rounds, and
-    what an update changes is read and written once.
+    what an update changes is read and written once. units: bytes and seconds of one. earlier: terms and seconds, in
+    units, of the backward passes that no update may begin in.
     """
 
-    def __init__(self, lp: LinearProgram, step: Unavoidable, rounds: int, unit_bytes: float, unit_s: float) -> None:
+    def __init__(
+        self,
+        lp: LinearProgram,
+        step: Unavoidable,
+        rounds: int,
+        units: tuple[float, float],
+        earlier: tuple[Moved, float],
+    ) -> None:
+        (unit_bytes, unit_s), self._earlier = units, earlier
         self._lp, self._step, self._rounds = lp, step, rounds
         self._scale = unit_s / unit_bytes
         self._members = step.parameters if step.request.max_drive_bytes else ()
@@ -39,18 +48,28 @@ class DriveRows:
         reads |= {f"drive g {p.name}": r - 1.0 for p in trained}
         writes = {**updated, **{f"drive g {p.name}": r - 1.0 for p in trained}}
         self._seconds("all", "T", reads, writes)
-        self._seconds("update", "V" if self._step.request.waits_for_norm else "VB", updated, updated)
+        # beside what an update moves, the next forward's weights, and the last backward's
+        beside = {f"drive w {p.name}": 1.0 + p.trained for p in self._members} | {"hold end": -1.0}
+        if self._step.request.waits_for_norm:
+            self._seconds("update", "V", {**updated, **beside}, updated)
+            return
+        beside |= {f"drive w {p.name}": 1.0 + p.trained + p.twice for p in self._members} | {"hold turn": -1.0}
+        if r > 1:
+            beside |= {f"drive g {p.name}": 1.0 for p in trained}
+        self._seconds("update", "VB", {**updated, **beside}, updated, self._earlier)
 
     def _states(self, factor: float) -> Moved:
         return {f"drive s {p.name}": factor for p in self._members}
 
-    def _seconds(self, name: str, parts: str, reads: Moved, writes: Moved) -> None:
+    def _seconds(
+        self, name: str, parts: str, reads: Moved, writes: Moved, less: tuple[Moved, float] = ({}, 0.0)
+    ) -> None:
         """What is read and written takes no longer than some parts of the step: each alone, or both at once."""
         drive = self._step.profile.drive.known
         spent = {f"drive {name} {way}": 1.0 for way in ("in", "out", "both")}
         for each in spent:
             self._lp.variable(each)
-        self._lp.at_most(f"{name} drive", {**spent, **dict.fromkeys(parts, -1.0)}, 0.0)
+        self._lp.at_most(f"{name} drive", {**spent, **less[0], **dict.fromkeys(parts, -1.0)}, -less[1])
         for way, moved, alone, beside in (
             ("in", reads, drive.read_bytes_per_s, drive.read_beside_bytes_per_s),
             ("out", writes, drive.write_bytes_per_s, drive.write_beside_bytes_per_s),

@@ -68,7 +68,8 @@ class Relaxation:
         self._stream_rows()
         self._part_rows()
         self._gpu_rows()
-        self.drive = DriveRows(self.lp, self.step, self.rounds, self.unit_bytes, self.unit_s)
+        units = self.unit_bytes, self.unit_s
+        self.drive = DriveRows(self.lp, self.step, self.rounds, units, self._earlier_backward())
         self._host_rows()
         links = ("link h2d", "link d2h", "link both")
         found = self.lp.minimise({"T": 1.0, **dict.fromkeys(links, LINK_PRICE)})
@@ -261,6 +262,12 @@ class Relaxation:
         terms |= {"hold grads": -1.0, "on host": 1.0, **self._by_cpu("ws")}
         stored = r - self.in_round
         return terms, stored * self._total("g") + self._total("w", self.trained) / self.ranks + self._total("s")
+
+    def _earlier_backward(self) -> tuple[dict[str, float], float]:
+        """Terms and seconds, in units, of all backward passes of a step but the last."""
+        size, others = self.size, 1 - min(1.0, 1 / self.size.full_rounds)
+        backward_s = size.compute_s - size.update_s - size.full_rounds * (size.forward_s + size.head_s)
+        return {name: others * seconds for name, seconds in self.recompute.items()}, others * backward_s / self.unit_s
 
     def _gpu_rows(self) -> None:
         """At the turn under the head's command and under the last block's, between rounds, and before the update."""
