@@ -69,10 +69,13 @@ class TaughtBatch(Batch):
     """Single answers, and what a teacher says of their target tokens, in their order.
 
     tokens: int32 [targets, k], the likeliest. log_probs: float32 [targets, k + 1], theirs and that of all others.
+    images, columns: as of `ImageBatch`.
     """
 
     tokens: np.ndarray
     log_probs: np.ndarray
+    images: Sequence[KeptImage] = ()
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,20 +136,19 @@ def batch_of(
     pairs = [pair for pair in found if isinstance(pair, TokenizedPair)]
     prompts = [prompt for prompt in found if isinstance(prompt, TokenizedPrompt)]
     pictured = [row for row in found if isinstance(row, PicturedRecord)]
-    if pictured:
-        rows = [row.input_ids for row in pictured], [row.labels for row in pictured]
-        return ImageBatch(*rows, images=[image for row in pictured for image in row.images])
+    shown = [image for row in pictured for image in row.images]
     if prompts:
         texts = [p.input_ids for p in prompts], [p.labels for p in prompts]
         images = [image for p in prompts for _ in range(copies) for image in p.images]
         return PromptBatch(*texts, records=[p.columns for p in prompts], images=images)
     if not pairs:
-        values = [row.value if isinstance(row, ValuedRecord) else 0.0 for row in found]
         columns = [row.input_ids for row in found], [row.labels for row in found]
-        if reference is None or isinstance(reference, np.ndarray):
-            return Batch(*columns, values if any(values) else None)
-        tokens, log_probs = reference.rows(numbers)
-        return TaughtBatch(*columns, tokens=tokens, log_probs=log_probs)
+        if reference is not None and not isinstance(reference, np.ndarray):
+            tokens, log_probs = reference.rows(numbers)
+            return TaughtBatch(*columns, tokens=tokens, log_probs=log_probs, images=shown)
+        values = [row.value if isinstance(row, (ValuedRecord, PicturedRecord)) else 0.0 for row in found]
+        values = values if any(values) else None
+        return ImageBatch(*columns, values, images=shown) if pictured else Batch(*columns, values)
     assert reference is None or isinstance(reference, np.ndarray), "pairs have no teacher"
     rows = [row for pair in pairs for row in (pair.first, pair.second)]
     chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)

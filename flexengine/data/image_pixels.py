@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexengine.checkpoint.bounded_process import MOST_BYTES, BoundedProcess
-from flexengine.data.batches import Batch, ImageBatch, PairBatch, PromptBatch
+from flexengine.data.batches import Batch, ImageBatch, PairBatch, PromptBatch, TaughtBatch
 from flexengine.data.image_processor import in_own_process
 from flexengine.data.kept_images import KeptImage
 
 MOST_WORKERS = 4
-WITH_IMAGES = (ImageBatch, PairBatch, PromptBatch)
+WITH_IMAGES = (ImageBatch, PairBatch, PromptBatch, TaughtBatch)
 AHEAD = 1
 """Batches whose images are decoded before they are due. More would wait for a slow image less, and take more disk."""
 

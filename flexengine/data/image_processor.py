@@ -58,7 +58,7 @@ class ImageProcessor:
             import PIL  # noqa: F401, PLC0415
 
             found: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            self.token, self.row_id = str(found.image_token), int(found.image_token_id)
+            self.token, self.row_id = str(found.image_token), int(found.image_token_ids[0])
             self.place_id = int(found.tokenizer.convert_tokens_to_ids(self.token))
         except ImportError as error:
             said = " ".join(str(error).split())[:160]
@@ -72,15 +72,11 @@ class ImageProcessor:
             raise ValueError(
                 f"{folder}: transformers cannot read the processor: {said}; fetch its files again"
             ) from None
-        self._processor = found
-        self._files = sorted(folder.glob("*processor_config.json"))
+        self._processor, self._folder = found, folder
 
     def key(self) -> str:
         """A digest of what decides the tokens and pixels of an image, beside the versions of libraries."""
-        import PIL  # noqa: PLC0415
-
-        parts = [path.read_bytes() for path in self._files]
-        return hashlib.sha256(b"".join([PIL.__version__.encode(), *parts])).hexdigest()
+        return processor_key(self._folder)
 
     def columns(self, image: Image) -> dict[str, Tensor]:
         """What the processor makes of one image, input_ids and all. Raises: ValueError where it refuses it."""
@@ -117,6 +113,14 @@ class ImageProcessor:
             found.append(image)
             ids.append(self.columns(picture)["input_ids"][0].tolist())
         return found, ids
+
+
+def processor_key(folder: Path) -> str:
+    """See `ImageProcessor.key`: of the processor of a model's folder."""
+    import PIL  # noqa: PLC0415
+
+    parts = [path.read_bytes() for path in sorted(folder.glob("*processor_config.json"))]
+    return hashlib.sha256(b"".join([PIL.__version__.encode(), *parts])).hexdigest()
 
 
 def in_own_process(folder: Path) -> ImageProcessor:

@@ -39,11 +39,12 @@ class KeptImage(NamedTuple):
 
 
 class PicturedRecord(NamedTuple):
-    """One training sequence with its images, in the order in which their tokens stand."""
+    """One training sequence with its images, in the order in which their tokens stand, and its label as a value."""
 
     input_ids: list[int]
     labels: list[int]
     images: list[KeptImage]
+    value: float = 0.0
 
 
 def kept(source: ImageSource) -> tuple[KeptImage, bytes]:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.data.bad_records import BadRecords
 from flexengine.data.encoding import encode_whole
 from flexengine.data.masks import LeftOutError
+from flexengine.data.pictured import with_own_images
 from flexengine.data.records import IGNORE, Record, parse_record
 from flexengine.data.sources import LabelNames
 from flexengine.data.token_columns import ValuedRecord
@@ -31,7 +33,9 @@ class Labelled(NamedTuple):
     value: float
 
 
-def parse_labelled(raw: Any, where: str, unread: Counter[str] | None, names: LabelNames) -> Labelled:
+def parse_labelled(
+    raw: Any, where: str, unread: Counter[str] | None, names: LabelNames, folder: Path | None = None
+) -> Labelled:
     """Read a record with its label; arguments and errors are those of `parse_record`."""
     given = dict(raw) if isinstance(raw, dict) else {}
     label = given.pop("label", None)
@@ -41,7 +45,7 @@ def parse_labelled(raw: Any, where: str, unread: Counter[str] | None, names: Lab
         value = value_of(label, names)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return Labelled(parse_record(given, where, unread), value)
+    return Labelled(parse_record(given, where, unread, folder), value)
 
 
 def value_of(label: Any, names: LabelNames) -> float:
@@ -69,13 +73,22 @@ def _class(label: Any, names: Sequence[str]) -> int:
 
 
 def encode_labelled(records: Iterable[Labelled], tokenizer: ChatTokenizer, bad: BadRecords) -> Iterator[ValuedRecord]:
-    """Ids of each record with its label as value. A record that is too long is cut or dropped, never split."""
+    """Ids of each record with its label as value, and behind it its images, where these are read.
+
+    A record that is too long is cut or dropped, never split.
+    """
     for record, value in records:
+        images = None
         try:
-            ids = encode_whole(record, tokenizer).input_ids
+            if tokenizer.images is None:
+                ids = encode_whole(record, tokenizer).input_ids
+            else:
+                (ids, _), images = with_own_images(record, tokenizer)
         except LeftOutError as error:
             tokenizer.left_out[str(error)] += 1
         except ValueError as error:
             bad.leave_out(ValueError(f"{record.where}: {error}" if record.where else str(error)))
         else:
             yield ValuedRecord(ids, [IGNORE, *ids[1:]], value)
+            if images is not None:
+                yield images

@@ -10,7 +10,7 @@ from flexengine.data.bad_records import BadRecords
 from flexengine.data.encoding import encode_whole
 from flexengine.data.image_places import PLACE
 from flexengine.data.image_processor import expanded
-from flexengine.data.kept_images import packed
+from flexengine.data.kept_images import KeptImage, packed
 from flexengine.data.masks import LeftOutError
 from flexengine.data.records import Record, TokenizedRecord
 from flexengine.data.token_columns import ValuedRecord
@@ -20,21 +20,32 @@ from flexengine.data.tokenizer import ChatTokenizer
 def encode_with_images(
     records: Iterable[Record], tokenizer: ChatTokenizer, bad: BadRecords
 ) -> Iterator[ValuedRecord | TokenizedRecord]:
-    """Two records of each: its tokens with the number of those that stand for images, and its images as numbers."""
-    images = tokenizer.images
-    assert images is not None, "the tokenizer has a processor"
+    """Two records of each: its tokens, and its images as numbers, whose value is how many tokens stand for them."""
     for record in records:
         try:
-            found, ids = images.taken(record, tokenizer.notes)
-            tokens = tokens_with_images(record, ids, tokenizer)
+            tokens, images = with_own_images(record, tokenizer)
         except LeftOutError as error:
             tokenizer.left_out[str(error)] += 1
         except ValueError as error:
             bad.leave_out(ValueError(f"{record.where}: {error}" if record.where else str(error)))
         else:
-            yield ValuedRecord(*tokens, float(tokens.input_ids.count(images.row_id)))
-            numbers: Any = packed(found)
-            yield TokenizedRecord(numbers, numbers)
+            yield tokens
+            yield images
+
+
+def with_own_images(record: Record, tokenizer: ChatTokenizer) -> tuple[TokenizedRecord, ValuedRecord]:
+    """The tokens of a record, and its images as tables keep them behind these. Raises: ValueError as `expanded`."""
+    images = tokenizer.images
+    assert images is not None, "the tokenizer has a processor"
+    found, ids = images.taken(record, tokenizer.notes)
+    tokens = tokens_with_images(record, ids, tokenizer)
+    return tokens, images_behind(found, tokens.input_ids.count(images.row_id))
+
+
+def images_behind(images: Sequence[KeptImage], num_tokens: int) -> ValuedRecord:
+    """Images as numbers, and the tokens that stand for them."""
+    numbers: Any = packed(images)
+    return ValuedRecord(numbers, numbers, float(num_tokens))
 
 
 def tokens_with_images(record: Record, ids: Sequence[Sequence[int]], tokenizer: ChatTokenizer) -> TokenizedRecord:

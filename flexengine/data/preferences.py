@@ -28,9 +28,8 @@ from typing import Any
 
 from flexengine.data.bad_records import BadRecords
 from flexengine.data.encoding import encode_whole
-from flexengine.data.kept_images import packed
 from flexengine.data.masks import LeftOutError
-from flexengine.data.pictured import tokens_with_images
+from flexengine.data.pictured import images_behind, tokens_with_images
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord, parse_record
 from flexengine.data.sources import Reader
 from flexengine.data.token_columns import ValuedRecord
@@ -328,8 +327,8 @@ def encode_compared(
     """Ids and labels of both conversations of each comparison, one behind the other; both or none are left out.
 
     The label of the first token of the first one, which nothing predicts, says whether its answer is a good one: it is
-    IGNORE for one that is not. Where images are read, they follow as numbers, and the first one's value is how many
-    tokens of both stand for them.
+    IGNORE for one that is not, and its value by how much it is to be ahead. Where images are read, they follow as
+    numbers, whose value is how many tokens of both stand for them.
     """
     for two in compared:
         try:
@@ -340,18 +339,17 @@ def encode_compared(
             bad.leave_out(ValueError(f"{two.first.where}: {error}" if two.first.where else str(error)))
         else:
             labels = [first.input_ids[0] if two.wanted else IGNORE, *first.labels[1:]]
-            value = two.margin
-            if tokenizer.images is not None:
-                value = float(sum(row.input_ids.count(tokenizer.images.row_id) for row in (first, second)))
-            yield ValuedRecord(first.input_ids, labels, value) if value else first._replace(labels=labels)
+            own = first._replace(labels=labels)
+            yield ValuedRecord(*own, two.margin) if two.margin else own
             yield second
             if images is not None:
-                yield TokenizedRecord(images, images)
+                yield images
 
 
-def _encoded(two: Compared, tokenizer: ChatTokenizer) -> tuple[list[TokenizedRecord], Any]:
-    """Both conversations of a comparison, and the numbers of their images; None where images are not read."""
+def _encoded(two: Compared, tokenizer: ChatTokenizer) -> tuple[list[TokenizedRecord], ValuedRecord | None]:
+    """Both conversations of a comparison, and their images; None where these are not read."""
     if tokenizer.images is None:
         return [encode_whole(record, tokenizer) for record in (two.first, two.second)], None
     found, ids = tokenizer.images.taken(two.first, tokenizer.notes)
-    return [tokens_with_images(record, ids, tokenizer) for record in (two.first, two.second)], packed(found)
+    rows = [tokens_with_images(record, ids, tokenizer) for record in (two.first, two.second)]
+    return rows, images_behind(found, sum(row.input_ids.count(tokenizer.images.row_id) for row in rows))

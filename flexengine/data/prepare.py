@@ -313,8 +313,9 @@ def _encoded(
         prompts = reader.parsed(lambda *one: parse_prompt(*one, folder=reader.images_folder), bad)
         yield from encode_prompts(prompts, tokenizer, bad)
     elif reader.source.kind == "labelled":
-        parse = functools.partial(parse_labelled, names=reader.source.labels)
-        yield from encode_labelled(reader.parsed(parse, bad), tokenizer, bad)
+        names = reader.source.labels
+        labelled = reader.parsed(lambda *one: parse_labelled(*one, names=names, folder=reader.images_folder), bad)
+        yield from encode_labelled(labelled, tokenizer, bad)
     else:
         yield from encode_compared(compared_of(reader, bad), tokenizer, bad)
     unread = {f"values of {key} not read": count for key, count in reader.unread.most_common(SHOWN_NOTES)}

@@ -88,8 +88,8 @@ def encode_prompts(
 ) -> Iterator[TokenizedRecord | ValuedRecord]:
     """Two records of each prompt: its tokens, and numbers, which tables keep behind it.
 
-    These are how many bytes the JSON of its columns has, the bytes, and its images. Where images are read, the first
-    one's value is how many tokens stand for them.
+    These are how many bytes the JSON of its columns has, the bytes, and its images. Their value is how many tokens
+    stand for images.
     """
     for turns, columns, record in prompts:
         images, found = tokenizer.images, list[KeptImage]()
@@ -104,8 +104,8 @@ def encode_prompts(
         written = json.dumps(columns, ensure_ascii=False, default=str).encode()
         numbers: Any = np.concatenate(([len(written)], np.frombuffer(written, np.uint8), packed(found)))
         placed = 0 if images is None else ids.count(images.row_id)
-        yield ValuedRecord(ids, ids, float(placed)) if placed else TokenizedRecord(ids, ids)
-        yield TokenizedRecord(numbers, numbers)
+        yield TokenizedRecord(ids, ids)
+        yield ValuedRecord(numbers, numbers, float(placed))
 
 
 def prompt_of(ids: list[int], numbers: np.ndarray) -> TokenizedPrompt:

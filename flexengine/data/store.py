@@ -112,8 +112,8 @@ class Cut(NamedTuple):
     """Sequences of one table, as positions in its file, and what became of its records. Counts are in records.
 
     splits: of pairs, which lie one behind the other, the tokens of each one's first sequence; None of single ones.
-    behind: the numbers that follow each: its images, or of prompts its columns and images. has_images: whether images
-    are read. values: those of the sequences or pairs, None where all are 0.
+    behind: the numbers that follow each: its images, or of prompts its columns and images. placed: tokens of each that
+    stand for images, None where these are not read. values: those of the sequences or pairs, None where all are 0.
     """
 
     starts: np.ndarray
@@ -127,7 +127,7 @@ class Cut(NamedTuple):
     splits: np.ndarray | None = None
     values: np.ndarray | None = None
     behind: np.ndarray | None = None
-    has_images: bool = False
+    placed: np.ndarray | None = None
     of_prompts: bool = False
 
     @property
@@ -190,8 +190,14 @@ def cut_pairs(table: TokenTable, max_seq_len: int, images: bool = False) -> Cut:
         splits=of_pairs[:, 0][kept].astype(np.int32),
         values=None if table.values is None else table.values[0::each][kept],
         behind=sizes[2::3][kept] if images else None,
-        has_images=images,
+        placed=_placed(table, 3, np.asarray(kept)) if images else None,
     )
+
+
+def _placed(table: TokenTable, each: int, kept: np.ndarray) -> np.ndarray:
+    """Tokens that stand for images: the value of what follows every record, the last of `each`."""
+    values = np.zeros(len(table.ends)) if table.values is None else table.values
+    return values[each - 1 :: each][kept].astype(np.int64)
 
 
 def cut_followed(table: TokenTable, max_seq_len: int, images: bool, prompts: bool = False) -> Cut:
@@ -215,7 +221,7 @@ def cut_followed(table: TokenTable, max_seq_len: int, images: bool, prompts: boo
         longest=int(lengths.max(initial=0)),
         values=None if table.values is None else table.values[0::2][kept],
         behind=sizes[:, 1][kept],
-        has_images=images,
+        placed=_placed(table, 2, kept) if images else None,
         of_prompts=prompts,
     )
 
@@ -235,10 +241,10 @@ class StoredSequences(Sequence[Stored]):
     @property
     def image_tokens(self) -> np.ndarray | None:
         """Tokens of each sequence that stand for images; None where these are not trained with."""
-        if not any(cut.has_images for _, cut in self._parts):
+        if all(cut.placed is None for _, cut in self._parts):
             return None
-        zeros = (np.zeros(len(cut.lengths)) if cut.values is None else cut.values for _, cut in self._parts)
-        return np.concatenate(list(zeros)).astype(np.int64)
+        none = (np.zeros(len(cut.lengths), np.int64) if cut.placed is None else cut.placed for _, cut in self._parts)
+        return np.concatenate(list(none))
 
     def sha256(self) -> str:
         """A digest of the tokens and labels of all sequences; reads them all."""
@@ -267,9 +273,9 @@ class StoredSequences(Sequence[Stored]):
             if cut.of_prompts:
                 return prompt_of(found.input_ids, behind)
             images = unpacked(behind)
-            if cut.splits is None:
-                return PicturedRecord(*found, images)
-        value = 0.0 if cut.values is None or cut.has_images else float(cut.values[at])
+        value = 0.0 if cut.values is None else float(cut.values[at])
+        if cut.splits is None and cut.behind is not None:
+            return PicturedRecord(*found, images, value)
         if cut.splits is None:
             return found if cut.values is None else ValuedRecord(*found, value)
         split = int(cut.splits[at])

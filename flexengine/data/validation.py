@@ -62,7 +62,7 @@ def _prompts(part: Prepared) -> np.ndarray:
 
 
 def _chosen(part: Prepared, chosen: np.ndarray) -> Prepared:
-    columns = {name: getattr(part.cut, name) for name in ("starts", "lengths", "splits", "behind", "values")}
+    columns = {name: getattr(part.cut, name) for name in ("starts", "lengths", "splits", "behind", "values", "placed")}
     cut = part.cut._replace(**{name: None if column is None else column[chosen] for name, column in columns.items()})
     return Prepared(part.table, cut, part.place, part.weight)
 

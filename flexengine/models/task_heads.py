@@ -27,9 +27,9 @@ WITH_TOKENS = frozenset({
 """Families whose tokens a class of transformers labels."""
 WITH_SEQUENCES = WITH_TOKENS | {
     "deepseek_v2", "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "minicpm3", "olmo", "olmo2", "olmo3",
-    "qwen3_5_text",
+    "qwen3_5_text", "gemma3", "qwen3_5",
 }  # fmt: skip
-"""Families whose sequences a class of transformers scores."""
+"""Families whose sequences a class of transformers scores; with images those of Gemma 3 and Qwen3.5."""
 MOST_LABELS = 4096
 HEADS_OF_PEFT = ("score", "classifier")
 """What PEFT calls the heads that it trains beside adapters."""
@@ -84,7 +84,8 @@ def _num_labels(name: str, config: dict[str, Any]) -> int:
 
 
 def _pad_token(name: str, config: dict[str, Any]) -> int | None:
-    found = config.get("pad_token_id")
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else config).get("pad_token_id")
     if found is not None and type(found) is not int:
         raise ValueError(f"{name}: pad_token_id={shown(found)} in config.json; expected the id of a token")
     return found

@@ -9,9 +9,9 @@ Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models", equati
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from flexengine.objectives.positions import target_numbers
 from flexengine.ops.custom_loss import LogitsBlock, LossFunction
 from flexengine.runtime.engine import Engine
 
-Columns = Mapping[str, Sequence[Sequence[int]]]
+Columns = Mapping[str, Any]
+"""input_ids and labels of a batch, and what an engine reads beside them."""
 
 
 class TeacherRows(NamedTuple):

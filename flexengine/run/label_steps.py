@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexengine.data.batches import Batch
+from flexengine.data.batches import Batch, ImageBatch
 from flexengine.objectives.two_passes import labels_at_end
 from flexengine.options.task import TaskHead
 from flexengine.parallel.team import Team
@@ -31,7 +31,7 @@ class LabelSteps:
     def train(self, engine: Engine, batch: Batch, lr: float) -> Taken:
         """See `Steps.train`."""
         loss = None if self.head.problem == "single_label_classification" else self._loss(engine, batch)
-        out, update = engine.train_step(input_ids=batch.input_ids, labels=self._labels(batch), loss=loss, lr=lr)
+        out, update = engine.train_step(**self._columns(batch), loss=loss, lr=lr)
         return Taken(float(out.loss), out, update, {})
 
     def evaluate(self, engine: Engine, batches: Iterable[Batch]) -> Evaluated:
@@ -40,7 +40,7 @@ class LabelSteps:
         for batch in batches:
             seen = torch.full((len(batch.input_ids),), UNSEEN, dtype=torch.float64)
             loss = self._loss(engine, batch, seen)
-            out = engine.evaluate(input_ids=batch.input_ids, labels=self._labels(batch), loss=loss)
+            out = engine.evaluate(**self._columns(batch), loss=loss)
             loss_sum += out.loss * len(seen)
             wanted += self._values(batch)
             found += self._of_all_ranks(seen)
@@ -49,11 +49,13 @@ class LabelSteps:
     def _values(self, batch: Batch) -> Sequence[float]:
         return [0.0] * len(batch.input_ids) if batch.values is None else batch.values
 
-    def _labels(self, batch: Batch) -> list[list[int]]:
-        """Labels at the last tokens: the class; 0 where the loss reads the values."""
+    def _columns(self, batch: Batch) -> dict[str, Any]:
+        """What the engine reads: labels at the last tokens are the class, and 0 where the loss reads the values."""
         is_class = self.head.problem == "single_label_classification"
         rows = zip(batch.input_ids, self._values(batch), strict=True)
-        return [labels_at_end(ids, int(value) if is_class else 0, self.head.pad_token_id) for ids, value in rows]
+        labels = [labels_at_end(ids, int(value) if is_class else 0, self.head.pad_token_id) for ids, value in rows]
+        pixels = batch.columns if isinstance(batch, ImageBatch) else {}
+        return {"input_ids": batch.input_ids, "labels": labels, **pixels}
 
     def _targets(self, batch: Batch) -> Tensor:
         """What the outputs are compared with: classes [N], 0 or 1 [N, outputs], or numbers [N, 1]."""

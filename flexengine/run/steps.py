@@ -82,13 +82,12 @@ class AnswerSteps:
     def _call(self, engine: Engine, batch: Batch) -> dict[str, Any]:
         """The batch, and its loss where that is none of the engine's, as keywords."""
         columns: dict[str, Any] = {"input_ids": batch.input_ids, "labels": batch.labels}
-        if isinstance(batch, ImageBatch):
-            columns |= batch.columns
+        pixels = batch.columns if isinstance(batch, (ImageBatch, TaughtBatch)) else {}
         if self._distillation is None:
-            return columns
+            return {**columns, **pixels}
         assert isinstance(batch, TaughtBatch), "a teacher was asked before the run"
         teacher = TeacherRows(torch.from_numpy(batch.tokens), torch.from_numpy(batch.log_probs))
-        return {**columns, "loss": self._distillation.loss(columns, teacher, engine.device)}
+        return {**columns, **pixels, "loss": self._distillation.loss(columns, teacher, engine.device)}
 
 
 class PreferenceSteps:

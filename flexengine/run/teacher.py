@@ -11,22 +11,25 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from flexengine.api import build, open_source, prepare_job
 from flexengine.data import StoredSequences, ValidationBatches
-from flexengine.data.batches import GlobalBatches, batch_of, num_targets, split_epoch
+from flexengine.data.batches import Batch, GlobalBatches, ImageBatch, batch_of, num_targets, split_epoch
+from flexengine.data.image_pixels import PixelReader
+from flexengine.data.image_processor import processor_key
 from flexengine.data.store import TokenFile
 from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource
-from flexengine.objectives import likeliest
+from flexengine.objectives import TeacherRows, likeliest
 from flexengine.options.job import ForwardJob
 from flexengine.options.train_config import TrainConfig
 from flexengine.parallel.team import Team
-from flexengine.run.training_data import TrainingData, cache_of
+from flexengine.run.training_data import TrainingData, cache_of, most_bytes_of_data
 from flexengine.runtime.engine import Engine
 
 TOP_K = 64
@@ -56,6 +59,18 @@ class TeacherTable:
         return tokens, log_probs
 
 
+class Teacher(NamedTuple):
+    """Who is asked. pixels: what decodes images as it reads them; None where there are none.
+
+    top_k: tokens that are kept. temperature: divides its logits.
+    """
+
+    engine: Engine
+    pixels: PixelReader | None
+    top_k: int
+    temperature: float
+
+
 def add_teacher(config: TrainConfig, student: ModelSource, data: TrainingData, team: Team | None) -> None:
     """Give the batches of a run what its teacher, if it has one, says of them.
 
@@ -73,28 +88,45 @@ def add_teacher(config: TrainConfig, student: ModelSource, data: TrainingData, t
         seed=config.seed,
         max_seq_len=config.max_seq_len,
         max_global_batch_tokens=config.max_global_batch_tokens,
+        max_image_tokens=config.max_image_tokens,
     )
     source = open_source(config.teacher, job)
-    words, known = source.spec.vocab_size, student.spec.vocab_size
-    if words != known:
-        raise ValueError(
-            f"--teacher {config.teacher} has a vocabulary of {words} tokens, and the model one of {known}; distillation"
-            " compares probabilities of the same tokens: give a teacher with the model's tokenizer"
-        )
-    top_k = min(config.teacher_top_k or TOP_K, words)
+    _check_words(config, source, student)
+    top_k = min(config.teacher_top_k or TOP_K, source.spec.vocab_size)
     parts = [part for part in (data.batches, data.validation) if isinstance(part, (GlobalBatches, ValidationBatches))]
     with contextlib.ExitStack() as stack:
         folders = [_folder(config, source, part, top_k, stack) for part in parts]
         asked = [(part, folder) for part, folder in zip(parts, folders, strict=True) if not _complete(folder, top_k)]
         if any([bool(asked)] if team is None else team.control.gather(bool(asked))):
-            with build(prepare_job(config.teacher, job, tell=False)) as teacher:
+            planned = prepare_job(config.teacher, job, tell=False)
+            pixels = _pixels(config, source, stack) if data.pixels is not None else None
+            with build(planned) as engine:
+                teacher = Teacher(engine, pixels, top_k, config.temperature or 1.0)
                 for part, folder in zip(parts, folders, strict=True):
                     if not _complete(folder, top_k):
                         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-                    teacher.context.barrier()
-                    _ask(teacher, part, folder, top_k, config.temperature or 1.0)
+                    engine.context.barrier()
+                    _ask(teacher, part, folder)
         for part, folder in zip(parts, folders, strict=True):
             part.reference = TeacherTable(folder, np.load(folder / STARTS_FILE), top_k)
+
+
+def _check_words(config: TrainConfig, teacher: ModelSource, student: ModelSource) -> None:
+    words, known = teacher.spec.vocab_size, student.spec.vocab_size
+    if words != known:
+        raise ValueError(
+            f"--teacher {config.teacher} has a vocabulary of {words} tokens, and the model one of {known}; distillation"
+            " compares probabilities of the same tokens: give a teacher with the model's tokenizer"
+        )
+
+
+def _pixels(config: TrainConfig, teacher: ModelSource, stack: contextlib.ExitStack) -> PixelReader:
+    """What decodes images with the teacher's own processor, until the stack is closed."""
+    if teacher.tokenizer_folder is None:
+        raise ValueError(f"--teacher {config.teacher}: it has no processor, which reads images; give a model's folder")
+    reader = PixelReader(teacher.tokenizer_folder, most_bytes_of_data(config.max_host_mem_gib))
+    stack.callback(reader.close)
+    return reader
 
 
 def _stored(part: GlobalBatches | ValidationBatches) -> StoredSequences:
@@ -115,6 +147,8 @@ def _folder(
         digest.update(piece)
     settings = (config.dtype, config.seed if teacher.weights_folder is None else 0, top_k, config.temperature)
     digest.update(repr((teacher.spec.hf_config, settings, _stored(part).sha256())).encode())
+    if part.images is not None and teacher.tokenizer_folder is not None:
+        digest.update(processor_key(teacher.tokenizer_folder).encode())
     return cache / digest.hexdigest()[:32]
 
 
@@ -139,30 +173,42 @@ def _complete(folder: Path, top_k: int) -> bool:
     return sizes == [4 * num_rows * top_k, 4 * num_rows * (top_k + 1)]
 
 
-def _ask(
-    teacher: Engine, part: GlobalBatches | ValidationBatches, folder: Path, top_k: int, temperature: float
-) -> None:
+def _ask(teacher: Teacher, part: GlobalBatches | ValidationBatches, folder: Path) -> None:
     """Write what the teacher says of all sequences; the folder appears whole, or not at all."""
     sequences = _stored(part)
     counts = [num_targets(sequences[i].labels) for i in range(len(sequences))]
     starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(folder.parent, int(starts[-1]) * (8 * top_k + 4), top_k)
+    _check_room(folder.parent, int(starts[-1]) * (8 * teacher.top_k + 4), teacher.top_k)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         np.save(partial / STARTS_FILE, starts)
         with (partial / FILES[0]).open("wb") as tokens, (partial / FILES[1]).open("wb") as log_probs:
-            most = teacher.plan.request.max_global_batch_tokens
-            for numbers in split_epoch(sequences.lengths, most, range(len(sequences))):
-                batch = batch_of(sequences, numbers)
-                columns = {"input_ids": batch.input_ids, "labels": batch.labels}
-                rows = likeliest(teacher, columns, top_k, temperature)
+            most = teacher.engine.plan.request.max_global_batch_tokens
+            split = split_epoch(sequences.lengths, most, range(len(sequences)), part.images)
+            made: Iterable[Batch] = (batch_of(sequences, numbers) for numbers in split)
+            for batch in made if teacher.pixels is None else teacher.pixels.filled(made):
+                rows = _likeliest(teacher, batch)
                 tokens.write(rows.tokens.numpy().data)
                 log_probs.write(rows.log_probs.numpy().data)
         with contextlib.suppress(OSError):  # another rank or run was faster
             os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _likeliest(teacher: Teacher, batch: Batch) -> TeacherRows:
+    """Ask for a batch. Raises: ValueError where its tokens of images are not those that the teacher has."""
+    columns = {"input_ids": batch.input_ids, "labels": batch.labels}
+    if not isinstance(batch, ImageBatch) or not batch.columns:
+        return likeliest(teacher.engine, columns, teacher.top_k, teacher.temperature)
+    try:
+        return likeliest(teacher.engine, {**columns, **batch.columns}, teacher.top_k, teacher.temperature)
+    except ValueError as error:
+        raise ValueError(
+            f"the teacher does not read images as the model does: {error}; give one whose processor makes the same"
+            " tokens of an image"
+        ) from None
 
 
 def _check_room(folder: Path, num_bytes: int, top_k: int) -> None:

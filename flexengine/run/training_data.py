@@ -37,8 +37,6 @@ from flexengine.wording import without_folders
 REWARD_S = 60.0
 """Longest call of a reward function where none is given."""
 DEMO_FOLDER = ASSETS / "demo"
-WITH_IMAGES = ("sft", "dpo", "ipo", "kto", "simpo", "orpo", "grpo")
-"""Objectives whose records may have images."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,10 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         return TrainingData(batches, None, text)
     folder = source.tokenizer_folder or DEMO_FOLDER
     train_on = config.train_on or "assistant"
-    images = with_images(config, source)
+    images = config.max_image_tokens > 0
+    if images and config.generator is not None:
+        asked = f"--max-image-tokens {config.max_image_tokens}"
+        raise ValueError(f"{asked} with --generator: a server is shown no images here; leave one of them out")
     options = TokenizerOptions(folder, vocab_size, source.new_tokens, config.template_date, train_on, images)
     tokenizer = TokenizerProcess(options, most_bytes_of_data(config.max_host_mem_gib))
     cache, kind = cache_of(config), record_kind(config)
@@ -127,21 +128,6 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     if config.rewards:
         rewards = Rewards(config.rewards, config.weights_of_rewards(), config.reward_timeout_s or REWARD_S)
     return TrainingData(batches, tokenizer, text, validation, details, records, prepared, rewards, pixels)
-
-
-def with_images(config: TrainConfig, source: ModelSource) -> bool:
-    """Whether a run trains with images. Raises: ValueError for what is not trained with them."""
-    if not config.max_image_tokens:
-        return False
-    asked = f"--max-image-tokens {config.max_image_tokens}"
-    if source.spec.task is not None or config.objective not in WITH_IMAGES:
-        what = f"--objective {config.objective}" if source.spec.task is None else "a head for labels"
-        raise ValueError(
-            f"{asked} with {what}: images are trained with {', '.join(WITH_IMAGES)}; leave one of them out"
-        )
-    if config.generator is not None:
-        raise ValueError(f"{asked} with --generator: a server is shown no images here; leave one of them out")
-    return True
 
 
 def cache_of(config: TrainConfig) -> Path | None:

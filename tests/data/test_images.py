@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from image_models import IMAGE_TOKENS, write_llava
+from image_models import GEMMA_TOKENS, IMAGE_TOKENS, write_gemma3, write_llava
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -23,10 +23,8 @@ from flexengine.data.image_pixels import PixelReader, joined
 from flexengine.data.image_processor import ImageProcessor, expanded
 from flexengine.data.preview import marked_text
 from flexengine.data.records import IGNORE, TokenizedRecord
+from flexengine.data.sources import LabelNames
 from flexengine.data.validation import ValidationBatches
-from flexengine.models.registry import open_model
-from flexengine.options.train_config import TrainConfig
-from flexengine.run.training_data import with_images
 
 IMAGE_ID = 3
 ASK = {"type": "text", "text": "what is this"}
@@ -300,17 +298,30 @@ def test_a_folder_without_a_processor(tmp_path):
         ImageProcessor(tmp_path)
 
 
-def test_images_go_with_answers_and_with_pairs(folder):
-    source = open_model(folder)
-    options = {"model": str(folder), "dataset": ("a.jsonl",), "max_image_tokens": 9}
-    assert with_images(TrainConfig(**options), source)
-    for objective in ("dpo", "orpo"):
-        assert with_images(TrainConfig(**options, objective=objective), source)
-    assert not with_images(TrainConfig(**{**options, "max_image_tokens": 0}), source)
-    with pytest.raises(
-        ValueError, match="--max-image-tokens 9 with --objective distill: images are trained with sft, dpo"
-    ):
-        with_images(TrainConfig(**options, objective="distill", teacher="b"), source)
+def test_what_begins_an_image_is_none_of_its_tokens(tmp_path, here):
+    """The processor of Gemma 3 says another token than the one that stands for rows."""
+    found = ChatTokenizer.from_folder(write_gemma3(tmp_path / "gemma3"))
+    found.images = ImageProcessor(tmp_path / "gemma3")
+    rows_of(here, found, SAME["path"])
+    part = prepared(here / "data.jsonl", found)
+    assert part.sequences[0].input_ids.count(IMAGE_ID) == part.sequences.image_tokens[0] == GEMMA_TOKENS
+
+
+def test_margins_and_labels_stand_beside_images(here, chat):
+    pair = {"prompt": WHOLE, **SAID, "margin": 0.5}
+    rows = rows_of(here, chat, pair, PAIRS["of TRL"], kind="ranked")
+    assert [(row.value, len(row.images)) for row in rows] == [(0.5, 1), (0.0, 1)]
+    (here / "data.jsonl").write_text(
+        "".join(json.dumps({"text": "<image> what", "images": [f"{name}.png"], "label": name}) + "\n"
+                for name in ("green", "red"))
+    )  # fmt: skip
+    labels = LabelNames(("red", "green", "no"), "single_label_classification")
+    sources = sources_of([str(here / "data.jsonl")], kind="labelled", labels=labels, images=True)
+    part: Any = prepare_sources(sources, chat, 96, False, None)[0]
+    assert [(row.value, len(row.images)) for row in part.sequences] == [(1.0, 1), (0.0, 1)]
+    assert part.sequences.image_tokens.tolist() == [IMAGE_TOKENS] * 2
+    batch: Any = batch_of(part.sequences, [1, 0])
+    assert (batch.values, [image.name for image in batch.images]) == ([0.0, 1.0], ["red.png", "green.png"])
 
 
 # ---- pairs ---------------------------------------------------------------------------------------------------------

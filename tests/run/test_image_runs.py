@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from image_models import write_llava
+from image_models import write_gemma3, write_llava
 from PIL import Image
 
 from flexengine import cli
@@ -114,6 +114,84 @@ def test_a_run_of_pairs_about_pictures(folder):
     assert evaluations[0] == evaluations[1]
     assert steps[0][0] == pytest.approx(math.log(2), abs=1e-6)
     assert evaluations[0][0] < math.log(2) - 0.05
+
+
+def divergence(teacher):
+    """How far the model's answers are from a teacher's, by transformers: KL(teacher | model), of two tokens each."""
+    model = transformers.LlavaForConditionalGeneration.from_pretrained("model")
+    processor = transformers.AutoProcessor.from_pretrained("model")
+    found = []
+    for line in Path("shapes/train.jsonl").read_text().splitlines():
+        turns = json.loads(line)["messages"]
+        turns[0]["content"][0]["image"] = f"shapes/{turns[0]['content'][0]['image']}"
+        given = processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
+        with torch.no_grad():
+            wanted, own = (one(**given).logits[0, -3:-1].log_softmax(-1) for one in (teacher, model))
+        found.append(torch.nn.functional.kl_div(own, wanted, reduction="sum", log_target=True) / 2)
+    return torch.stack(found).mean().item()
+
+
+def test_a_run_that_learns_from_a_teacher_about_pictures(folder, monkeypatch, capsys):
+    """The teacher reads pictures with its own processor, once; one whose tokens of images are others is refused."""
+    for name in ("train", "val"):
+        path = Path(f"shapes/{name}.jsonl")
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:24]))
+    write_llava(folder / "teacher", seed=5)
+    teacher = transformers.LlavaForConditionalGeneration.from_pretrained("teacher")
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(30.0)  # it is sure of something
+    teacher.save_pretrained("teacher")
+    options = ["--objective", "distill", "--teacher", "teacher", "--beta", "0", "--epochs", "6", "--eval-steps", "3"]
+    assert train("first", *options) == 0
+    with monkeypatch.context() as context:
+        context.setattr("flexengine.run.teacher.prepare_job", None)
+        assert train("second", *options) == 0
+    steps, evaluations = (
+        [[json.loads(line)["loss"] for line in Path(run, name).read_text().splitlines()] for run in ("first", "second")]
+        for name in ("train_log.jsonl", "eval_log.jsonl")
+    )
+    assert steps[0] == steps[1]
+    assert evaluations[0][1] < 0.9 * evaluations[0][0]
+    assert steps[0][0] == pytest.approx(divergence(teacher), rel=1e-4)  # of one batch of all records
+
+    config = json.loads(Path("teacher/config.json").read_text())
+    Path("teacher/config.json").write_text(json.dumps({**config, "image_token_index": 20, "image_token_id": 20}))
+    capsys.readouterr()
+    assert train("third", *options) == cli.BAD_INPUT
+    assert "the teacher does not read images as the model does: the batch has" in capsys.readouterr().err
+
+
+def test_a_reward_model_of_answers_about_pictures(folder, capsys):
+    """A Gemma 3 scores them; types that transformers has no such class of are refused."""
+    no = {"role": "assistant", "content": "no"}
+    for name in ("train", "val"):
+        lines = [json.loads(line)["messages"] for line in Path(f"shapes/{name}.jsonl").read_text().splitlines()]
+        pairs = [{"prompt": turns[:1], "chosen": turns[1:], "rejected": [no]} for turns in lines[:24]]
+        Path(f"shapes/{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    options = [
+        "--objective",
+        "reward",
+        "--epochs",
+        "2",
+        "--eval-steps",
+        "2",
+        "--lr",
+        "1e-2",
+        "--max-image-tokens",
+        "64",
+    ]
+    assert train("refused", *options) == cli.BAD_INPUT
+    assert "a model of type 'llava' that scores sequences: transformers has no class for it" in capsys.readouterr().err
+    write_gemma3(folder / "scorer")
+    assert train("run", *options, "--model", "scorer") == 0
+    found = [json.loads(line) for line in Path("run/eval_log.jsonl").read_text().splitlines()]
+    assert found[-1]["reward_accuracy"] == 1.0
+    scores, said = transformers.AutoModelForSequenceClassification.from_pretrained(
+        "run/final", output_loading_info=True
+    )
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+    assert type(scores).__name__ == "Gemma3ForSequenceClassification"
 
 
 REWARD = """
