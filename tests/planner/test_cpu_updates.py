@@ -26,6 +26,7 @@ from tests.schedule.small_plans import resident_plan, small_model
 GIB = 2**30
 MODEL = open_model("preset:llama-3.2-1b").spec
 REQUEST = Request(2048, 32768, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
+OF_ONE_SIZE = replace(REQUEST, chunk_tokens=4096, round_tokens=16384)
 
 
 def machine(parameters_per_s: float):
@@ -40,7 +41,7 @@ def num_by_cpu(plan: Plan) -> int:
 
 @pytest.mark.usefixtures("quick_search")
 def test_a_fast_cpu_updates_and_a_slow_one_does_not():
-    fast, slow = (make_plan(MODEL, REQUEST, machine(rate)) for rate in (30e9, 0.2e9))
+    fast, slow = (make_plan(MODEL, OF_ONE_SIZE, machine(rate)) for rate in (30e9, 0.2e9))
     assert num_by_cpu(fast) > 0 == num_by_cpu(slow)
     assert fast.predicted.step_s < slow.predicted.step_s
     assert fast.predicted.busy_s["cpu"] > 0 == slow.predicted.busy_s["cpu"]
@@ -59,7 +60,7 @@ def test_on_a_cpu_both_updates_are_one():
     [(3e9, 4, False), (40e9, 4, True)],
 )
 def test_the_bound_is_below_plans_with_and_without(rate, gpu_gib, clipping):
-    request, profile = replace(REQUEST, max_gpu_bytes=gpu_gib * GIB, clipping=clipping), machine(rate)
+    request, profile = replace(OF_ONE_SIZE, max_gpu_bytes=gpu_gib * GIB, clipping=clipping), machine(rate)
     bound_s = speed_of_light_s(MODEL, request, profile)
     plan = make_plan(MODEL, request, profile)
     assert 0 < bound_s <= plan.predicted.step_s

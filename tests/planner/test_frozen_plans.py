@@ -41,7 +41,7 @@ def tight_request(model, profile, factor: float, **changes) -> Request:
     return replace(request, max_gpu_bytes=int(factor * least))
 
 
-@pytest.mark.parametrize("case", cases(range(len(FROZEN)), (1, 2, 3)), ids=lambda case: " ".join(FROZEN[case]))
+@pytest.mark.parametrize("case", cases(range(len(FROZEN)), (1, 3)), ids=lambda case: " ".join(FROZEN[case]))
 def test_matches_the_exhaustive_oracle(case):
     names, (link, seq_len, factor) = FROZEN[case], ((4e8, 32, 1.25), (2e9, 128, 1.5))[case % 2]
     model, profile = with_frozen(small_model(blocks=2), names), slow_link(link)
@@ -103,7 +103,7 @@ def test_frozen_layers_take_less_time_and_memory():
     whole = open_model("preset:llama-3.1-8b").spec
     half = with_frozen(whole, ["embed", "block.0-15"])
     above = with_frozen(whole, ["block.16-31", "head"])
-    request = Request(2048, 32768, 20 * GIB, 120 * GIB, 4096, 16384, graphs="never")
+    request = Request(2048, 32768, 20 * GIB, 120 * GIB, 4096, 16384, graphs="never", segment_blocks=1)
     plans = [make_plan(model, request, preset("rtx-4090")) for model in (whole, half, above)]
     steps = [plan.predicted.step_s for plan in plans]
     assert steps[1] < 0.75 * steps[0]

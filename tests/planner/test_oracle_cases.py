@@ -34,10 +34,10 @@ def test_answers_are_what_the_oracle_finds(seed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", cases([1, 7], [7]))
+@pytest.mark.parametrize("first", cases([1, 7, 13, 19], [7]))
 def test_plans_are_near_the_best(first):
-    """A twelfth of the cases each; of all cases five are above 2% of the best, none is above 5%, and bounds hold."""
-    found = ratios(range(first, NUM_CASES, 12), {seed: answer["best_s"] for seed, answer in enumerate(ANSWERS)})
+    """A part of the cases each; of all cases five are above 2% of the best, none is above 5%, and bounds hold."""
+    found = ratios(range(first, NUM_CASES, 24), {seed: answer["best_s"] for seed, answer in enumerate(ANSWERS)})
     misses = {seed: round(ratio, 3) for seed, ratio in found.items() if ratio > NEAR}
     assert len(misses) <= MOST_MISSES, misses
     assert max(found.values()) <= FARTHEST, misses

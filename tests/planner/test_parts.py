@@ -256,6 +256,7 @@ def test_slices_cover_the_sequence():
     assert sum(c.tokens * c.seq_len for c in shape.chunks[:4]) == 250 * 250
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_description_names_what_matters():
     model = small_model()
     request = Request(32, 256, 2 << 20, 1 << 40, numerics=FLOAT32)

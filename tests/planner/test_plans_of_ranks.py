@@ -82,10 +82,14 @@ def test_fewer_gpus_are_told_of_where_they_take_the_same_step_faster():
     assert not beside_fewer_gpus(spec, replace(plan, predicted=busy), profile).predicted.fewer_gpus
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_the_cpu_makes_all_updates_where_ranks_would_wait_for_those_of_gpus():
     """The search of one rank has the GPU update embedding and head, for which all ranks together would wait longer."""
     spec, profile = open_model("preset:llama-3.1-8b").spec, with_gpus(preset("h200"), 2)
-    request = Request(2048, 65536, 24 * GIB, 220 * GIB, numerics=Numerics(state="bfloat16"), ranks=2, transport="relay")
+    request = Request(
+        2048, 65536, 24 * GIB, 220 * GIB, numerics=Numerics(state="bfloat16"), graphs="never", segment_blocks=1,
+        ranks=2, transport="relay",
+    )  # fmt: skip
     plan = plan_for_ranks(spec, request, profile)
     assert {home.update for home in plan.groups} == {"cpu"}
     edges = (replace(plan.groups[0], update="gpu"), *plan.groups[1:-1], replace(plan.groups[-1], update="gpu"))

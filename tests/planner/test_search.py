@@ -167,7 +167,8 @@ def test_llama_8b_in_24_gib(search, request):
     """Small rounds keep more and recompute less, long ones hide the update under their forward; both take as long."""
     if search == "short":
         request.getfixturevalue("quick_search")
-    asked = Request(2048, 131072, 24 * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
+    numerics = Numerics(state="bfloat16")
+    asked = Request(2048, 131072, 24 * GIB, 110 * GIB, numerics=numerics, graphs="never", segment_blocks=1)
     predicted = make_plan(open_model("preset:llama-3.1-8b").spec, asked, preset("h200")).predicted
     assert 10 < predicted.step_s < 12.3
     assert predicted.recompute_share < 0.2
@@ -186,7 +187,8 @@ def test_llama_1b_in_4_gib():
 def test_edges_of_a_large_vocabulary_fit_small_budgets():
     """Weights, accumulator and gradient of the head are most of what such a budget holds; the gradient takes the place
     of the weights."""
-    request = Request(2048, 131072, 3 << 30, 110 << 30, numerics=Numerics(state="bfloat16"), graphs="never")
+    numerics = Numerics(state="bfloat16")
+    request = Request(2048, 131072, 3 << 30, 110 << 30, numerics=numerics, graphs="never", segment_blocks=1)
     model = open_model("preset:llama-3.2-1b").spec
     plan = make_plan(model, request, preset("h200"))
     assert plan.share_edge_slots
