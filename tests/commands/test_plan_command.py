@@ -23,7 +23,7 @@ CONFIG = {
     "vocab_size": 512,
     "max_position_embeddings": 4096,
 }
-WORK = "--max-seq-len 64 --max-global-batch-tokens 256 --dtype float32"
+WORK = "--max-seq-len 64 --max-global-batch-tokens 256 --dtype float32 --cuda-graphs never"
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_trades_are_told_where_they_are_asked_for(run):
 
 
 def test_gradients_that_nothing_stores(run):
-    states = "--gpu rtx4090 --max-grad-norm 0 --optimizer-state-dtype int8"
+    states = "--gpu rtx4090 --max-grad-norm 0 --optimizer-state-dtype int8 --cuda-graphs auto"
     assert "groups not stored" in run(f"{states} --max-gpu-mem-gib 0.8")[1]
 
 
