@@ -114,8 +114,15 @@ KINDS: dict[str, Callable[[], Whole]] = {
     "lora, activations kept in fp8": lambda: with_adapters(kept()),
     "experts in parts": in_parts,
 }
-WITH_ALL_TESTS = ("lora with dropout on nf4", "qwen3_5_text, two layers", "gpt2")
-MORE = ("deepseek_v2", "gpt_oss, two layers", "qwen2_moe", "activations kept in fp8", "experts in parts")
+WITH_ALL_TESTS = ("lora with dropout on nf4", "gpt2")
+MORE = (
+    "qwen3_5_text, two layers",
+    "deepseek_v2",
+    "gpt_oss, two layers",
+    "qwen2_moe",
+    "activations kept in fp8",
+    "experts in parts",
+)
 """They run most kernels in the least time; those of FP8 products alone take minutes, and other formats of a base differ
 in the kernel that decodes them, which tests/kernels/test_decode_weights_kernel.py has."""
 

@@ -20,7 +20,7 @@ from engine_helpers import (
     worst_error,
 )
 from family_checks import reference_loss
-from family_configs import CASES, FAMILY_CASES, FEW, OF_BLOCKS
+from family_configs import CASES, FAMILY_CASES, OF_BLOCKS
 from peft_helpers import SETTINGS, by_name, check_files, engine_on, peft_model, train_both
 from safetensors.torch import load_file
 from thorough import cases
@@ -47,9 +47,11 @@ from flexengine.schedule.layout import Layout
 
 LARGE_EPS = replace(SETTINGS, eps=3e-4)
 """So many families have smaller gradients among theirs."""
+WITH_ALL_TESTS = ("llama", "phi3", "gemma4_text", "gpt2", "nemotron", "gpt_oss", "deepseek_v32", "bamba")
+"""Linear layers of every kind: fused ones, with biases, behind norms, of latent attention, beside other mixers."""
 
 
-@pytest.mark.parametrize("family", cases(["llama", *OF_BLOCKS], ("llama", *FEW)))
+@pytest.mark.parametrize("family", cases(["llama", *OF_BLOCKS], WITH_ALL_TESTS))
 def test_loss_gradients_steps_and_files(family, tmp_path):
     config = tiny_config() if family == "llama" else CASES[FAMILY_CASES[family]]
     has_experts = any("experts" in field for field in config)

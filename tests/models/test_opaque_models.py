@@ -32,6 +32,7 @@ def reference(request, tmp_path_factory):
     return reference_of(config_of(request.param), tmp_path_factory.mktemp("reference"))
 
 
+@pytest.mark.parametrize("reference", cases(CONFIGS, ("gptj", "bloom", "lfm2", "mamba2", "cohere2_moe")), indirect=True)
 def test_loss_gradients_logits_and_export(reference, tmp_path):
     with engine_like(reference, chunk_tokens=MAX_SEQ_LEN) as engine:
         assert "opaque blocks" in engine.layout.model.notice

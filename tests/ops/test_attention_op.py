@@ -192,7 +192,11 @@ def own_kernels(monkeypatch):
 @pytest.mark.usefixtures("own_kernels")
 @pytest.mark.parametrize(
     ("n", "g", "width", "value_dim", "style"),
-    [(4, 2, 6, 6, CAUSAL), (3, 3, 7, 4, STYLES["window 3"]), (4, 2, 6, 6, STYLES["all of them"])],
+    [
+        pytest.param(4, 2, 6, 6, CAUSAL, marks=pytest.mark.thorough),
+        (3, 3, 7, 4, STYLES["window 3"]),
+        (4, 2, 6, 6, STYLES["all of them"]),
+    ],
     ids=["all keys", "window 3, values narrower than keys", "all of them"],
 )
 def test_our_own_kernels(make_harness, checks, n, g, width, value_dim, style):

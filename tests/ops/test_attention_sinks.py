@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_helpers import PlainKernels, make, masked, random_rows, use_own_kernels
+from thorough import cases
 
 from flexengine.kernels import attention_sinks as kernel
 from flexengine.ops.attention import attention
@@ -138,9 +139,10 @@ def test_the_kernel_matches_float64(checks, dtype, tokens, heads, width, parts):
     check_kernel(checks, "cpu", dtype, tokens, heads, width, parts)
 
 
-@by_style
-def test_our_own_kernels(make_harness, checks, monkeypatch, style):
+@pytest.mark.parametrize("name", cases(STYLES, ["window 4"]))
+def test_our_own_kernels(make_harness, checks, monkeypatch, name):
     """They have the sinks in the call, however a sequence is cut."""
+    style = STYLES[name]
     use_own_kernels(monkeypatch)
     h, op = make_harness("cpu", torch.float32), make(4, 2, 6, style)
     check_uncut(h, checks, op, (5, 1, 12), 1e-5)

@@ -156,7 +156,10 @@ def train_until_one_dies(rank: int, case: Case, dies: int) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start_s
 
 
-@pytest.mark.parametrize(("size", "message"), [(4, "rank 3 (process"), (2, "nothing is heard any more of node 1")])
+DEATHS = [pytest.param(4, "rank 3 (process", marks=pytest.mark.thorough), (2, "nothing is heard any more of node 1")]
+
+
+@pytest.mark.parametrize(("size", "message"), DEATHS)
 def test_the_death_of_a_rank_ends_all_nodes(size, message):
     outcomes = run_ranks(train_until_one_dies, size, float32(), size - 1, nodes=2)
     assert outcomes.pop().error == "ended"

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from thorough import cases
 
 from flexengine import cli
 from flexengine.checkpoint.run_checkpoints import whole_checkpoints
@@ -69,8 +70,14 @@ def gpu_bytes_of(folder):
     return json.loads((Path(folder) / "plan.json").read_text())["predicted"]["gpu_bytes"]
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_resumed_bit_by_bit_within_another_budget(model, tmp_path, monkeypatch, options):
+WITH_ALL_TESTS = (
+    "lora with dropout on nf4", "frozen blocks in nf4", "muon, 8-bit states, bf16 masters", "lion", "reproducible",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, WITH_ALL_TESTS))
+def test_resumed_bit_by_bit_within_another_budget(model, tmp_path, monkeypatch, kind):
+    options = KINDS[kind]
     monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
     monkeypatch.chdir(tmp_path)
     assert train(model, "whole", **options) == 0

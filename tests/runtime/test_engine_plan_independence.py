@@ -245,7 +245,7 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_for_blocks_of_s
 FROZEN = (("embed", "block.0"), ("embed", "blocks"), ("block.1-2", "head"), ("blocks", "head"))
 
 
-@settings(SETTINGS, max_examples=7)
+@settings(SETTINGS, max_examples=5)
 @given(
     kind=st.sampled_from(("tied", "mixed", "fp8", "adapters")),
     names=st.sampled_from(FROZEN),
