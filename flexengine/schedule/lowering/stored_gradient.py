@@ -53,7 +53,7 @@ def stored_pieces(context: RoundContext, group: int, part: int) -> list[StoredPi
     """The pieces of a part of a group's gradient, in order."""
     layout = context.layout
     pieces, name = layout.pieces[group][part], context.part_name(group, part)
-    width, at_home = layout.groups[group].element_bytes("grad"), layout.homes[group].grads in ("gpu", "host")
+    width, at_home = layout.groups[group].element_bytes("grad"), layout.homes[group].grads not in ("none", "drive")
     names = [name] if len(pieces) == 1 else [f"{name} piece {number}" for number in range(len(pieces))]
     return [
         StoredPiece(group, part, i, piece, own, layout.piece_places(group, piece) if at_home else [], width)
