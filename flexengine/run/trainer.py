@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from flexengine.api import PlannedRun, build, open_source, prepare_job
+from flexengine.api import PlannedRun, open_source, prepare_job
 from flexengine.checkpoint.atomic import write_text
 from flexengine.data import GlobalBatches, SyntheticBatches, TokenizerProcess
 from flexengine.data.templates import today
@@ -29,6 +29,7 @@ from flexengine.parallel.team import Team, is_first, join
 from flexengine.run.callbacks import Callback, Callbacks
 from flexengine.run.card_health import StepCard
 from flexengine.run.closing import show_samples, summary
+from flexengine.run.compiled_kernels import built_with_kernels
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, started_run_folder
@@ -266,8 +267,8 @@ def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
 
 @START.part("load")
 def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:
-    """Load the weights of a planned run."""
-    return build(planned, optimizer_of(config))
+    """Load the weights of a planned run, and have its kernels compiled meanwhile."""
+    return built_with_kernels(config.model, planned, optimizer_of(config))
 
 
 def check_gpus(config: TrainConfig, ranks: int) -> None:

@@ -6,7 +6,7 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,9 +48,11 @@ from flexengine.hardware.profile import DeviceType, HardwareProfile, ProbeShape
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
 from flexengine.ops.attention.kernels import runs_on
 from flexengine.ops.attention.style import AttentionShape
+from flexengine.ops.compiling import begin_compiling, without_memory
+from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.fp8 import multiplies_fp8
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
-from flexengine.ops.linear_shape import LinearShape
+from flexengine.ops.linear_shape import HeadShape, LinearShape
 
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -102,6 +104,9 @@ def measure_model(
     spent, memory_rate = Spent(), machine.memory_bytes_per_s
     with torch.cuda.device(device), torch.no_grad():
         with spent.part("heating up"):
+            compiling = begin_compiling(
+                device, launch_all, shape, str(dtype).removeprefix("torch."), free_bytes(device)
+            )
             run_engine_kernels(device, dtype)
             use_side_streams(device)
             if not warm:
@@ -114,6 +119,9 @@ def measure_model(
             block = _linear_rates(layers, counts, dtype, _cuda_buffers(device, dtype), product_s)
         with spent.part("FP8"):
             fp8, *fp8_shares = _fp8_rates(layers, counts, device, product_s)
+        with spent.part("kernels"):
+            if compiling is not None:
+                compiling.wait()
         with spent.part("experts and head"):
             experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
         with spent.part("attention"):
@@ -213,6 +221,30 @@ def _in_fp8(buffers: Buffers) -> Buffers:
         target[start : start + len(piece)] = piece.to(FORWARD_DTYPE).view(torch.uint8)
         start += len(piece)
     return Buffers(target[:start].view(FORWARD_DTYPE), buffers.results)
+
+
+def launch_all(shape: Sequence[Any], dtype_name: str, num_bytes: int) -> None:
+    """Call once, on tensors without memory, all that is timed of the project's own kernels.
+
+    shape: a `ProbeShape`, as it is or out of JSON. num_bytes: what is free on the card that measures.
+    """
+
+    def called(work: Callable[[], object], least_s: float) -> float:
+        work()
+        return 1.0
+
+    asked, dtype, device = ProbeShape(*shape), getattr(torch, dtype_name), torch.device("cpu")
+    most_bytes = min(OPERAND_BYTES + RESULT_BYTES, int(MEMORY_SHARE * num_bytes))
+    limits = (((CUDA_TOKENS[-1], 1.0),), 1.0, dtype, device, most_bytes, called, 0.0)
+    with without_memory():
+        if asked.experts:
+            grouped_shares(tuple(ExpertShape(*each) for each in asked.experts), *limits)
+        if asked.head:
+            head_shares(HeadShape(*asked.head), *limits)
+        for each in [AttentionShape(*each) for each, _ in asked.attention] or [shape_of(asked.head_dim)]:
+            if serves("triton", dtype, each, KERNEL_LENGTHS[0]):
+                rows = fitting_rows(each.head_dim, int(MEMORY_SHARE * num_bytes))
+                kernel_rates("triton", KERNEL_LENGTHS, each, device, dtype, called, 0.0, rows)
 
 
 def _cuda_attention(

@@ -1,0 +1,230 @@
+"""Compiles Triton's kernels before they are launched, several at a time, in processes of their own.
+
+A launch compiles what it needs where Triton's cache on disk has none of it, one kernel after the other. Here a process
+without a card calls what will launch them on tensors without memory, notes the launches, and has others compile these
+into that cache. Nothing else changes: a launch that was not noted, or that failed there, is compiled as ever.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Self, cast
+from unittest.mock import patch
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from flexengine.kernels import attention_tilings
+
+MOST_PROCESSES, SPARED_CORES = 12, 2
+"""A process takes 0.3 GiB of memory, and a step has some twenty kernels, of which a few take most of the time. Spared:
+the process that waits reads weights, or measures the card, at the same time."""
+OWN_PACKAGE = "flexengine"
+LONGEST_S = 120.0
+"""After so long nobody waits any more for a process that hangs."""
+
+logger = logging.getLogger(__name__)
+
+
+class Card(NamedTuple):
+    """What launchers ask of a card."""
+
+    capability: tuple[int, int]
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
+
+    @property
+    def target(self) -> GPUTarget:
+        """What Triton compiles for."""
+        return GPUTarget("cuda", 10 * self.capability[0] + self.capability[1], 32)
+
+
+def card_of(device: torch.device) -> Card:
+    """Ask a CUDA device."""
+    found = torch.cuda.get_device_properties(device)
+    return Card((found.major, found.minor), found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+class Launch(NamedTuple):
+    """A kernel, by the module and name of its function, as one launch needs it: what Triton's own `preload` takes."""
+
+    module: str
+    name: str
+    specialization: str
+
+
+class CompilingDriver:
+    """What Triton asks a driver before it compiles for a target; it launches nothing."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return -1 - int(self._target.arch)  # no card's: Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+@contextmanager
+def recording(card: Card) -> Iterator[dict[Launch, None]]:
+    """Have launches only noted, in order, each once, and tensors without memory be as if on this card.
+
+    Order: for a process that uses no card, and no other thread.
+    """
+    found: dict[Launch, None] = {}
+    run = JITFunction.run
+
+    def only_compiles(self: JITFunction, *args: Any, **options: Any) -> Any:
+        return run(self, *args, **{**options, "grid": (1,), "warmup": True})
+
+    def noted(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        found[Launch(fn.module, fn.name, compile["specialization_data"])] = None
+        return True  # Triton then compiles nothing
+
+    properties = SimpleNamespace(**card._asdict())
+    with (
+        driver_for(card.target),
+        patch.object(JITFunction, "run", only_compiles),
+        patch.object(knobs.runtime, "jit_cache_hook", noted),
+        patch.object(FakeTensor, "is_cuda", property(lambda self: True), create=True),
+        # what tensors of an aligned arena would say
+        patch.object(FakeTensor, "data_ptr", lambda x: x.storage_offset() * x.element_size(), create=True),
+        patch.object(attention_tilings, "HOPPER_BYTES", card.shared_memory_per_block_optin),
+        patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: card.capability),
+    ):
+        yield found
+
+
+@contextmanager
+def driver_for(target: GPUTarget) -> Iterator[None]:
+    """Have Triton compile for a target, whatever card is there."""
+    before = driver._active  # pyright: ignore[reportPrivateUsage]
+    driver.set_active(cast("Any", CompilingDriver(target)))
+    try:
+        yield
+    finally:
+        driver._active = before  # pyright: ignore[reportPrivateUsage]
+
+
+def state_of_compiler() -> tuple[object, ...]:
+    """What decides whether Triton's cache on disk has what an earlier process compiled: place, versions, sources."""
+    sources = ((path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py")))
+    return knobs.cache.dir, triton.__version__, *((name, state.st_size, state.st_mtime_ns) for name, state in sources)
+
+
+class Compilation:
+    """Compiles all that a call launches, in a process that has others do it, until `wait` or `close`.
+
+    work, arguments: a function of a module of this package, and values for JSON, with which it is called. What it
+    launches takes tensors without memory (`ops/compiling.py`).
+    processes: how many compile at once; None: as many as there are cores to spare, and none of fewer than two.
+    """
+
+    def __init__(
+        self, card: Card, work: Callable[..., object], *arguments: object, processes: int | None = None
+    ) -> None:
+        self._began_s = time.monotonic()
+        self._process: subprocess.Popen[bytes] | None = None
+        if processes is None:
+            spare = len(os.sched_getaffinity(0)) - SPARED_CORES
+            processes = min(MOST_PROCESSES, spare) if spare >= 2 else 0
+        if processes:
+            with suppress(OSError):  # launches compile as ever
+                place = work.__module__, work.__qualname__
+                self._begin(json.dumps((card, place, arguments, processes), default=str).encode())
+
+    def _begin(self, asked: bytes) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # a context of the card would take its memory
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        with self._process.stdin as pipe:
+            pipe.write(asked)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait(self) -> bool:
+        """Wait until all is compiled that can be; gives up after LONGEST_S, and returns False."""
+        if self._process is None:
+            return False
+        try:
+            failed = self._process.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            failed = -1
+        finally:
+            self.close()
+        took_s = time.monotonic() - self._began_s
+        logger.info("kernels were compiled within %.1f s%s", took_s, ", but not all of them" if failed else "")
+        return failed >= 0
+
+    def close(self) -> None:
+        """End what still compiles. May be called again."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, 9)
+            process.wait()
+
+
+def compile_all(card: Card, place: tuple[str, str], arguments: Sequence[object], processes: int) -> int:
+    """Compile what a call launches, in processes forked from this one; returns how many failed, 1 for the call.
+
+    place: module of this package and name of the function that is called.
+    """
+    failed, (module, name) = 0, place
+    with recording(card) as found:
+        try:
+            assert module.startswith(f"{OWN_PACKAGE}."), module
+            getattr(importlib.import_module(module), name)(*arguments)
+        except Exception as error:
+            print(f"{module}.{name}: {error!r}", file=sys.stderr)
+            failed = 1
+    if found:
+        with driver_for(card.target), multiprocessing.get_context("fork").Pool(min(processes, len(found))) as pool:
+            failed += sum(pool.imap_unordered(_failed, found))
+    return failed
+
+
+def _failed(launch: Launch) -> bool:
+    """Compile a launch; whether that failed."""
+    try:
+        getattr(importlib.import_module(launch.module), launch.name).preload(launch.specialization)
+    except Exception as error:
+        print(f"{launch.module}.{launch.name}: {error!r}", file=sys.stderr)
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    (_capability, *_sizes), *_asked = json.loads(sys.stdin.buffer.read())
+    sys.exit(min(100, compile_all(Card(tuple(_capability), *_sizes), *_asked)))

@@ -1,0 +1,48 @@
+"""Kernels that are compiled before they are launched: what is noted, and that launches then find it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexengine.kernels import ahead
+
+CARD = ahead.Card((9, 0), 132, 227 * 1024)
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.long
+@pytest.mark.thorough
+def test_kernels_of_a_step_are_noted_and_a_launch_finds_what_was_compiled(tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, str(TESTS / "compiled_ahead.py")]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, cwd=TESTS.parent, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout)
+    assert set(found["step"]) >= {
+        "rmsnorm._forward_kernel",
+        "rmsnorm._backward_kernel",
+        "rope._rope_kernel",
+        "attention._forward_kernel",
+        "attention_backward._query_kernel",
+        "glu._backward_kernel",
+        "cross_entropy._cross_entropy_kernel",
+        "grad_accumulate._grad_accumulate_kernel",
+        "adamw._adamw_kernel",
+    }
+    assert (found["ended"], found["failed"], found["hits"]) == (True, [False], [True])
+    assert not found["is_cuda"], "tensors are as they were"
+
+
+def test_a_kernel_that_is_not_there_counts_as_failed():
+    assert ahead._failed(ahead.Launch("flexengine.kernels.rmsnorm", "_no_kernel", "{}"))
+
+
+def test_a_machine_without_cores_to_spare_compiles_as_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    with ahead.Compilation(CARD, print) as compilation:
+        assert not compilation.wait()
