@@ -6,6 +6,7 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -101,16 +102,14 @@ def measure_model(
     as for that. Takes up to 1.4 GiB of GPU memory, and gives it back.
     Order: as `measure_machine`.
     """
-    spent, memory_rate = Spent(), machine.memory_bytes_per_s
-    with torch.cuda.device(device), torch.no_grad():
+    spent, memory_rate, name = Spent(), machine.memory_bytes_per_s, str(dtype).removeprefix("torch.")
+    compiling = begin_compiling(device, launch_all, shape, name, free_bytes(device))
+    with torch.cuda.device(device), torch.no_grad(), compiling or nullcontext():
         with spent.part("heating up"):
-            compiling = begin_compiling(
-                device, launch_all, shape, str(dtype).removeprefix("torch."), free_bytes(device)
-            )
             run_engine_kernels(device, dtype)
             use_side_streams(device)
             if not warm:
-                _products(device, dtype, SUSTAINED_S * scale)()
+                _heat_up(device, dtype, SUSTAINED_S * scale)
         layers = shape.linears or usual_layers(shape[:2])
         counts = affordable_tokens(CUDA_TOKENS, layers, machine.peak_matmul_flops_per_s, LONGEST_BLOCK_S)
         product_s = PRODUCT_S * scale / len(layers)
@@ -122,6 +121,7 @@ def measure_model(
         with spent.part("kernels"):
             if compiling is not None:
                 compiling.wait()
+                _heat_up(device, dtype, SUSTAINED_S * scale)  # the card has waited, too
         with spent.part("experts and head"):
             experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
         with spent.part("attention"):
@@ -284,6 +284,11 @@ def _attention_rates(
             pass
         torch.cuda.empty_cache()
     return found
+
+
+def _heat_up(device: torch.device, dtype: torch.dtype, seconds: float) -> None:
+    """Multiply for so many seconds, after which a power-capped card is at its sustained clock."""
+    cuda_timer(square_product(WARMING_SIZE, device, dtype), seconds)
 
 
 def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[], None]:
