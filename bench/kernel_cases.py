@@ -427,11 +427,13 @@ def fp8_block_cases(s: Sizes) -> tuple[Case, ...]:
     def run(t: Tensors, results: tuple[str, ...], by_kernel: bool) -> None:
         rows, columns, squares = (given(t, name, results) for name in shapes)
         limits = (fp8_op.LARGEST, fp8_op.LEAST_ABSMAX)
-        if squares is not None:
-            own = (t["x"], *limits, *squares[:2]) if by_kernel else (t["x"], squares)
-            (kernel if by_kernel else plain).round_squares(*own, transposed=False)
+        if squares is not None and by_kernel:
+            kernel.round_squares(t["x"], *limits, squares.codes, squares.scales, transposed=False)
+        elif squares is not None:
+            plain.round_squares(t["x"], squares, transposed=False)
         elif by_kernel:
-            kernel.round_vectors(t["x"], *limits, *(None if side is None else side[:2] for side in (rows, columns)))
+            of_rows, of_columns = (None if side is None else side[:2] for side in (rows, columns))
+            kernel.round_vectors(t["x"], *limits, of_rows, of_columns)
         else:
             plain.round_vectors(t["x"], rows, columns)
 
