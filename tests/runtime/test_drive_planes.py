@@ -8,6 +8,7 @@ import pytest
 from engine_helpers import build_engine, make_plan, random_batch, random_weights, same_bits, streamed_plan, tiny_config
 
 from bench.kill_on_drive import killed_runs
+from bench.random_on_drive import compared
 from flexengine.native.drive import DriveError
 from flexengine.plan import GroupPlan, Numerics, Plan
 from flexengine.runtime.engine import Engine
@@ -100,6 +101,10 @@ def test_planes_do_not_move_between_memory_and_a_drive():
     capacity: dict[Memory, int] = {"gpu": 1 << 30, "host": 1 << 30, "drive": 1 << 30}
     with pytest.raises(ValueError, match=r"between memory and a drive.*save a checkpoint"):
         relocation(Layout(SOURCE.spec, plan), Layout(SOURCE.spec, off), capacity)
+
+
+def test_random_jobs_have_the_same_bits_with_planes_on_a_drive():
+    assert compared(range(2)) == {"same": 2}
 
 
 def test_killed_at_any_time_it_goes_on_from_the_last_save(tmp_path: Path):
