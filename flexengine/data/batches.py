@@ -91,10 +91,11 @@ class PromptBatch(Batch):
     """Prompts that the model answers itself, and all columns of the record of each.
 
     images: of each prompt as many times as it is answered, in the order of completions. columns: their pixels, once
-    these are decoded.
+    these are decoded. asked: each prompt as it was read, with its images and turns.
     """
 
     records: list[dict[str, Any]]
+    asked: Sequence[TokenizedPrompt] = ()
     images: Sequence[KeptImage] = ()
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -140,7 +141,7 @@ def batch_of(
     if prompts:
         texts = [p.input_ids for p in prompts], [p.labels for p in prompts]
         images = [image for p in prompts for _ in range(copies) for image in p.images]
-        return PromptBatch(*texts, records=[p.columns for p in prompts], images=images)
+        return PromptBatch(*texts, records=[p.columns for p in prompts], asked=prompts, images=images)
     if not pairs:
         columns = [row.input_ids for row in found], [row.labels for row in found]
         if reference is not None and not isinstance(reference, np.ndarray):

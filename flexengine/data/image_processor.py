@@ -162,10 +162,15 @@ def decoded(data: bytes, name: str) -> Image:
     return found
 
 
-def thumbnail(image: KeptImage) -> str:
-    """A small picture of an image as a data URL, for pages. Raises: ValueError where it cannot be read again."""
+def picture_of(image: KeptImage, is_small: bool) -> str:
+    """An image as a processor sees it, as a data URL; is_small: for pages.
+
+    Raises: ValueError where it cannot be read again.
+    """
+    report_alive(image.name, IMAGE_CPU_S)
     picture, out = decoded(image.read(), image.name), io.BytesIO()
-    picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    if is_small:
+        picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
     picture.save(out, "PNG")
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 

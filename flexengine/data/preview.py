@@ -68,7 +68,7 @@ def marked_text(tokenizer: ChatTokenizer | TokenizerProcess, sequence: Sequenced
 def shown_sequences(part: Prepared, tokenizer: TokenizerProcess, num_shown: int) -> Iterator[SeenSequence]:
     """The first sequences of a source for a page, with small pictures of their images."""
     for i, sequence in enumerate(islice(part.sequences, num_shown), start=1):
-        pictures = [(image.name, tokenizer.thumbnail(image)) for image in _images_of(sequence) or ()]
+        pictures = [(image.name, tokenizer.picture_of(image, is_small=True)) for image in _images_of(sequence) or ()]
         yield SeenSequence(_heading(i, sequence), [*pieces_of(tokenizer, sequence)], pictures)
 
 

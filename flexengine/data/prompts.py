@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,11 +36,15 @@ class Prompt(NamedTuple):
 
 
 class TokenizedPrompt(NamedTuple):
-    """Tokens to go on from, all columns of the record as JSON values, and its images, where these are read."""
+    """Tokens to go on from, all columns of the record as JSON values, and its images, where these are read.
+
+    turns: of one with images, in whose texts U+FFFC stands for each.
+    """
 
     input_ids: list[int]
     columns: dict[str, Any]
     images: Sequence[KeptImage] = ()
+    turns: Sequence[Mapping[str, str]] = ()
 
     @property
     def labels(self) -> list[int]:
@@ -88,8 +92,8 @@ def encode_prompts(
 ) -> Iterator[TokenizedRecord | ValuedRecord]:
     """Two records of each prompt: its tokens, and numbers, which tables keep behind it.
 
-    These are how many bytes the JSON of its columns has, the bytes, and its images. Their value is how many tokens
-    stand for images.
+    These are how many bytes the JSON of its columns and turns has, the bytes, and its images. Their value is how many
+    tokens stand for images.
     """
     for turns, columns, record in prompts:
         images, found = tokenizer.images, list[KeptImage]()
@@ -101,7 +105,7 @@ def encode_prompts(
         except ValueError as error:
             bad.leave_out(ValueError(f"{record.where}: {error}") if record.where else error)
             continue
-        written = json.dumps(columns, ensure_ascii=False, default=str).encode()
+        written = json.dumps([columns, turns if found else []], ensure_ascii=False, default=str).encode()
         numbers: Any = np.concatenate(([len(written)], np.frombuffer(written, np.uint8), packed(found)))
         placed = 0 if images is None else ids.count(images.row_id)
         yield TokenizedRecord(ids, ids)
@@ -111,4 +115,5 @@ def encode_prompts(
 def prompt_of(ids: list[int], numbers: np.ndarray) -> TokenizedPrompt:
     """A prompt as a table keeps it."""
     end = 1 + int(numbers[0])
-    return TokenizedPrompt(ids, json.loads(numbers[1:end].astype(np.uint8).tobytes()), unpacked(numbers[end:]))
+    columns, turns = json.loads(numbers[1:end].astype(np.uint8).tobytes())
+    return TokenizedPrompt(ids, columns, unpacked(numbers[end:]), turns)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from flexengine.checkpoint.bounded_process import MOST_BYTES, BoundedProcess, report_alive
 from flexengine.data.bad_records import Policy
 from flexengine.data.image_pixels import joined
-from flexengine.data.image_processor import in_own_process, thumbnail
+from flexengine.data.image_processor import in_own_process, picture_of
 from flexengine.data.kept_images import KeptImage
 from flexengine.data.masks import TrainOn
 from flexengine.data.prepare import make_table
@@ -86,9 +86,10 @@ class TokenizerProcess:
             return self.encode_with_images(turns, thinking=thinking)
         return self.encode_prompt(turns, thinking=thinking), {}
 
-    def thumbnail(self, image: KeptImage) -> str:
-        """See `thumbnail`."""
-        return self._process.call("thumbnail", image.name, image.placed, base64.b64encode(image.data).decode())
+    def picture_of(self, image: KeptImage, is_small: bool = False) -> str:
+        """See `picture_of`."""
+        data = base64.b64encode(image.data).decode()
+        return self._process.call("picture_of", image.name, image.placed, data, is_small)
 
     def render_prompt(self, turns: Turns, places: bool = False) -> str:
         """See `render_prompt`."""
@@ -153,8 +154,9 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
             save_file(tokenizer.images.pixels(image), Path(scratch, str(i)))
         return ids, len(found)
 
-    def small(name: str, placed: list[Any] | None, data: str) -> str:
-        return thumbnail(KeptImage(name, None if placed is None else tuple(placed), base64.b64decode(data)))
+    def picture(name: str, placed: list[Any] | None, data: str, is_small: bool) -> str:
+        kept = KeptImage(name, None if placed is None else tuple(placed), base64.b64decode(data))
+        return picture_of(kept, is_small)
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return tokenizer.decode(ids, skip_special_tokens)
@@ -163,6 +165,6 @@ def _calls(tokenizer: ChatTokenizer) -> Mapping[str, Callable[..., Any]]:
         return sorted(tokenizer.stop_ids)
 
     calls = {"about": about, "make_table": table, "decode": decode, "stop_ids": stop_ids}
-    calls |= {"encode_with_images": with_images, "thumbnail": small}
+    calls |= {"encode_with_images": with_images, "picture_of": picture}
     prompts = {"encode_prompt": tokenizer.encode_prompt, "render_prompt": partial(render_prompt, tokenizer)}
     return {**calls, **prompts}

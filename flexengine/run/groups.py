@@ -66,7 +66,7 @@ class GroupSteps:
         assert data.rewards is not None, "options were checked"
         self._config, self._objective, self._tokenizer = config, objective, data.tokenizer
         self._rewards, self._team = data.rewards, team
-        self.writer, self._forecast = writer_of(config, team), forecast
+        self.writer, self._forecast = writer_of(config, team, data.tokenizer), forecast
 
     def train(self, engine: Engine, batch: Batch, lr: float) -> Taken:
         """See `Steps.train`. The loss is about 0 where nothing is clipped; rewards say what was learned."""
@@ -123,7 +123,7 @@ class GroupSteps:
         times_s = [time.perf_counter()]
         sampling = Sampling(options.temperature or 1.0, 1.0 if options.top_p is None else options.top_p, seed)
         draws = Draws(options.completion_tokens, frozenset(stop_ids), sampling)
-        answers = self.writer.write(engine, [list(prompt) for prompt in batch.input_ids], count, draws, batch.columns)
+        answers = self.writer.write(engine, batch, count, draws)
         times_s.append(time.perf_counter())
         records = [record for record in batch.records for _ in range(count)]
         rewards = told_by_first(self._team, lambda: self._rewarded(records, answers).tolist())

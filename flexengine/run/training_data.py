@@ -90,9 +90,6 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     folder = source.tokenizer_folder or DEMO_FOLDER
     train_on = config.train_on or "assistant"
     images = config.max_image_tokens > 0
-    if images and config.generator is not None:
-        asked = f"--max-image-tokens {config.max_image_tokens}"
-        raise ValueError(f"{asked} with --generator: a server is shown no images here; leave one of them out")
     options = TokenizerOptions(folder, vocab_size, source.new_tokens, config.template_date, train_on, images)
     tokenizer = TokenizerProcess(options, most_bytes_of_data(config.max_host_mem_gib))
     cache, kind = cache_of(config), record_kind(config)

@@ -6,7 +6,10 @@ What it exports answers as in transformers.
 import json
 import math
 import runpy
+import threading
+from http.server import HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +17,12 @@ import transformers
 from image_models import write_gemma3, write_llava
 from PIL import Image
 
-from flexengine import cli
+from flexengine import Sampling, cli, from_pretrained
 from flexengine.checkpoint.atomic import sha256_of
+from flexengine.data import TokenizerOptions, TokenizerProcess
 from flexengine.hardware.presets import preset
 from flexengine.run import trainer
+from tests.run.test_group_runs import Server, logged
 
 DRAWN = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "draw_shapes.py"))
 OPTIONS = (
@@ -221,3 +226,67 @@ def test_a_run_of_completions_about_pictures(folder):
     assert all(1 <= one["completion_tokens"] <= 2 and 0 <= one["reward"] <= 1 for one in (*steps, *evaluations))
     assert (len(steps), len(evaluations)) == (4, 2)
     assert evaluations[0]["loss"] == -evaluations[0]["reward"]
+
+
+class ServerOfPictures(Server):
+    """Answers chats about pictures as vLLM does, and tells the tokens of the prompt."""
+
+    tokenizer: Any = None
+    more, loaded, asked = [], {}, []
+
+    def do_POST(self):  # noqa: N802 - http.server's name
+        if self.path == "/v1/completions":
+            return super().do_POST()
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, body))
+        if self.path == "/v1/load_lora_adapter":
+            sizes: dict[str, Any] = {"max_seq_len": 64, "max_global_batch_tokens": 512, "max_image_tokens": 128}
+            place = {"dtype": "float32", "device": "cpu", "hardware": "cpu-test"}
+            self.loaded[body["lora_name"]] = from_pretrained("model", adapter=body["lora_path"], **place, **sizes)
+            return self.answer(200, "Success: added")
+        if self.path == "/v1/unload_lora_adapter":
+            self.loaded.pop(body["lora_name"]).close()
+            return self.answer(200, "Success: removed")
+        ids, pixels = self.tokenizer.encode_turns(body["messages"])
+        rows = self.loaded[body["model"]].generate(
+            [ids] * body["n"], body["max_tokens"], stop_ids=body["stop_token_ids"], keep_stop=True,
+            sampling=Sampling(body["temperature"], body["top_p"], body["seed"]),
+            images={name: torch.cat([column] * body["n"]) for name, column in pixels.items()},
+        )  # fmt: skip
+        choices = [{"index": i, "token_ids": row} for i, row in enumerate(rows)]
+        return self.answer(200, {"choices": choices, "prompt_token_ids": [*ids, *self.more]})
+
+
+def test_a_server_writes_completions_about_pictures(folder, monkeypatch, capsys):
+    """As the engine does: of three prompts with pictures and one without, each in a step of its own."""
+    Path("reward.py").write_text("def yes(completion_ids):\n    return [float(row[0] % 2) for row in completion_ids]\n")
+    lines = [json.loads(line)["messages"] for line in Path("shapes/train.jsonl").read_text().splitlines()[:3]]
+    prompts = [*({"prompt": turns[:1]} for turns in lines), {"prompt": "what is the other one"}]
+    Path("shapes/prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    options = (
+        "--model model --dataset shapes/prompts.jsonl --data-cache cache --objective grpo --rewards reward.py:yes"
+        " --num-generations 4 --max-completion-length 3 --steps 4 --mode lora --max-image-tokens 64 --max-seq-len 64"
+        " --max-global-batch-tokens 120 --dtype float32 --device cpu --lr 1e-2"
+    )
+    monkeypatch.setattr(
+        ServerOfPictures, "tokenizer", TokenizerProcess(TokenizerOptions(folder / "model", 24, images=True))
+    )
+    with HTTPServer(("127.0.0.1", 0), ServerOfPictures) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.server_port}"
+        try:
+            assert cli.main(["train", *options.split(), "--output-dir", "own"]) == 0
+            served = ["train", *options.split(), "--generator", url, "--output-dir"]
+            assert cli.main([*served, "served"]) == 0
+            monkeypatch.setattr(ServerOfPictures, "more", [7])
+            capsys.readouterr()
+            assert cli.main([*served, "other"]) == cli.BAD_INPUT
+        finally:
+            listening.shutdown()
+            thread.join()
+    assert logged(folder / "served") == logged(folder / "own")
+    paths = [path for path, _ in ServerOfPictures.asked]
+    assert paths.count("/v1/chat/completions") >= 3
+    assert paths.count("/v1/completions") >= 1
+    assert "which are not the" in capsys.readouterr().err
