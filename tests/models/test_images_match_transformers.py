@@ -87,16 +87,32 @@ def placed(count):
     return found
 
 
+def placed_rows(count):
+    """Pictures whose patches are rows: 4 by 2, 3 by 1, 2 by 1; 8 with padding."""
+    found = []
+    for high, wide in [(4, 2), (3, 1), (2, 1)][:count]:
+        places = torch.cartesian_prod(torch.arange(high), torch.arange(wide)).flip(1)
+        pad = (0, 0, 0, 8 - len(places))
+        pixels = torch.nn.functional.pad(torch.rand(len(places), 3 * 196), pad)
+        places = torch.nn.functional.pad(places, pad, value=-1)
+        found.append({"pixel_values": pixels[None], "image_position_ids": places[None]})
+    return found
+
+
 def rows_of(image):
     """Rows of an image whose columns tell them, or None."""
     if "image_position_ids" in image:
-        return int((image["image_position_ids"] >= 0).all(-1).sum()) // 4
+        patches = int((image["image_position_ids"] >= 0).all(-1).sum())
+        return patches // 4 if image["pixel_values"].shape[-1] == 3 * 49 else patches
     return int(image["image_grid_thw"].prod()) // 4 if "image_grid_thw" in image else None
 
 
 PLACED = {"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
           "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 7, "pooling_kernel_size": 2,
           "position_embedding_size": 64, "standardize": True}  # fmt: skip
+EMBEDDER = {"model_type": "gemma4_unified_vision", "patch_size": 7, "pooling_kernel_size": 2, "mm_embed_dim": 16,
+            "mm_posemb_size": 32, "output_proj_dims": 16}  # fmt: skip
+UNIFIED = gemma4("gemma4_unified_text", use_bidirectional_attention="vision", attention_k_eq_v=True, pad_token_id=65)
 QWEN2 = {"depth": 2, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2, "patch_size": 7,
          "spatial_merge_size": 2}  # fmt: skip
 QWEN2_5 = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 7, "window_size": 28,
@@ -134,6 +150,7 @@ FAMILIES = {
                 "mm_tokens_per_image": 4}, tiles, lambda _: 4),
     "gemma4": ({"text_config": gemma4(use_bidirectional_attention="vision", attention_k_eq_v=True, pad_token_id=65),
                 "vision_config": PLACED}, placed, None),
+    "gemma4_unified": ({"text_config": UNIFIED, "vision_config": EMBEDDER}, placed_rows, None),
     "cohere2_vision": ({"text_config": text("cohere2", pad_token_id=65), "vision_config": SIGLIP,
                         "downsample_factor": 2}, tiles, lambda _: 4),
 }  # fmt: skip
@@ -163,6 +180,10 @@ def drawn(images, rows):
 def kinds_of(model, row, columns):
     """Columns that say which tokens of a row stand for images, where a model reads one."""
     kinds = (torch.tensor([row]) == IMAGE).int()
+    if model.config.model_type == "gemma4_unified":  # with the masks of its answers, not those of its forward alone
+        shown = torch.zeros(1, len(row), model.config.text_config.hidden_size)
+        places = torch.arange(len(row))[None]
+        return {"attention_mask": model.create_masks_for_generate(model.config, shown, None, None, places, kinds)}
     if model.config.model_type in SEE_EACH_OTHER:
         return {"token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids": kinds}
     return {"mm_token_type_ids": kinds} if "image_grid_thw" in columns else {}

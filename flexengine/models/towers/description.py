@@ -30,7 +30,8 @@ from flexengine.options.job import Job
 TOWER, PROJECTOR, CONSTANTS = "tower", "projector", "tower_constants"
 """Groups of what gives rows: what sees images, what makes rows of the text's width of that, and what nobody trains."""
 _PROJECTOR = re.compile(
-    r"(^|\.)(multi_modal_projector|vision_projection|connector|merger|deepstack_merger_list|embed_vision)\."
+    r"(^|\.)(multi_modal_projector|vision_projection|connector|merger|deepstack_merger_list|embed_vision)"
+    r"\.(?!patch_|pos_)"
 )
 TYPICAL_ROWS = 1024
 """Rows of the image that the work of a row is told by: as many as a photograph of 1024 by 1024 pixels has."""
@@ -70,6 +71,10 @@ def _placed(config: Any) -> Layout:
     return Placed(3 * vision.patch_size**2, vision.pooling_kernel_size)
 
 
+def _placed_rows(config: Any) -> Layout:
+    return Placed(3 * config.vision_config.model_patch_size**2, 1)
+
+
 LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "llava": _tiles_or_sizes,
     "internvl": _tiles,
@@ -87,9 +92,10 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "qwen3_5_moe": _grids,
     "gemma3": _tiles,
     "gemma4": _placed,
+    "gemma4_unified": _placed_rows,
 }
 """Model type -> how its processor lays out images."""
-SEE_EACH_OTHER = ("gemma3", "gemma4")
+SEE_EACH_OTHER = ("gemma3", "gemma4", "gemma4_unified")
 """Types whose text may let the tokens of an image see each other, the later ones too: all do in Gemma 3, and in Gemma 4
 those of layers with a window, where the config says so."""
 PHOTO_ROWS = 280
