@@ -179,7 +179,6 @@ def scan(state: int, head_dim: int, dtype: torch.dtype) -> None:
 def experts(tiling: tuple[int, ...]) -> None:
     """Products of experts and their weights' gradients."""
     from flexengine.kernels import grouped as kernels  # noqa: PLC0415
-    from flexengine.kernels import grouped_glu  # noqa: PLC0415
 
     rows, bounds = torch.zeros(256, 128, dtype=torch.bfloat16), torch.tensor((0, 100, 256), dtype=torch.int32)
     weight, acc = torch.zeros(2, 128, 128, dtype=torch.bfloat16), torch.zeros(2, 128, 128)
@@ -190,11 +189,6 @@ def experts(tiling: tuple[int, ...]) -> None:
             operands = (rows, weight, bounds, rows.clone(), transposed, None, None, low, None)
             kernels.launch(*operands, kernels.Tiling(*tiling))
     kernels.grouped_weight_gradient(rows, rows, bounds, acc, True)
-    both, sums = rows.repeat(1, 2), (torch.zeros(256), torch.zeros(256, grouped_glu.tiles_of(128)))
-    for tiles in (False, True):
-        with patch.object(grouped_glu, "takes_descriptors", lambda *_, tiles=tiles: tiles):
-            grouped_glu.gated_product(rows, weight.repeat(1, 2, 1), bounds, both, rows.clone(), sums[0], False, "silu")
-            grouped_glu.gated_gradient(rows, weight, bounds, both, both, *sums, False, "silu")
     for accumulate in (False, True):
         kernels.grouped_gradient_tma.launch(rows, rows, bounds, acc, accumulate)
 

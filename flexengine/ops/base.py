@@ -247,7 +247,8 @@ class Op(ABC):
     keepable: bool = True
     """Whether its outputs may be kept; not those that take less to compute again from what is kept."""
     divisions: int = 1
-    """Into how many equal parts its parameters' first dimension may be cut, which then cross the link one by one."""
+    """Into how many equal parts the first dimension of its parameters may be cut, which then cross the link one by
+    one."""
     num_parts: int = 1
     """Calls that one run of the op takes: as many as there are parts, of one that runs in parts. Forward goes from the
     first part to the last, backward the other way; results have the same bits as of one call."""
@@ -304,13 +305,11 @@ class Op(ABC):
         return self.untrained().changed(needs_input=(), grad_inputs=(), grad_alias=(), grad_over=())
 
     def with_next(self, following: Op) -> Op | None:
-        """One op whose forward gives the outputs of this op and then the following one in fewer passes over memory, or
-        None. It has no backward."""
-        return None
+        """One op whose forward gives the same outputs as this op's and then the following one's; None if there is none.
 
-    def alone(self) -> Self:
-        """The same op where its forward runs by itself, which the op before it could take over."""
-        return self
+        Its forward takes fewer passes over memory. It has no backward.
+        """
+        return None
 
     @abstractmethod
     def forward(self, env: OpEnv) -> None:

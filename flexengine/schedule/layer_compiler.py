@@ -6,7 +6,6 @@ just before it is needed, where every temporary lies (by liveness), and what it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -71,19 +70,6 @@ class _Temporary:
         """Keep it alive until this step of a stage, at least."""
         self.last = step
         self.carried |= stage != self.stage
-
-
-def _in_pairs(ops: Iterable[Op], again: bool = False) -> list[Op]:
-    """Ops that forward runs, two as one where they can be. again: in backward, for which ops that it alone needs run by
-    themselves."""
-    found: list[Op] = []
-    for op in ops:
-        both = found[-1].with_next(op) if found and not (again and found[-1].for_backward) else None
-        if both is not None:
-            found[-1] = both
-        else:
-            found.append(op.alone())
-    return found
 
 
 class _DraftStep(NamedTuple):
@@ -185,7 +171,7 @@ class _Compiler:
         for op in self._forward_ops():
             self._add_forward(op, steps, recompute=False)
         self._end_stage(steps)
-        for op in _in_pairs(self.in_parts):
+        for op in self.in_parts:
             self._add_forward(op, steps, recompute=False)
         self._end_stage(steps, tuple(range(1, self.num_parts + 1)))
         return steps
@@ -193,8 +179,16 @@ class _Compiler:
     def _forward_ops(self) -> list[Op]:
         """Ops before those in parts that forward runs, two as one where they can be: all but those that backward alone
         needs and does not find kept."""
-        kept = {*self.keep_gpu, *self.keep_host}
-        return _in_pairs(op for op in self.before if not op.for_backward or op.name in kept)
+        found: list[Op] = []
+        for op in self.before:
+            if op.for_backward and op.name not in (*self.keep_gpu, *self.keep_host):
+                continue
+            both = found[-1].with_next(op) if found else None
+            if both is not None:
+                found[-1] = both
+            else:
+                found.append(op)
+        return found
 
     def _add_forward(self, op: Op, steps: list[_DraftStep], recompute: bool) -> None:
         names = [*op.inputs, *(o.name for o in op.outputs)]
@@ -218,7 +212,7 @@ class _Compiler:
 
     def _ensure(self, name: str, steps: list[_DraftStep]) -> None:
         """Append what recomputes a tensor, and first what it is computed from, unless it is at hand."""
-        for op in _in_pairs(makers(name, self.producer, self.available), again=True):
+        for op in makers(name, self.producer, self.available):
             self._add_forward(op, steps, recompute=True)
 
     def _backward_steps(self) -> list[_DraftStep]:

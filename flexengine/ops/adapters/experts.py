@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexengine.ops.adapters.dora import adapted_norms
 from flexengine.ops.adapters.low_rank import Adapters
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
+from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.grouped_products import (
     Added,
@@ -88,9 +88,10 @@ class GroupedLoraUp(GroupedLinear):
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def added(self, env: OpEnv) -> Added:
-        biases = super().added(env)
-        return biases._replace(adapter=self._adapter(env)) if env.adapters else biases
+    def forward(self, env: OpEnv) -> None:
+        if not env.adapters:
+            return super().forward(env)
+        self._multiply(env, "forward", self._biases(env)._replace(adapter=self._adapter(env)))
 
     def _adapter(self, env: OpEnv) -> LowRank:
         """What the adapters add to y."""
@@ -98,12 +99,12 @@ class GroupedLoraUp(GroupedLinear):
 
     def _write_grad_x(self, env: OpEnv) -> None:
         grad_low = self._low(env.g)
-        grouped_product(self._grad_y(env), self._write_spread(env), self.bounds_of(env), grad_low, True)
+        grouped_product(self._grad_y(env), self._write_spread(env), self._bounds(env), grad_low, True)
         adapter = LowRank(grad_low, env.p[self.adapters.down][self._held(env)], transposed=True)
         self._multiply(env, "input", Added(adapter=adapter))
 
     def backward_weight(self, env: OpEnv) -> None:
-        grad_y, bounds, grad_spread = self._grad_y(env), self.bounds_of(env), self._spread_of(env, self.grad_spread)
+        grad_y, bounds, grad_spread = self._grad_y(env), self._bounds(env), self._spread_of(env, self.grad_spread)
         grouped_weight_gradient(grad_y, self._low(env.t), bounds, grad_spread, False)
         grad_spread.mul_(self.adapters.scale)
         for total, block in self._blocks(env.gp[self.adapters.up], grad_spread, self._held(env)):
@@ -180,9 +181,6 @@ class GroupedMagnitude(GroupedLoraUp):
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def with_next(self, following: Op) -> Op | None:
-        return None
-
     def forward(self, env: OpEnv) -> None:
         if not env.adapters:
             return super().forward(env)
@@ -192,7 +190,7 @@ class GroupedMagnitude(GroupedLoraUp):
         return env.t[self.grad_product.name].view(-1, self.out_features)
 
     def _write_grad_x(self, env: OpEnv) -> None:
-        grad_y, grad_product, bounds = self._y(env.g), self._grad_y(env), self.bounds_of(env)
+        grad_y, grad_product, bounds = self._y(env.g), self._grad_y(env), self._bounds(env)
         gains = self._write_gains(env)
         rows = torch.arange(len(grad_y), device=bounds.device, dtype=bounds.dtype)
         expert = torch.searchsorted(bounds[1:], rows, right=True).clamp_(max=len(gains) - 1)
@@ -203,7 +201,7 @@ class GroupedMagnitude(GroupedLoraUp):
 
     def backward_weight(self, env: OpEnv) -> None:
         super().backward_weight(env)
-        bounds = self.bounds_of(env)
+        bounds = self._bounds(env)
         product = env.t[self.product.name].view(-1, self.out_features)
         operands = (self._x(env.t), env.p[self.weight], bounds, product, self.transposed)
         grouped_product(*operands, Added(adapter=self._adapter(env)))

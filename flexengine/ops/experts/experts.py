@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes
@@ -32,7 +31,6 @@ from flexengine.ops.experts.grouped_products import (
 from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.fp8_scaling import MULTIPLE
 from flexengine.ops.glu import Activation, glu_backward, glu_forward
-from flexengine.ops.products import use_product_kernel
 from flexengine.ops.row_range import own_bounds, part_of
 
 
@@ -79,8 +77,7 @@ class GroupedLinear(Op):
     def _row_weight(self, tensors: dict[str, Tensor]) -> Tensor | None:
         return None if self.row_weight is None else tensors[self.row_weight].view(-1)
 
-    def bounds_of(self, env: OpEnv) -> Tensor:
-        """The bounds of the experts that a call works on."""
+    def _bounds(self, env: OpEnv) -> Tensor:
         return part_of(env.t[self.bounds], env.part, self.num_parts)
 
     def with_fp8(self, matmul: str = "fp8") -> Self:
@@ -106,20 +103,14 @@ class GroupedLinear(Op):
 
     def _multiply(self, env: OpEnv, half: str, added: Added = NOTHING) -> None:
         """Write y, or in the input half the gradient of x, with what is added to it."""
-        forward, weight, bounds = half == "forward", env.p[self.weight], self.bounds_of(env)
+        forward, weight, bounds = half == "forward", env.p[self.weight], self._bounds(env)
         rows, out = (self._x(env.t), self._y(env.t)) if forward else (self._grad_y(env), self._x(env.g))
         if self.fp8:
             self._fp8(half).multiply(env, rows, weight, bounds, out, added)
         else:
             grouped_product(rows, weight, bounds, out, self.transposed == forward, added)
 
-    def with_next(self, following: Op) -> Op | None:
-        """With the gated unit that reads the sums, where nothing else is done to them first."""
-        if not isinstance(following, WeightedGLU) or following.gate_up != self.y or self.fp8 or self.row_weight:
-            return None
-        return GatedProduct(self, following)
-
-    def added(self, env: OpEnv) -> Added:
+    def _biases(self, env: OpEnv) -> Added:
         """What forward adds to the product."""
         return NOTHING if self.bias is None else Added(env.p[self.bias], self._row_weight(env.t))
 
@@ -128,12 +119,12 @@ class GroupedLinear(Op):
         return self._y(env.g)
 
     def forward(self, env: OpEnv) -> None:
-        self._multiply(env, "forward", self.added(env))
+        self._multiply(env, "forward", self._biases(env))
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.x not in env.accumulate, "nothing else reads the experts' rows"
         self._write_grad_x(env)
-        grad_y, bounds = self._y(env.g), self.bounds_of(env)
+        grad_y, bounds = self._y(env.g), self._bounds(env)
         grad_weight = self._row_weight(env.g)
         if grad_weight is not None:
             assert self.bias is not None, "rows are weighed for their bias"
@@ -144,7 +135,7 @@ class GroupedLinear(Op):
         self._multiply(env, "input")
 
     def backward_weight(self, env: OpEnv) -> None:
-        x, grad_y, bounds = self._x(env.t), self._y(env.g), self.bounds_of(env)
+        x, grad_y, bounds = self._x(env.t), self._y(env.g), self._bounds(env)
         outs, ins = (x, grad_y) if self.transposed else (grad_y, x)
         grouped_weight_gradient(outs, ins, bounds, env.gp[self.weight], not env.first)
         if self.bias is not None:
@@ -188,11 +179,7 @@ class WeightedGLU(Op):
     """a [T, K * F] = weight[row] * act(gate) * up for rows of gate_up [T, K * 2F] and a router's weights [R].
 
     The gradient overwrites gate_up, which nothing reads afterwards. The router's is the sum of act(gate) * up * grad_a.
-    Its work is what comes on top where the product before it makes both (`GatedProduct`); `alone` has all of it.
     """
-
-    passes = 1
-    """Over a, forward."""
 
     def __init__(
         self, name: str, gate_up: str, row_weight: str, y: str, width: int, per_token: int, activation: Activation,
@@ -206,9 +193,6 @@ class WeightedGLU(Op):
         self.needs_input = (gate_up, row_weight)
         self.grad_inputs = (gate_up, row_weight)
         self.grad_over = (gate_up,)
-
-    def alone(self) -> Self:
-        return self.changed(passes=3)
 
     def forward(self, env: OpEnv) -> None:
         gate_up, y = env.t[self.gate_up].view(-1, 2 * self.width), env.t[self.y].view(-1, self.width)
@@ -227,41 +211,7 @@ class WeightedGLU(Op):
         return float(tokens * self.per_token * self.width * compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        kernels = int(self.passes > 1)
-        return Work(memory_bytes=self.passes * self._bytes(tokens, compute_bytes), kernels=kernels)
+        return Work(memory_bytes=3 * self._bytes(tokens, compute_bytes), kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=5 * self._bytes(tokens, compute_bytes), kernels=1)
-
-
-class GatedProduct(Op):
-    """gate_up = x @ W[e].T, with what is added to it, and a = weight[row] * act(gate) * up. In one
-    pass, with the bits of the two ops one after the other. It has no backward."""
-
-    def __init__(self, product: GroupedLinear, unit: WeightedGLU) -> None:
-        self.product, self.unit, self.name = product, unit, product.name
-        self.inputs = tuple(dict.fromkeys((*product.inputs, unit.row_weight)))
-        self.outputs, self.params = (*product.outputs, *unit.outputs), product.params
-        self.divisions, self.num_parts, self.part_inputs = product.divisions, product.num_parts, product.part_inputs
-        self.trained, self.grad_inputs = False, ()
-
-    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        return self.product.scratch(half)
-
-    def forward(self, env: OpEnv) -> None:
-        product, unit = self.product, self.unit
-        gate_up = env.t[product.y].view(-1, product.out_features)
-        if not use_product_kernel(gate_up) or gate_up.dtype == torch.float64:
-            product.forward(env)
-            return unit.forward(env)
-        from flexengine.kernels import grouped, grouped_glu  # noqa: PLC0415 (Triton is imported when first used)
-
-        bias, _, adapter, _ = product.added(env)
-        x, a = env.t[product.x].view(-1, product.in_features), env.t[unit.y].view(-1, unit.width)
-        low_rank = None if adapter is None else grouped.LowRank(*adapter)
-        operands = (x, env.p[product.weight], product.bounds_of(env), gate_up, a, env.t[unit.row_weight].view(-1))
-        grouped_glu.gated_product(*operands, product.transposed, unit.activation, bias, low_rank)
-
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        sizes = (tokens, seq_len, compute_bytes)
-        return self.product.forward_work(*sizes).plus(self.unit.forward_work(*sizes))
