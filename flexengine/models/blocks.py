@@ -112,7 +112,8 @@ def _between(s: BlockShape, kind: str, x: str, y: str) -> Op:
         return QueryScale("query_scale", x, y, s.query_width, s.query_width + 2 * s.key_width, *s.query_scale)
     if kind == "rotated":
         assert s.rope is not None
-        return RoPE("rope", x, y, *heads, s.rope_scaling, s.rope, s.interleaved)
+        rope = RoPE("rope", x, y, *heads, s.rope_scaling, s.rope, s.interleaved)
+        return rope.changed(after_norm=bool(s.qk_norm) and not s.norm_after_rope)
     assert s.qk_norm is not None
     assert isinstance(s.norm, NormStyle), "no family has LayerNorm of queries and keys"
     return QKNorm("qk_norm", x, y, *heads, s.qk_norm, ("q_norm.weight", "k_norm.weight"), s.norm, s.gated, s.values)

@@ -247,8 +247,7 @@ class Op(ABC):
     keepable: bool = True
     """Whether its outputs may be kept; not those that take less to compute again from what is kept."""
     divisions: int = 1
-    """Into how many equal parts the first dimension of its parameters may be cut, which then cross the link one by
-    one."""
+    """Into how many equal parts its parameters' first dimension may be cut, which then cross the link one by one."""
     num_parts: int = 1
     """Calls that one run of the op takes: as many as there are parts, of one that runs in parts. Forward goes from the
     first part to the last, backward the other way; results have the same bits as of one call."""
@@ -305,11 +304,13 @@ class Op(ABC):
         return self.untrained().changed(needs_input=(), grad_inputs=(), grad_alias=(), grad_over=())
 
     def with_next(self, following: Op) -> Op | None:
-        """One op whose forward gives the same outputs as this op's and then the following one's; None if there is none.
-
-        Its forward takes fewer passes over memory. It has no backward.
-        """
+        """One op that does what this and then the following one do in fewer passes over memory, or None: forward, and
+        the input halves where it has one."""
         return None
+
+    def alone(self) -> Self:
+        """The same op where it runs by itself, which one before it could take over."""
+        return self
 
     @abstractmethod
     def forward(self, env: OpEnv) -> None:

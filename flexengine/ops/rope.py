@@ -8,6 +8,8 @@ are the model's business (`flexengine.models.rope`).
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,9 @@ class RoPE(Op):
     table: the constant of the model that holds the frequencies. interleaved: how pairs lie.
     """
 
+    after_norm = False
+    """Whether the norm before it rotates as well (`NormedRoPE`): then there are no passes of its own."""
+
     def __init__(
         self, name: str, x: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int, scaling: float,
         table: str = "inv_freq", interleaved: bool = False,
@@ -56,6 +61,9 @@ class RoPE(Op):
         self.outputs = (TensorSpec(y, ((num_heads + 2 * num_kv_heads) * head_dim,)),)
         self.grad_inputs = (x,)
         self.in_place = (x, y)
+
+    def alone(self) -> Self:
+        return self.changed(after_norm=False) if self.after_norm else self
 
     def _rotate(self, tensor: Tensor, env: OpEnv, inverse: bool) -> None:
         heads = tensor.view(env.chunk.tokens, -1, self.head_dim)
@@ -70,17 +78,18 @@ class RoPE(Op):
         self._rotate(env.g[self.x], env, inverse=True)
 
     def _bytes(self, tokens: int, compute_bytes: int) -> float:
-        return 2.0 * tokens * (self.num_heads + self.num_kv_heads) * self.head_dim * compute_bytes
+        passes = 0.0 if self.after_norm else 2.0
+        return passes * tokens * (self.num_heads + self.num_kv_heads) * self.head_dim * compute_bytes
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         heads = self.num_heads + self.num_kv_heads
         return plain_bytes(2 * tokens * (heads + 2) * self.head_dim, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=self._bytes(tokens, compute_bytes), kernels=1)
+        return Work(memory_bytes=self._bytes(tokens, compute_bytes), kernels=0 if self.after_norm else 1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=self._bytes(tokens, compute_bytes), kernels=1)
+        return Work(memory_bytes=self._bytes(tokens, compute_bytes), kernels=0 if self.after_norm else 1)
 
 
 class RoPEInAxes(RoPE):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op, TensorSpec
 from flexengine.schedule.layer_program import Area, Half, LayerProgram, OpStep, Place, Stage, align
-from flexengine.schedule.save_sets import keepable_ops, makers, read_by_parts, savable_ops
+from flexengine.schedule.save_sets import halves_of, in_pairs, keepable_ops, makers, read_by_parts, savable_ops
 
 
 @lru_cache(maxsize=4096)
@@ -171,7 +171,7 @@ class _Compiler:
         for op in self._forward_ops():
             self._add_forward(op, steps, recompute=False)
         self._end_stage(steps)
-        for op in self.in_parts:
+        for op in in_pairs(self.in_parts):
             self._add_forward(op, steps, recompute=False)
         self._end_stage(steps, tuple(range(1, self.num_parts + 1)))
         return steps
@@ -179,16 +179,8 @@ class _Compiler:
     def _forward_ops(self) -> list[Op]:
         """Ops before those in parts that forward runs, two as one where they can be: all but those that backward alone
         needs and does not find kept."""
-        found: list[Op] = []
-        for op in self.before:
-            if op.for_backward and op.name not in (*self.keep_gpu, *self.keep_host):
-                continue
-            both = found[-1].with_next(op) if found else None
-            if both is not None:
-                found[-1] = both
-            else:
-                found.append(op)
-        return found
+        kept = {*self.keep_gpu, *self.keep_host}
+        return in_pairs(op for op in self.before if not op.for_backward or op.name in kept)
 
     def _add_forward(self, op: Op, steps: list[_DraftStep], recompute: bool) -> None:
         names = [*op.inputs, *(o.name for o in op.outputs)]
@@ -212,7 +204,7 @@ class _Compiler:
 
     def _ensure(self, name: str, steps: list[_DraftStep]) -> None:
         """Append what recomputes a tensor, and first what it is computed from, unless it is at hand."""
-        for op in makers(name, self.producer, self.available):
+        for op in in_pairs(makers(name, self.producer, self.available), again=True):
             self._add_forward(op, steps, recompute=True)
 
     def _backward_steps(self) -> list[_DraftStep]:
@@ -251,13 +243,14 @@ class _Compiler:
 
     def _add_backward(self, ops: tuple[Op, ...], steps: list[_DraftStep]) -> None:
         """Append both halves of every op, last to first, each after what recomputes the tensors that it needs."""
-        for op in reversed(ops):
-            for name in (*op.needs_input, *op.needs_weight):
+        for halves in halves_of(ops):
+            for name in halves.needs:
                 self._ensure(name, steps)
-            if op.has_input_half:
-                self._add_input_half(op, steps)
-            if op.has_weight_half:
-                self._add_weight_half(op, steps)
+            if halves.input is not None:
+                self._add_input_half(halves.input, steps)
+            left = steps[-1].tensors if halves.input is not None else None
+            for op in halves.weight:
+                self._add_weight_half(op, steps, left)
 
     def _grad_operands(self, names: tuple[str, ...], step: int) -> dict[str, Place | _Temporary]:
         found = {name: self.grads[name] for name in names if name in self.grads}
@@ -307,9 +300,8 @@ class _Compiler:
             return tensors[name]
         return _Temporary(self.specs[name], step, self.stage)
 
-    def _add_weight_half(self, op: Op, steps: list[_DraftStep]) -> None:
+    def _add_weight_half(self, op: Op, steps: list[_DraftStep], left: dict[str, Place | _Temporary] | None) -> None:
         step = len(steps)
-        left = steps[-1].tensors if op.has_input_half else None
         tensors = self._operands(op.needs_weight, op, "weight", step, left)
         grads = self._grad_operands((*(o.name for o in op.outputs), *op.grad_reads), step)
         steps.append(_DraftStep(op, "weight", tensors, grads, frozenset(), False))

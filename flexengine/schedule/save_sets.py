@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import combinations
+from typing import NamedTuple
 
 from flexengine.ops.base import Op
 
@@ -60,6 +61,44 @@ def makers(name: str, producer: Mapping[str, Op], at_hand: set[str]) -> Iterator
             yield from makers(source, producer, at_hand)
         yield op
         at_hand.update(output.name for output in op.outputs)
+
+
+def in_pairs(ops: Iterable[Op], again: bool = False) -> list[Op]:
+    """Ops that forward runs, two as one where they can be. again: in backward, for which ops that it alone needs run by
+    themselves."""
+    found: list[Op] = []
+    for op in ops:
+        both = found[-1].with_next(op) if found and not (again and found[-1].for_backward) else None
+        if both is not None:
+            found[-1] = both
+        else:
+            found.append(op.alone())
+    return found
+
+
+class Halves(NamedTuple):
+    """What backward runs together: the input half of one op, or of two as one; the weight halves that follow; and the
+    tensors that all of them read."""
+
+    input: Op | None
+    weight: tuple[Op, ...]
+    needs: tuple[str, ...]
+
+
+def halves_of(ops: tuple[Op, ...]) -> Iterator[Halves]:
+    """The halves of backward, last op first."""
+    waiting = list(ops)
+    while waiting:
+        op = waiting.pop()
+        both = waiting[-1].with_next(op) if waiting and op.has_input_half else None
+        together = [op]
+        if both is not None and both.has_input_half:
+            together.append(waiting.pop())
+            first: Op | None = both
+        else:
+            first = op.alone() if op.has_input_half else None
+        needs = tuple(name for each in together for name in (*each.needs_input, *each.needs_weight))
+        yield Halves(first, tuple(each for each in together if each.has_weight_half), needs)
 
 
 def needed_by_backward(ops: tuple[Op, ...]) -> list[str]:

@@ -144,6 +144,7 @@ def package(request, monkeypatch):
     for i in range(1, len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[0]))
     monkeypatch.setitem(sys.modules, PACKAGES[name].module, module)
+    monkeypatch.setattr(packages, "_loaded", lambda module: sys.modules[module])
     monkeypatch.setattr(packages, "installed", lambda asked: asked == name)
     monkeypatch.setattr("flexengine.ops.attention.kernels.installed", lambda asked: asked == name)
     return name, asked

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from flexengine.ops.qk_norm import QKNorm
+from flexengine.ops.qk_norm import QKNorm, Values
 from flexengine.ops.rmsnorm import NormStyle
+from flexengine.ops.rope import RoPE
 
 EPS = 1e-5
 HEADS = [(4, 2, 6), (3, 1, 10), (2, 2, 8)]
@@ -25,7 +26,7 @@ def definition(op, qkv, params, grad_y):
     return {"qkv": y}, {"raw": grads[0]}, param_grads
 
 
-def operands(h, tokens, heads, span, style, gated=False, values="plain"):
+def operands(h, tokens, heads: tuple[int, int, int], span, style, gated=False, values: Values = "plain"):
     op = QKNorm("norm", "raw", "qkv", *heads, span, ("q", "k"), style, gated, values)
     params = {part.weight: 1 - style.offset + h.randn(part.y.width, scale=0.2) for part in op.parts[:2]}
     width = op.width + gated * heads[0] * heads[2] - (values == "keys") * heads[1] * heads[2]
@@ -43,6 +44,44 @@ def test_matches_autograd(harness, checks, values, heads, span, style):
     checks.all_close(result.outputs, outputs)
     checks.all_close(result.grads, grads)
     checks.all_close(result.param_grads, param_grads)
+
+
+def check_rotation(h, checks, heads: tuple[int, int, int], span, values: Values, tolerance):
+    """Norm and rotation as one op, beside the one and then the other."""
+    op, _, inputs, params, grad_y = operands(h, 7, heads, span, NormStyle(EPS, 1.0, True), values=values)
+    chunk = h.chunk((7,), inv_freq=torch.rand(heads[2] // 2))
+    rope = RoPE("rope", "qkv", "rotated", *heads, 1.25)
+    assert op.with_next(rope) is None
+    both = op.with_next(rope.changed(after_norm=True))
+    assert both is not None
+    assert both.has_input_half
+    normed = h.run(op, chunk, inputs, params).outputs["qkv"]
+    rotated = h.run(rope, chunk, {"qkv": normed.clone()}, grad_outputs={"rotated": grad_y.clone()})
+    wanted = h.run(op, chunk, inputs, params, {"qkv": rotated.grads["qkv"]})
+    found = h.run(both, chunk, inputs, params, {"rotated": grad_y.clone()})
+    checks.close(found.outputs["rotated"], rotated.outputs["rotated"], tolerance)
+    checks.close(found.grads["raw"], wanted.grads["raw"], tolerance)
+    for name, grad in found.param_grads.items():
+        checks.close(grad, wanted.param_grads[name], tolerance)
+
+
+@pytest.mark.parametrize("values", ["plain", "normed", "keys"])
+@pytest.mark.parametrize("span", ["head", "row"])
+def test_norm_and_rotation_as_one(harness, checks, span, values):
+    check_rotation(harness, checks, (4, 2, 6), span, values, 1e-12)
+
+
+@pytest.mark.parametrize("values", ["plain", "keys"])
+@pytest.mark.parametrize("span", ["head", "row"])
+@pytest.mark.usefixtures("interpreted")
+def test_norm_and_rotation_as_one_kernel(make_harness, checks, span, values):
+    check_rotation(make_harness("cpu", torch.float32), checks, (4, 2, 6), span, values, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("span", ["head", "row"])
+def test_norm_and_rotation_as_one_kernel_on_cuda(make_harness, checks, span):
+    check_rotation(make_harness("cuda", torch.bfloat16), checks, (16, 4, 128), span, "plain", 2e-2)
 
 
 def test_adds_to_accumulators_that_are_there(harness, checks):

@@ -8,11 +8,13 @@ Source: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3"; http
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +101,14 @@ class Package(Kernels):
             raise RuntimeError(f"{self.module}.{self.functions[half]} cannot be called so: {found}") from error
 
     def _function(self, half: int) -> Callable[..., Any]:
-        return getattr(import_module(self.module), self.functions[half])
+        return getattr(_loaded(self.module), self.functions[half])
+
+
+@lru_cache
+def _loaded(module: str) -> ModuleType:
+    """A package's module. The DSL warns at every compilation of arguments that flash-attn-4 leaves out."""
+    warnings.filterwarnings("ignore", r"(?s).*cannot be converted to a JitArgument", UserWarning)
+    return import_module(module)
 
 
 def _sides(window: int, nothing: Any) -> dict[str, Any]:
