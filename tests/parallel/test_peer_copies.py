@@ -100,11 +100,13 @@ def test_calls_one_behind_the_other_bring_each_its_own_bytes(driver, lagging):
     """Buffers are filled again and again, and none before its rank has read what the call before brought."""
     calls, sent = 4, torch.randn(4, RANKS, sum(COUNTS), generator=torch.Generator().manual_seed(3))
     told = torch.randint(256, (calls, RANKS, SHARE), dtype=torch.uint8)
+    shards = [row.split(COUNTS) for row in torch.randint(256, (calls, sum(COUNTS)), dtype=torch.uint8)]
 
-    def work(rank: Rank) -> list[tuple[Tensor, Tensor]]:
+    def work(rank: Rank) -> list[tuple[Tensor, Tensor, Tensor]]:
         own, found = COUNTS[rank.row], []
         shares, received = rank.memory[: RANKS * SHARE], rank.memory[1024:].view(torch.float32)[: RANKS * own]
-        accumulator = torch.empty(sum(COUNTS))
+        accumulator, shard = torch.empty(sum(COUNTS)), torch.empty(own, dtype=torch.uint8)
+        whole = rank.memory[3072:][: sum(COUNTS)]
         for call in range(calls):
             gathered, brought = torch.empty_like(shares), torch.full_like(received, float("nan"))
             part = shares[rank.row * SHARE :][:SHARE]
@@ -113,13 +115,18 @@ def test_calls_one_behind_the_other_bring_each_its_own_bytes(driver, lagging):
             rank.move(gathered, shares)
             rank.move(accumulator, sent[call, rank.row])
             rank.copies.exchange(received, accumulator, COUNTS, rank.stream)
+            together = torch.empty_like(whole)
             if own:
                 rank.move(brought, received)
-            found.append((gathered, brought))
-        return [*found, (accumulator, accumulator)]  # which lives as long as copies need it
+                rank.move(shard, shards[call][rank.row])
+            rank.copies.gather_owned(whole, shard, COUNTS, rank.stream)
+            rank.move(together, whole)
+            found.append((gathered, brought, together))
+        return [*found, (accumulator, shard, shard)]  # which live as long as copies need them
 
     for row, found in enumerate(on_ranks(driver, work, lagging)):
-        for call, (gathered, brought) in enumerate(found[:-1]):
+        for call, (gathered, brought, together) in enumerate(found[:-1]):
+            assert torch.equal(together, torch.cat(shards[call]))
             assert torch.equal(gathered.view(RANKS, SHARE), told[call])
             assert torch.equal(brought, torch.cat([each.split(COUNTS)[row] for each in sent[call]]))
 
