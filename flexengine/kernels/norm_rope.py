@@ -18,7 +18,7 @@ from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.rounding import round_to
 
-_TILE_PAIRS = 512  # of a warp, as kernels/rope.py; a row of heads is one tile
+_TILE_ELEMENTS = 1024  # of a warp, the pairs of kernels/rope.py; a row of heads is one tile
 
 
 class Rotation(NamedTuple):
@@ -92,10 +92,10 @@ class _Sizes(NamedTuple):
     def tile(self) -> dict[str, int | bool]:
         """Keywords of a launch: columns beyond the rotated ones are a tile of their own."""
         pairs, rest = next_power_of_2(self.half), self.head_dim - 2 * self.half
-        heads, row = next_power_of_2(self.heads), self.of_group > 1
-        warps = min(16, max(1, heads * pairs // _TILE_PAIRS)) if row else 1
-        heads = heads if row else max(1, min(_TILE_PAIRS // pairs, heads))
         many = next_power_of_2(rest) if rest else 0
+        heads, width, row = next_power_of_2(self.heads), next_power_of_2(2 * pairs + many), self.of_group > 1
+        warps = min(16, max(1, heads * width // _TILE_ELEMENTS)) if row else 1
+        heads = heads if row else max(1, min(_TILE_ELEMENTS // width, heads))
         return {"HEADS": heads, "PAIRS": pairs, "REST": many, "ROW": row, "num_warps": warps}
 
 
