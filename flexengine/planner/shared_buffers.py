@@ -7,8 +7,9 @@ exactly.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -106,6 +107,7 @@ class SharedBuffers:
         self.kinds, self.kind_of = block_kinds(model, request)
         self.again = InputsAgain(model, request, self.kinds, self.kind_of)
         self.small = self._small_model()
+        self._reference_slots = _known_slots(self.small)
         self.num_parameters = model.num_trained_parameters
         self.uses = group_uses(model)
         self.kind_layouts = [group_storage(model.groups[kind.group], request.numerics) for kind in self.kinds]
@@ -174,25 +176,29 @@ class SharedBuffers:
         """Bytes of the weight, accumulator and gradient slots of embedding and head, which lie over each other, and
         where the first gradient slot that the head needs starts."""
         if edge not in self._edge_slots:
-            layout = self._reference(edge, RESIDENT_BOTH)
-            start = min(s.offset for s in layout.slots if s.key[:2] == ("accumulator", "block"))
-            start += 0 if edge.share_slots else _block_part(layout)
-            edges = [s for s in _parameter_slots(layout) if s.key.owner not in BLOCK_CLASSES]
+            slots = self._reference(edge, RESIDENT_BOTH)
+            start = min(s.offset for s in slots if s.key[:2] == ("accumulator", "block"))
+            start += 0 if edge.share_slots else _block_part(slots)
+            edges = [s for s in slots if s.key.owner not in BLOCK_CLASSES]
             heads = {SlotKey("grad", self.small.groups[g].slot_class, 0) for g in self.small.layers[-1].groups}
             end = max((align(s.end) for s in edges), default=start) - start
             head_grad = min((s.offset - start for s in edges if s.key in heads), default=end)
             self._edge_slots[edge] = (end, head_grad)
         return self._edge_slots[edge]
 
-    def _reference(self, edge: EdgeChoice, residency: int, unstored: bool | None = None) -> Layout:
-        """Lay out the small model with one slot of each kind, to read parameter bytes off. unstored: as of plans, or as
-        given."""
+    def _reference(self, edge: EdgeChoice, residency: int, unstored: bool | None = None) -> tuple[Slot, ...]:
+        """The parameter slots of the small model, with one slot of each kind. unstored: as of plans, or as given."""
         longest, whole = self.request.max_seq_len, self.request.segments_by_chunk
         chunk = longest if whole else max(min(256, longest), -(-longest // 64))
         plan = self._plan(
             (chunk, -(-longest // chunk)), edge, SlotCounts(1, 1), residency, keep_all=False, unstored=unstored
         )
-        return Layout(self.small, plan)
+        # no slot depends on the budgets, which requests that are tried one after another differ in
+        plan = replace(plan, request=replace(plan.request, max_gpu_bytes=1 << 60, max_host_bytes=1 << 60))
+        decided = tuple(value for name, value in vars(plan).items() if name != "predicted")
+        if decided not in self._reference_slots:
+            self._reference_slots[decided] = _parameter_slots(Layout(self.small, plan))
+        return self._reference_slots[decided]
 
     # -- activations -------------------------------------------------------------------------------------------------
 
@@ -356,15 +362,21 @@ def _homes_of_edges(edges: list[int], embedding: tuple[int, ...], choices: tuple
     return [tuple(homes[of[group]] for group in edges) for homes in chosen]
 
 
-def _block_part(layout: Layout) -> int:
+@lru_cache(maxsize=64)
+def _known_slots(_: ModelSpec) -> dict[tuple[object, ...], tuple[Slot, ...]]:
+    """The parameter slots of a small model by what a plan decides, as far as they are known; filled by who asks."""
+    return {}
+
+
+def _block_part(slots: Iterable[Slot]) -> int:
     """Bytes of the blocks' parameter slots."""
-    return sum(align(s.num_bytes) for s in _parameter_slots(layout) if s.key.owner in BLOCK_CLASSES)
+    return sum(align(s.num_bytes) for s in slots if s.key.owner in BLOCK_CLASSES)
 
 
-def _parameter_slots(layout: Layout) -> list[Slot]:
+def _parameter_slots(layout: Layout) -> tuple[Slot, ...]:
     """Slots that weights and gradients of several groups pass through; each belongs to a slot class."""
     categories = ("weight slots", "gradient accumulators", "decoded weights", "gradient slots")
-    return [s for s in layout.slots if s.category in categories]
+    return tuple(s for s in layout.slots if s.category in categories)
 
 
 def _bytes_of(layout: Layout, *categories: str) -> int:

@@ -12,6 +12,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
+from flexengine.planner.bound import linear_program
 from flexengine.planner.bound.linear_program import LinearProgram
 from flexengine.planner.bound.relaxation import TOLERANCE, Bound
 from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, speed_of_light, speed_of_light_s
@@ -281,3 +282,19 @@ def test_linear_program_by_names():
     assert (found.least, found.values) == (pytest.approx(2.0), {"x": pytest.approx(3.0), "y": pytest.approx(2.0)})
     lp.at_most("no room", {"y": 1.0}, 1.0)
     assert lp.minimise({"y": 1.0}) is None
+
+
+def test_a_linear_program_is_solved_once(monkeypatch):
+    solved, solve = [], linear_program.linprog
+    monkeypatch.setattr(
+        linear_program, "linprog", lambda *args, **keywords: solved.append(1) or solve(*args, **keywords)
+    )
+
+    def least(limit: float) -> float | None:
+        lp = LinearProgram()
+        lp.at_most("row", {lp.variable("x", upper=7.0): -1.0}, -limit)
+        found = lp.minimise({"x": 1.0})
+        return None if found is None else found.least
+
+    assert [least(3.125), least(3.25), least(3.125), least(8.0), least(8.0)] == [3.125, 3.25, 3.125, None, None]
+    assert len(solved) == 3
