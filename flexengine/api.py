@@ -95,7 +95,7 @@ class PlannedRun:
 
     def mend_rates(self, mended: Callable[[HardwareProfile], HardwareProfile]) -> bool:
         """Change what is remembered of this machine by what a run showed; False where nothing is remembered."""
-        return mend(self.device, getattr(torch, self.job.dtype), probe_shape(self.source.spec), mended)
+        return mend(self.device, getattr(torch, self.job.dtype), probe_shape(self.source.spec, self.job), mended)
 
     def timeline(self) -> str:
         """The simulated step as Chrome trace JSON; open it in Perfetto."""
@@ -282,7 +282,7 @@ def _profile(hardware: HardwareProfile | str | Path | None, opened: _Opened) -> 
     if isinstance(hardware, HardwareProfile):
         return hardware
     if hardware is None:
-        return probe(opened.device, getattr(torch, opened.job.dtype), probe_shape(opened.source.spec))
+        return probe(opened.device, getattr(torch, opened.job.dtype), probe_shape(opened.source.spec, opened.job))
     return named_profile(hardware)
 
 

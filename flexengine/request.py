@@ -220,14 +220,14 @@ def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
         )
 
 
-def probe_shape(spec: ModelSpec) -> ProbeShape:
+def probe_shape(spec: ModelSpec, job: Job | None = None) -> ProbeShape:
     """Describe a model's blocks and head to the probe: the widest input of a block's matrices is the MLP's last."""
     groups = [spec.groups[index] for layer in spec.blocks for index in layer.groups]
     widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
     widest = max([spec.hidden_size, *widths])
     return ProbeShape(
         spec.hidden_size, widest, spec.head_dim, attention_shapes(spec), expert_shapes(spec), linear_shapes(spec),
-        head_shape(spec),
+        head_shape(spec), job is not None and job.deterministic,
     )  # fmt: skip
 
 

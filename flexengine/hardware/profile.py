@@ -71,6 +71,8 @@ class ProbeShape(NamedTuple):
     whose keys and values are a quarter as wide as its queries."""
     head: HeadShape | None = None
     """The LM head; None: it is taken to be as fast as linear layers."""
+    deterministic: bool = False
+    """Whether attention is measured by deterministic kernels alone, as --deterministic runs it."""
 
 
 DEFAULT_SHAPE = ProbeShape(4096, 14336)

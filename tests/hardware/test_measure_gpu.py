@@ -15,11 +15,15 @@ from flexengine.hardware.measure import machine as measure_machine
 from flexengine.hardware.measure import matmul as measure_matmul
 from flexengine.hardware.measure import node as measure_node
 from flexengine.hardware.measure import timing
+from flexengine.hardware.measure.attention import AttentionRates
 from flexengine.hardware.node_rates import RankRates
 from flexengine.hardware.profile import ProbeShape
+from flexengine.models.registry import open_model
 from flexengine.native import allocate_host
 from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.linear_shape import HeadShape, LinearShape
+from flexengine.options.job import Job
+from flexengine.request import probe_shape
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -117,6 +121,24 @@ def test_every_field_is_measured_and_the_profile_accepts_it(fake_cuda: SimpleNam
     assert profile.curves[-5].points[-1] == (MIB, profile.link.h2d_bytes_per_s)
     assert profile.host.bytes_per_s == profile.curves[-1].points[-1][1]
     assert fake_cuda.stream.waits > 20  # the commands whose issue was timed
+
+
+def test_attention_is_measured_as_the_job_runs_it(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    seen: list[bool] = []
+    rates = AttentionRates(((16, 1e12),), ((16, 1e12),))
+
+    def noted(*_: object) -> tuple[AttentionRates, tuple[()]]:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return rates, ()
+
+    monkeypatch.setattr(measure, "_cuda_attention", noted)
+    monkeypatch.setattr(measure, "_linear_rates", lambda *_: measure_matmul.BlockRates(((8, 1e12),), ()))
+    spec = open_model("preset:qwen3-0.6b", needs_weights=False).spec
+    for job in (None, Job(), Job(deterministic=True)):
+        shape = probe_shape(spec, job)
+        machine = measure_machine.measure_machine(CPU, torch.bfloat16, host_free_bytes=8 * MIB, scale=0.01)
+        measure.measure_model(CPU, torch.bfloat16, shape._replace(experts=(), head=None), machine, scale=0.01)
+    assert seen == [False, False, True]
 
 
 def test_experts_are_measured_beside_linear_layers(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):

@@ -50,6 +50,7 @@ from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
 from flexengine.ops.attention.kernels import runs_on
 from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.compiling import begin_compiling, without_memory
+from flexengine.ops.determinism import deterministic_kernels
 from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.fp8 import multiplies_fp8
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
@@ -124,7 +125,7 @@ def measure_model(
                 _heat_up(device, dtype, SUSTAINED_S * scale)  # the card has waited, too
         with spent.part("experts and head"):
             experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
-        with spent.part("attention"):
+        with spent.part("attention"), deterministic_kernels(shape.deterministic):
             attention, choices = _cuda_attention(shape, device, dtype, CALL_S * scale)
     logger.info("measured the model's products in %s", spent.describe())
     own = machine.peak_matmul_flops_per_s, experts, head, machine.sm_clock_mhz
