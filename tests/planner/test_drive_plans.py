@@ -13,8 +13,10 @@ from flexengine.planner import planner
 from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.cost.memory import host_required_bytes
 from flexengine.planner.cost.stream_loads import ON_DRIVE
+from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.on_drive import planes_on_host
 from flexengine.planner.problem import Problem
+from flexengine.planner.variants import ALL_ON_DRIVE
 from flexengine.reports.charts.streams import STREAM_NAMES
 from flexengine.reports.picture import CAUSE_WORDS
 from flexengine.reports.plan_text import describe
@@ -84,6 +86,27 @@ def test_frozen_blocks_are_read_from_a_drive():
     slow = step_seconds(layout, PROFILE.changed(**shared_drive(1e6, 1e6).values()))
     assert slow.step_s > 1.9 * layout.drive_bytes / 1e6
     assert "the drive, which weights are read from" in limiter(slow)
+
+
+def test_weights_and_gradients_lie_there_where_states_are_not_enough():
+    """Of as many blocks as the host has no room for, within all budgets, and with a bound below."""
+    model = small_model(blocks=10, hidden=512, vocab=512)
+    tight = replace(REQUEST, max_gpu_bytes=700 * MIB, max_drive_bytes=GIB)
+    least = Feasibility(Problem(model, tight, PROFILE, on_drive=True)).least_host()
+    assert least is not None
+    tight = replace(tight, max_host_bytes=least.host_bytes - 8 * MIB)
+    found = ALL_ON_DRIVE.planned(Problem(model, tight, PROFILE), None)
+    assert found is not None
+    plan = found.plan
+    layout = Layout(model, plan)
+    blocks = [home for home, group in zip(plan.groups, model.groups, strict=True) if group.slot_class == "block"]
+    assert {"host", "drive"} <= {home.weights for home in blocks}
+    assert "drive" in {home.grads for home in blocks}
+    assert host_required_bytes(layout, PROFILE) <= tight.max_host_bytes
+    assert layout.drive_bytes <= tight.max_drive_bytes
+    assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    slow = step_seconds(layout, PROFILE.changed(**shared_drive(1e6, 1e6).values()))
+    assert slow.step_s > 1.9 * layout.drive_bytes / 1e6
 
 
 def test_every_stream_has_its_words():

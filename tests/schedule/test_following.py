@@ -12,7 +12,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.programs import lower_round, lower_update
 from flexengine.schedule.simulator import Rates, simulate
-from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
+from flexengine.schedule.slots import Memory, Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, resident_plan, small_model
 
 SLOTS = (
@@ -53,6 +53,26 @@ def test_commands_wait_for_what_touches_the_same_bytes(stream, source, target, w
     b = builder("after")
     b.copy(CommandName("copy"), stream, "c", [CopyRegion(source, 0, target, 0, 16)])
     assert cpu_waits(working(), b.build()) == ({0: waits} if waits else {})
+
+
+def test_commands_wait_for_what_threads_do_on_a_drive():
+    """What an update writes there, and gradients; the same addresses of the host are others."""
+    places: list[tuple[Memory, int]] = [("host", 0), ("drive", 0), ("drive", 16), ("gpu", 0)]
+    slots = tuple(Slot(SlotKey(f"slot{i}", memory=memory), start, 16, "") for i, (memory, start) in enumerate(places))
+    b = ProgramBuilder("before", slots, overlapping_slots(slots))
+    b.copy(CommandName("send"), Stream.D2H, "x", [CopyRegion(3, 0, 0, 0, 16)])
+    b.copy(CommandName("write"), Stream.DRIVE_STORE, "x", [CopyRegion(0, 0, 1, 0, 16)])
+    before = b.build()
+    for stream, source, target, waits in (
+        (Stream.DRIVE_FETCH, 1, 0, {1}),
+        (Stream.DRIVE_FETCH, 2, 0, {1}),  # for the slot of the host
+        (Stream.DRIVE_IN, 2, 3, set()),
+        (Stream.D2H, 3, 0, {1}),
+        (Stream.H2D, 0, 3, set()),
+    ):
+        b = ProgramBuilder("after", slots, overlapping_slots(slots))
+        b.copy(CommandName("copy"), stream, "c", [CopyRegion(source, 0, target, 0, 16)])
+        assert cpu_waits(before, b.build()) == ({0: waits} if waits else {})
 
 
 def test_work_of_the_cpu_waits_for_the_gpu_and_is_waited_for_by_none():
