@@ -193,12 +193,7 @@ class SharedBuffers:
         plan = self._plan(
             (chunk, -(-longest // chunk)), edge, SlotCounts(1, 1), residency, keep_all=False, unstored=unstored
         )
-        # no slot depends on the budgets, which requests that are tried one after another differ in
-        plan = replace(plan, request=replace(plan.request, max_gpu_bytes=1 << 60, max_host_bytes=1 << 60))
-        decided = tuple(value for name, value in vars(plan).items() if name != "predicted")
-        if decided not in self._reference_slots:
-            self._reference_slots[decided] = _parameter_slots(Layout(self.small, plan))
-        return self._reference_slots[decided]
+        return _laid_out_once(self.small, plan, self._reference_slots)
 
     # -- activations -------------------------------------------------------------------------------------------------
 
@@ -362,10 +357,23 @@ def _homes_of_edges(edges: list[int], embedding: tuple[int, ...], choices: tuple
     return [tuple(homes[of[group]] for group in edges) for homes in chosen]
 
 
+KnownSlots = dict[tuple[object, ...], tuple[Slot, ...]]
+"""The parameter slots of a small model by what a plan decides."""
+
+
 @lru_cache(maxsize=64)
-def _known_slots(_: ModelSpec) -> dict[tuple[object, ...], tuple[Slot, ...]]:
-    """The parameter slots of a small model by what a plan decides, as far as they are known; filled by who asks."""
+def _known_slots(_: ModelSpec) -> KnownSlots:
+    """What has been laid out of a small model; whoever asks fills it."""
     return {}
+
+
+def _laid_out_once(small: ModelSpec, plan: Plan, known: KnownSlots) -> tuple[Slot, ...]:
+    """The parameter slots of a plan. None depends on the budgets, which requests that are tried in turn differ in."""
+    plan = replace(plan, request=replace(plan.request, max_gpu_bytes=1 << 60, max_host_bytes=1 << 60))
+    decided = tuple(value for name, value in vars(plan).items() if name != "predicted")
+    if decided not in known:
+        known[decided] = _parameter_slots(Layout(small, plan))
+    return known[decided]
 
 
 def _block_part(slots: Iterable[Slot]) -> int:
