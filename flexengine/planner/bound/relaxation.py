@@ -68,8 +68,7 @@ class Relaxation:
         self._stream_rows()
         self._part_rows()
         self._gpu_rows()
-        units = self.unit_bytes, self.unit_s
-        self.drive = DriveRows(self.lp, self.step, self.rounds, units, self._earlier_backward())
+        self.drive = DriveRows(self.lp, self.step, self.rounds, (self.unit_bytes, self.unit_s), self._earlier())
         self._host_rows()
         links = ("link h2d", "link d2h", "link both")
         found = self.lp.minimise({"T": 1.0, **dict.fromkeys(links, LINK_PRICE)})
@@ -263,7 +262,7 @@ class Relaxation:
         stored = r - self.in_round
         return terms, stored * self._total("g") + self._total("w", self.trained) / self.ranks + self._total("s")
 
-    def _earlier_backward(self) -> tuple[dict[str, float], float]:
+    def _earlier(self) -> tuple[dict[str, float], float]:
         """Terms and seconds, in units, of all backward passes of a step but the last."""
         size, others = self.size, 1 - min(1.0, 1 / self.size.full_rounds)
         backward_s = size.compute_s - size.update_s - size.full_rounds * (size.forward_s + size.head_s)
@@ -300,8 +299,7 @@ class Relaxation:
             self.lp.at_most("turn host", {**away, **stored, **kept}, budget - states - grads)
         else:
             self.lp.at_most("turn host", {**away, **kept}, budget - states)
-            last = {**away, **stored, "hold grads": -1.0}
-            self.lp.at_most("end host", last, budget - states - grads)
+            self.lp.at_most("end host", {**away, **stored, "hold grads": -1.0}, budget - states - grads)
 
 
 def least_compute_s(step: Unavoidable, size: SizeWork) -> float:
