@@ -30,8 +30,8 @@ from flexengine.options.job import Job
 TOWER, PROJECTOR, CONSTANTS = "tower", "projector", "tower_constants"
 """Groups of what gives rows: what sees images, what makes rows of the text's width of that, and what nobody trains."""
 _PROJECTOR = re.compile(
-    r"(^|\.)(multi_modal_projector|vision_projection|connector|merger|deepstack_merger_list|embed_vision)"
-    r"\.(?!patch_|pos_)"
+    r"(^|\.)((multi_modal_projector|vision_projection|connector|merger|deepstack_merger_list)\.|"
+    r"embed_vision\.(?!patch_|pos_))"
 )
 TYPICAL_ROWS = 1024
 """Rows of the image that the work of a row is told by: as many as a photograph of 1024 by 1024 pixels has."""
