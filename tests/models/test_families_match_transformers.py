@@ -87,7 +87,11 @@ def planned_engine(folder, spec):
     return engine
 
 
-@pytest.mark.parametrize("family", cases(OF_BLOCKS, FEW))
+WITH_ALL_PLANS = ("phi3", "gemma4_text", "gpt2", "cohere2", "gpt_oss", "qwen3_5_moe_text", "deepseek_v32", "bamba")
+"""Blocks with every kind of mixer and of MLP, with and without experts."""
+
+
+@pytest.mark.parametrize("family", cases(OF_BLOCKS, WITH_ALL_PLANS))
 def test_plans_give_the_same_bits(family, tmp_path):
     """Everything on the GPU, everything streamed, every other block kept, inputs made again in segments of three with
     hidden states on the host, and what the planner chooses for a small budget: it takes blocks of any kind, and of

@@ -105,8 +105,8 @@ def trl_loss(objective, model, texts, gains, old, reference):
         ("dapo", 0.0, False, TEMPERATURE),
         ("bnpo", 0.0, True, 1.0),
         ("dr_grpo", 0.1, False, 1.0),
-        ("grpo", 0.3, True, 1.0),
-        ("dapo", 0.0, False, 1.0),
+        pytest.param("grpo", 0.3, True, 1.0, marks=pytest.mark.thorough),
+        pytest.param("dapo", 0.0, False, 1.0, marks=pytest.mark.thorough),
     ],
 )
 def test_loss_and_gradients_are_those_of_trl(case, kind, beta, moved, temperature):
