@@ -26,6 +26,7 @@ from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.opaque.lengths import with_calls_up_to
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.registry import ModelSource
+from flexengine.models.sequence_length import check_sequence_length
 from flexengine.models.spec import ModelSpec
 from flexengine.models.task_heads import config_for, read_head, with_head_saved, with_task_head
 from flexengine.models.towers.description import frozen_of_images, with_images
@@ -66,7 +67,7 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
         logger.warning(unread)
     model = model if job.trains else forward_only(model)
     model = with_calls_up_to(with_base_dtype(model, job.stored_base), job.max_seq_len)
-    _check_sequence_length(model, job.max_seq_len)
+    check_sequence_length(model, job.max_seq_len)
     for option in ("lr_groups", "weight_decay_groups"):
         group_factors(model, option, getattr(job, option))
     return model
@@ -186,38 +187,6 @@ def check_new_rows(source: ModelSource, job: Job) -> None:
         modules = " ".join(name.removesuffix(".weight").rpartition(".")[2] for name in frozen)
         remedy = f"--modules-to-save {modules} trains them" if job.mode == "lora" else "leave them out of --freeze"
         logger.warning("rows of new tokens stay the mean of the others, since %s is frozen: %s", modules, remedy)
-
-
-def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
-    longest = spec.longest_sequence
-    if longest is not None and max_seq_len > longest:
-        if spec.beyond_longest:
-            raise ValueError(
-                f"max_seq_len={max_seq_len}, but {spec.name} has {spec.beyond_longest} in sequences of more than"
-                f" {longest} tokens, which is not trained; give --max-seq-len {longest} or less"
-            )
-        has = "frequencies that change with the length of a longer sequence" if spec.tables else "none for later ones"
-        raise ValueError(
-            f"max_seq_len={max_seq_len}, but {spec.name} has {'rotations' if spec.tables else 'learned positions'} for"
-            f" {longest} tokens and {has}; give --max-seq-len {longest} or less"
-        )
-    beyond = min((table.long_from for table in spec.tables if table.long_values), default=max_seq_len)
-    if max_seq_len > beyond:
-        logger.warning(
-            "max_seq_len=%d is longer than the %d tokens that %s was made for before longrope: all sequences take its"
-            " frequencies for long ones, where transformers has others for those of up to %d tokens",
-            max_seq_len,
-            beyond,
-            spec.name,
-            beyond,
-        )
-    if max_seq_len > spec.max_position_embeddings:
-        logger.warning(
-            "max_seq_len=%d is longer than the %d positions that %s was made for",
-            max_seq_len,
-            spec.max_position_embeddings,
-            spec.name,
-        )
 
 
 def probe_shape(spec: ModelSpec, job: Job | None = None) -> ProbeShape:

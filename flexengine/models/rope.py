@@ -37,7 +37,8 @@ class RopeParameters(NamedTuple):
 
     inv_freq: R/2 frequencies in radians per position. scaling multiplies cos and sin (yarn's attention factor).
     long_inv_freq: longrope's frequencies for runs of more than `long_from` tokens. longest: the longest sequence that
-    has these frequencies; None if all have them.
+    has these frequencies; None if all have them. extended: how they are scaled for more positions than the model was
+    first trained with, in words, and reach: up to which; "" and 0 where they are not, or nothing says so.
     """
 
     inv_freq: tuple[float, ...]
@@ -45,6 +46,8 @@ class RopeParameters(NamedTuple):
     long_inv_freq: tuple[float, ...] = ()
     long_from: int = 0
     longest: int | None = None
+    extended: str = ""
+    reach: int = 0
 
 
 class _Options(NamedTuple):
@@ -153,13 +156,15 @@ def rope_parameters(
         whole_head, unstated = kind == "proportional", {"default": 1.0} if kind == "proportional" else {}
         inv_freq = _proportional(theta, share, head_dim) if whole_head else inv_freq
         factor = options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1], **unstated)
-        return RopeParameters(tuple(f / factor for f in inv_freq), 1.0)
+        told = f"{kind} by {factor:g}" if factor != 1.0 else ""
+        return RopeParameters(tuple(f / factor for f in inv_freq), 1.0, extended=told)
     if kind == "dynamic":
         # The base grows with a sequence beyond this length, and is what it is for all others.
         options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1])
         return RopeParameters(tuple(inv_freq), 1.0, longest=fields.whole("max_position_embeddings"))
     if kind == "llama3":
-        return RopeParameters(_llama3(inv_freq, options, fields), 1.0)
+        told = f"llama3 by {options.number('factor'):g} from {_original(options, fields):g} positions"
+        return RopeParameters(_llama3(inv_freq, options, fields), 1.0, extended=told)
     if kind == "yarn":
         return _yarn(inv_freq, theta, rotary_dim, options, fields)
     if kind == "longrope":
@@ -239,7 +244,8 @@ def _longrope(inv_freq: list[float], options: Fields, config: Fields) -> RopePar
         (1.0 / (torch.tensor(options.numbers(f"{name}_factor", len(inv_freq), *FACTOR_RANGE)) * wide)).tolist()
         for name in ("short", "long")
     )
-    return RopeParameters(tuple(short), scaling, tuple(long), int(original))
+    told = f"longrope by {factor:g} from {original:g} positions"
+    return RopeParameters(tuple(short), scaling, tuple(long), int(original), extended=told)
 
 
 def _proportional(theta: float, share: float, head_dim: int) -> list[float]:
@@ -295,7 +301,8 @@ def _yarn(inv_freq: list[float], theta: float, rotary_dim: int, options: Fields,
     for i, freq in enumerate(inv_freq):
         keep = 1 - min(1.0, max(0.0, (i - low) / (high - low)))
         blended.append(freq / factor * (1 - keep) + freq * keep)
-    return RopeParameters(tuple(blended), _yarn_attention_factor(factor, options))
+    told, reach = f"yarn by {factor:g} from {original:g} positions", int(factor * original)
+    return RopeParameters(tuple(blended), _yarn_attention_factor(factor, options), extended=told, reach=reach)
 
 
 def _yarn_attention_factor(factor: float, options: Fields) -> float:

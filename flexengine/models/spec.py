@@ -139,7 +139,8 @@ class Table(NamedTuple):
     """Rotary frequencies, in radians per position, which ops find as the constant `name`.
 
     scaling multiplies cos and sin. `long_values`, if given, replace `values` in runs whose max_seq_len is above
-    `long_from`. longest: the longest sequence that the frequencies are for; None if they are for all.
+    `long_from`. longest: the longest sequence that the frequencies are for; None if they are for all. extended: how
+    they are scaled for more positions, in words; "" if they are not. reach: positions for which that is; 0 if unknown.
     """
 
     name: str
@@ -148,6 +149,8 @@ class Table(NamedTuple):
     long_values: tuple[float, ...] = ()
     long_from: int = 0
     longest: int | None = None
+    extended: str = ""
+    reach: int = 0
 
     def values_for(self, max_seq_len: int) -> tuple[float, ...]:
         """Choose the frequencies of a run by its longest sequence."""

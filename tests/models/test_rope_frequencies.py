@@ -9,7 +9,7 @@ from engine_helpers import spec_of, tiny_config
 from family_configs import CASES, FAMILY_CASES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from flexengine.models.rope import rope_parameters
+from flexengine.models.rope import ORIGINAL, rope_parameters
 from flexengine.options.job import Job
 from flexengine.request import described
 
@@ -102,9 +102,26 @@ def test_dynamic_is_refused_beyond_its_length(options, max_seq_len, said):
         described(spec, job)
 
 
-@pytest.mark.parametrize(("max_seq_len", "warns"), [(64, False), (65, True)])
-def test_longrope_says_when_a_run_takes_the_long_frequencies(max_seq_len, warns, caplog):
-    options = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
-    spec = spec_of(tiny_config(rope_scaling=options, original_max_position_embeddings=64))
-    described(spec, Job(max_seq_len=max_seq_len, max_global_batch_tokens=512))
-    assert ("longer than the 64 tokens that tiny was made for before longrope" in caplog.text) == warns
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "factor": 4.0}
+BEYOND_256 = {
+    "unscaled": (None, 257, "rotations are not scaled, so those from position 256 on are new"),
+    "within": (None, 256, None),
+    "llama3": ({**LLAMA3, ORIGINAL: 64}, 257, "(llama3 by 8 from 64 positions) stays as its config.json has it"),
+    "linear": ({"rope_type": "linear", "factor": 2.5}, 512, "(linear by 2.5) stays as its config.json has it"),
+    "yarn within its reach": ({**YARN, ORIGINAL: 128}, 512, "yarn by 4 from 128 positions: up to 512 positions"),
+    "yarn beyond its reach": ({**YARN, ORIGINAL: 128}, 513, "was not made for positions from 512 on"),
+    "longrope, short": ({**LONGROPE, ORIGINAL: 64}, 64, None),
+    "longrope, long": ({**LONGROPE, ORIGINAL: 64}, 65, "longer than the 64 tokens that tiny was made for before longr"),
+    "longrope, beyond": ({**LONGROPE, ORIGINAL: 64}, 257, "(longrope by 4 from 64 positions) stays as its config.jso"),
+}
+
+
+@pytest.mark.parametrize(("options", "max_seq_len", "said"), BEYOND_256.values(), ids=BEYOND_256.keys())
+def test_a_run_says_what_rotations_do_beyond_the_models_length(options, max_seq_len, said, caplog):
+    spec = spec_of(tiny_config(rope_scaling=options))
+    described(spec, Job(max_seq_len=max_seq_len, max_global_batch_tokens=1024))
+    told = [record.getMessage() for record in caplog.records]
+    assert (said is None and not told) or (said is not None and any(said in line for line in told)), told
+    assert (f"max_seq_len={max_seq_len} is longer than the 256 positions that tiny" in caplog.text) == (
+        max_seq_len > 256
+    )
