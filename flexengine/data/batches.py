@@ -27,8 +27,8 @@ from flexengine.data.token_columns import TokenizedPair, ValuedRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-SEQUENCES_AT_ONCE = 1 << 18
-"""Sequences whose lengths are added up at once: more would take memory beside the budget, fewer are slower."""
+NUMBERS_AT_ONCE = 1 << 18
+"""Numbers that are added up or written at once: more would take memory beside the budget, fewer are slower."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,15 @@ class ImageRoom(NamedTuple):
     most: int
 
 
+def _add_numbers(digest: hashlib._Hash, numbers: Sequence[int]) -> None:
+    """Add the repr of a list of numbers to a digest, some at a time: that of a long document is many times its size."""
+    digest.update(b"[")
+    for start in range(0, len(numbers), NUMBERS_AT_ONCE):
+        digest.update(b", " if start else b"")
+        digest.update(repr(list(numbers[start : start + NUMBERS_AT_ONCE]))[1:-1].encode())
+    digest.update(b"]")
+
+
 Reference = np.ndarray | Taught
 """What a data set's sequences are compared with: log-probabilities [pairs, 2] in float64, or a teacher's."""
 Sequenced = TokenizedRecord | ValuedRecord | TokenizedPair | TokenizedPrompt | PicturedRecord
@@ -205,8 +214,8 @@ def batch_ends(
     if images is not None:
         return _ends_with_images(lengths, max_tokens, order, images)
     lengths, ends, used_tokens = np.asarray(lengths), array("I"), 0
-    for start in range(0, len(order), SEQUENCES_AT_ONCE):
-        tokens = np.cumsum(lengths[np.asarray(order[start : start + SEQUENCES_AT_ONCE])], dtype=np.int64)
+    for start in range(0, len(order), NUMBERS_AT_ONCE):
+        tokens = np.cumsum(lengths[np.asarray(order[start : start + NUMBERS_AT_ONCE])], dtype=np.int64)
         tokens_before = -used_tokens
         while (end := int(np.searchsorted(tokens, tokens_before + max_tokens, side="right"))) < len(tokens):
             ends.append(start + end)
@@ -332,11 +341,17 @@ class GlobalBatches:
     def fingerprint(self) -> str:
         """What decides the batches, in 16 hex digits: tokens and labels, lengths of sequences, sizes and seed."""
         digest = hashlib.sha256()
-        for start in range(0, len(self._lengths), SEQUENCES_AT_ONCE):
-            digest.update(np.ascontiguousarray(self._lengths[start : start + SEQUENCES_AT_ONCE], np.int64).data)
+        for start in range(0, len(self._lengths), NUMBERS_AT_ONCE):
+            digest.update(np.ascontiguousarray(self._lengths[start : start + NUMBERS_AT_ONCE], np.int64).data)
         last = len(self._lengths) - 1
-        shown = [self.sequences[i] for i in (0, last // 2, last) if last >= 0]
-        digest.update(repr([(list(row.input_ids), list(row.labels)) for row in shown]).encode())
+        for place, i in enumerate((0, last // 2, last) if last >= 0 else ()):
+            row = self.sequences[i]
+            digest.update(b", (" if place else b"[(")
+            _add_numbers(digest, row.input_ids)
+            digest.update(b", ")
+            _add_numbers(digest, row.labels)
+            digest.update(b")")
+        digest.update(b"]" if last >= 0 else b"[]")
         digest.update(repr([table.sha256 for table in self._tables]).encode())
         digest.update(repr((self.max_global_batch_tokens, self.seed, list(self._weights))).encode())
         digest.update(b"" if self.images is None else f"images {self.images.most}".encode())

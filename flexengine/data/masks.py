@@ -163,11 +163,16 @@ def _check_nothing_is_lost(record: Record, text: str, looked_in: Mapping[int, st
     for tool in record.tools:
         if not _written(str(tool["function"].get("name", "")), text):
             raise LeftOutError("the chat template does not write the record's tools")
+    reached: dict[int, int] = {}  # in each text, since turns stand in their order: long conversations have thousands
     for i, message in enumerate(record.messages):
         if message.role == "assistant" and i not in looked_in:
             continue
+        inside = looked_in.get(i, text)
         for what, part in _parts(message):
-            if not _written(part, looked_in.get(i, text)):
+            at = inside.find(part.strip(), reached.get(id(inside), 0))
+            if at >= 0:
+                reached[id(inside)] = at
+            elif not _written(part, inside):
                 raise LeftOutError(f"the chat template does not write the {what} of a turn of {message.role}")
 
 

@@ -12,15 +12,15 @@ from flexengine.data.batches import Sequenced, num_targets
 from flexengine.data.kept_images import KeptImage, PicturedRecord
 from flexengine.data.prepare import Prepared
 from flexengine.data.prompts import TokenizedPrompt
-from flexengine.data.records import IGNORE
+from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.token_columns import TokenizedPair
 from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.data.tokenizer_process import TokenizerProcess
 
 MARKS = ("[[", "]]")
 """Around trained tokens."""
-COUNTED_SEQUENCES = 10_000
-"""Of how many sequences the trained tokens are counted; the share hardly changes after."""
+COUNTED_SEQUENCES, COUNTED_TOKENS = 10_000, 2**24
+"""Of how many sequences and tokens the trained ones are counted; the share hardly changes after."""
 BAR_CHARACTERS = 40
 LONGEST_LINE = 600
 REPEATED = 4
@@ -99,6 +99,15 @@ def shortened(text: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
+def first_line(tokenizer: ChatTokenizer | TokenizerProcess, sequence: Sequenced) -> str:
+    """The marked text of a sequence, shortened. Of a long one its beginning and its end alone are decoded."""
+    ids, labels = sequence.input_ids, sequence.labels
+    if len(ids) <= 2 * LONGEST_LINE or _images_of(sequence) is not None:
+        return shortened(marked_text(tokenizer, sequence))
+    ends = slice(LONGEST_LINE), slice(-LONGEST_LINE, None)
+    return shortened(" ... ".join(marked_text(tokenizer, TokenizedRecord(ids[end], labels[end])) for end in ends))
+
+
 def date_line(tokenizer: ChatTokenizer | TokenizerProcess) -> str:
     """Tell which day the chat template writes."""
     return f"the chat template writes the date {tokenizer.date}; --template-date gives another"
@@ -116,11 +125,12 @@ def preview(prepared: Sequence[Prepared], tokenizer: ChatTokenizer | TokenizerPr
 
 
 def _trained_share(part: Prepared) -> str:
-    rows = list(islice(part.sequences, COUNTED_SEQUENCES))
-    tokens, trained = sum(len(row.input_ids) for row in rows), sum(num_targets(row.labels) for row in rows)
-    which = (
-        f"all {len(rows)}" if len(rows) == len(part.sequences) else f"the first {len(rows)} of {len(part.sequences)}"
-    )
+    num_rows = tokens = trained = 0
+    for row in islice(part.sequences, COUNTED_SEQUENCES):
+        num_rows, tokens, trained = num_rows + 1, tokens + len(row.input_ids), trained + num_targets(row.labels)
+        if tokens >= COUNTED_TOKENS:
+            break
+    which = f"all {num_rows}" if num_rows == len(part.sequences) else f"the first {num_rows} of {len(part.sequences)}"
     return f"trained: {trained} of {tokens} tokens ({100 * trained / tokens:.0f}%) of {which} sequences"
 
 

@@ -70,8 +70,8 @@ class TokenFile:
     def read(self, start: int, length: int) -> TokenizedRecord:
         """Tokens start..start+length of the file with their labels."""
         tokens = self.numbers(start, length)
-        if not self._signed:
-            ids = tokens.tolist()
+        if not self._signed or (tokens >= 0).all():
+            ids = tokens.tolist()  # one list for both: numbers of Python take nine times their bytes in the file
             return TokenizedRecord(ids, ids)
         ids, labels = np.where(tokens < 0, ~tokens, tokens), np.where(tokens < 0, IGNORE, tokens)
         return TokenizedRecord(ids.tolist(), labels.tolist())

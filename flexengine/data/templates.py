@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
+from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.data.image_places import PLACE
 from flexengine.data.masks import Rendered, Span
 from flexengine.data.records import Message, Record
@@ -68,6 +69,8 @@ class ChatTemplate:
 
         text = self._text_of(record)
         options = record.template_options if record else {}
+        if record is not None:
+            report_alive(record.where)  # a conversation is rendered up to each of its answers
         try:
             with time_limit(TEMPLATE_SECONDS):
                 texts, marked = render_jinja_template(

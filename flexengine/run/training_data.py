@@ -23,7 +23,7 @@ from flexengine.data import (
 )
 from flexengine.data.batches import Room
 from flexengine.data.image_pixels import PixelReader
-from flexengine.data.preview import MARKS, date_line, marked_text, shortened
+from flexengine.data.preview import MARKS, date_line, first_line
 from flexengine.data.sources import LabelNames, RecordKind
 from flexengine.models.registry import ASSETS, ModelSource
 from flexengine.models.spec import ModelSpec
@@ -114,7 +114,7 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     for made in (batches, validation):
         if made is not None:
             made.pixels = pixels
-    first = shortened(marked_text(tokenizer, batches.sequences[0]))
+    first = first_line(tokenizer, batches.sequences[0])
     what = "pair" if config.compares else "prompt" if config.rewards else "sequence"
     details = [f"  the first {what}, trained between {MARKS[0]} and {MARKS[1]}: {first}"]
     text += f"; {date_line(tokenizer)}" if tokenizer.date is not None else ""

@@ -32,11 +32,13 @@ def test_an_epoch_is_every_sequence_once_within_the_limit(lengths, max_tokens, s
 
 
 @given(st.lists(st.integers(1, 9), max_size=40), st.integers(9, 30), st.integers(1, 5))
-def test_batches_do_not_depend_on_how_many_lengths_are_added_up_at_once(lengths, max_tokens, at_once):
-    whole = batch_ends(lengths, max_tokens, range(len(lengths)))
+def test_batches_do_not_depend_on_how_many_numbers_are_added_up_at_once(lengths, max_tokens, at_once):
+    whole, data = batch_ends(lengths, max_tokens, range(len(lengths))), GlobalBatches(sequences(lengths), max_tokens, 0)
+    fingerprint = data.fingerprint()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "SEQUENCES_AT_ONCE", at_once)
+        patch.setattr(batches, "NUMBERS_AT_ONCE", at_once)
         assert batch_ends(lengths, max_tokens, range(len(lengths))) == whole
+        assert data.fingerprint() == fingerprint
 
 
 def test_an_epoch_is_ordered_once_and_before_its_first_batch(monkeypatch):
