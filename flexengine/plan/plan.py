@@ -56,11 +56,10 @@ class Plan:
 
     Chunks hold up to `chunk_tokens` packed tokens; a round is up to `chunks_per_round` chunks. Slot counts are prefetch
     depths: `weight_slots` for streamed block weights, `save_slots` for kept outputs on their way to and from the
-    host, `drive_slots` for states of `drive_tile` elements on their way from and to a drive,
-    `window_slots` for what layers carry along sequences that ranks cut. `share_edge_slots` lays
-    the embedding's and head's slots over the blocks' slots, `grads_over_weights` their gradients' slots over their
-    weights', which nobody reads once the gradient is made. in_parts: blocks whose experts
-    may be cut stream them part by part, so that a slot holds a part; `weight_slots` and `grad_slots` count such slots.
+    host, `drive_slots` for states of `drive_tile` elements on their way from and to a drive, `window_slots` for what
+    layers carry along sequences that ranks cut. `share_edge_slots` lays the embedding's and head's slots over the
+    blocks' slots, `grads_over_weights` their gradients' slots over their weights', which nobody reads once the gradient
+    is made. in_parts: blocks whose experts may be cut stream them part by part, and slots hold and count parts.
     touched_only: of such parts cross the link only weights of experts that some token of the round goes to, K of E for
     each. That helps rounds of few tokens alone: of more than a few times E / K all experts are touched. transport: how
     several ranks of a node share weights and gradients. relay: they take rounds in turn and relay gradients through the
@@ -112,9 +111,7 @@ class Plan:
             raise ValueError("touched_only fetches experts from the host's memory, and weights lie on a drive")
         self._check_transport()
         if self.makes_inputs_again and (self.owns_blocks or self.replays):
-            raise ValueError(
-                "inputs are made again neither in stages nor where blocks' commands are replayed as graphs"
-            )
+            raise ValueError("inputs are made again neither in stages nor where commands are replayed as graphs")
         longest = -(-self.request.max_seq_len // self.chunk_tokens)
         if longest > self.chunks_per_round:
             raise ValueError(
