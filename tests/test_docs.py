@@ -30,7 +30,7 @@ OF_SERVERS = {
 """Flags of the programs that docs/export.md gives commands for: vLLM, SGLang and llama.cpp."""
 RESULTS = ROOT / "bench/results"
 MOST_BYTES_OF_RESULTS = 600_000
-OF_A_MACHINE = re.compile(r"`(?:bench/results/)?(cpu_[\w-]+\.json|h[12]00(?:x2)?_[\w.*-]+?)`")
+OF_A_MACHINE = re.compile(r"`(?:bench/results/)?(cpu_[\w-]+\.json|h[12]00(?:x\d)?_[\w.*-]+?)`")
 TABLE_OF_FILES = re.compile(r"^\| file in `([\w/]+)` \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
