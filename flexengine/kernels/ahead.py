@@ -33,8 +33,10 @@ from triton.runtime.jit import JITFunction
 from flexengine.kernels import attention_tilings
 
 MOST_PROCESSES, SPARED_CORES = 12, 2
-"""A process takes 0.3 GiB of memory, and a step has some twenty kernels, of which a few take most of the time. Spared:
-the process that waits reads weights, or measures the card, at the same time."""
+"""A step has some twenty kernels, of which a few take most of the time. Spared: the process that waits reads weights,
+or measures the card, at the same time."""
+PROCESS_BYTES = 3 * 2**28
+"""What a process that compiles may take of host memory, beside what the one that it was forked from has."""
 OWN_PACKAGE = "flexengine"
 LONGEST_S = 120.0
 """After so long nobody waits any more for a process that hangs."""
@@ -138,17 +140,21 @@ class Compilation:
 
     work, arguments: a function of a module of this package, and values for JSON, with which it is called. What it
     launches takes tensors without memory (`ops/compiling.py`).
-    processes: how many compile at once; None: as many as there are cores to spare, and none of fewer than two.
+    room_bytes: host memory that nothing else needs meanwhile; None: no bound. processes: how many compile at once;
+    None: as many as there are cores and memory to spare, and none of fewer than two.
     """
 
     def __init__(
-        self, card: Card, work: Callable[..., object], *arguments: object, processes: int | None = None
-    ) -> None:
+        self, card: Card, work: Callable[..., object], *arguments: object, room_bytes: int | None = None,
+        processes: int | None = None,
+    ) -> None:  # fmt: skip
         self._began_s = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
         if processes is None:
-            spare = len(os.sched_getaffinity(0)) - SPARED_CORES
-            processes = min(MOST_PROCESSES, spare) if spare >= 2 else 0
+            spare = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - SPARED_CORES)
+            if room_bytes is not None:
+                spare = min(spare, room_bytes // PROCESS_BYTES - 1)  # one notes the launches
+            processes = spare if spare >= 2 else 0
         if processes:
             with suppress(OSError):  # launches compile as ever
                 place = work.__module__, work.__qualname__

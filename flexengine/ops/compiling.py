@@ -14,16 +14,19 @@ if TYPE_CHECKING:
     from flexengine.kernels.ahead import Compilation
 
 
-def begin_compiling(device: torch.device, work: Callable[..., object], *arguments: object) -> Compilation | None:
+def begin_compiling(
+    device: torch.device, work: Callable[..., object], *arguments: object, room_bytes: int | None = None
+) -> Compilation | None:
     """Begin to compile what a call will launch on a device, which another process makes; None where no such card is.
 
     work: a function of a module, which launches kernels inside `without_memory`; arguments: values for JSON.
+    room_bytes: host memory that this may take; None: no bound.
     """
     if device.type != "cuda" or not multiplies_in_kernels(device):
         return None
     from flexengine.kernels import ahead  # noqa: PLC0415 (Triton is imported when first used)
 
-    return ahead.Compilation(ahead.card_of(device), work, *arguments)
+    return ahead.Compilation(ahead.card_of(device), work, *arguments, room_bytes=room_bytes)
 
 
 def without_memory() -> AbstractContextManager[object]:

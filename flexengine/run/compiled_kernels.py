@@ -43,7 +43,10 @@ def kernels_of(model: str | Path, planned: PlannedRun) -> CompiledAhead | nullco
     attention = "flash" if planned.job.reproducible else measured.kernels  # as `build` has it
     choices = () if planned.job.reproducible else measured.choices
     asked = json.dumps(options, default=str), planned.plan.to_json(), attention, json.dumps(choices)
-    return CompiledAhead(planned.source.spec.name, planned.device, launch_planned, str(model), *asked)
+    memory = planned.profile.memory
+    room_bytes = memory.host_available_bytes + memory.host_base_bytes - planned.plan.request.max_host_bytes
+    arguments = launch_planned, str(model), *asked
+    return CompiledAhead(planned.source.spec.name, planned.device, *arguments, room_bytes=room_bytes)
 
 
 def launch_planned(model: str, options: str, plan: str, attention: Any, choices: str) -> None:

@@ -49,10 +49,12 @@ class UnallocatedArenas(Arenas):
 class CompiledAhead:
     """Compiles what a call launches, until `wait` or the end of a block, unless an earlier start has done that.
 
-    name: of the file that remembers it, for people. work, arguments: as of `begin_compiling`.
+    name: of the file that remembers it, for people. work, arguments, room_bytes: as of `begin_compiling`.
     """
 
-    def __init__(self, name: str, device: torch.device, work: Callable[..., object], *arguments: object) -> None:
+    def __init__(
+        self, name: str, device: torch.device, work: Callable[..., object], *arguments: object, room_bytes: int
+    ) -> None:
         self._path: Path | None = None
         self._compilation: Compilation | None = None
         if device.type == "cuda":
@@ -61,7 +63,7 @@ class CompiledAhead:
             key = *state_of_compiler(), torch.cuda.get_device_name(device), arguments
             self._path = profile_path(name, key, "kernels")
             if read_remembered(self._path, str) is None:
-                self._compilation = begin_compiling(device, work, *arguments)
+                self._compilation = begin_compiling(device, work, *arguments, room_bytes=room_bytes)
 
     def __enter__(self) -> Self:
         return self

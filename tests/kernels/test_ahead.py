@@ -42,7 +42,9 @@ def test_a_kernel_that_is_not_there_counts_as_failed():
     assert ahead._failed(ahead.Launch("flexengine.kernels.rmsnorm", "_no_kernel", "{}"))
 
 
-def test_a_machine_without_cores_to_spare_compiles_as_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: {0, 1, 2})
-    with ahead.Compilation(CARD, print) as compilation:
+@pytest.mark.parametrize(("cores", "room_bytes"), [(3, None), (16, 3 * ahead.PROCESS_BYTES - 1)])
+def test_a_machine_without_cores_or_memory_to_spare_compiles_as_ever(monkeypatch, cores: int, room_bytes: int | None):
+    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda *_, **__: pytest.fail("it starts a process"))
+    with ahead.Compilation(CARD, print, room_bytes=room_bytes) as compilation:
         assert not compilation.wait()
