@@ -122,7 +122,7 @@ def _vectors_kernel(
         tl.store(target, tl.trans(bits), mask=(column < num_columns)[:, None] & (row < padded)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _squares_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, tiles, stride, of_matrix, largest, least,
     TRANSPOSED: tl.constexpr,

@@ -88,7 +88,7 @@ def test_model_sets_the_shape_and_force_measures(probes: list[tuple], capsys: py
         ("qkv_proj", 2048, 3072, False, False, 1), ("o_proj", 2048, 2048, True, False, 1),
         ("gate_up_proj", 2048, 16384, False, False, 1), ("down_proj", 8192, 2048, True, False, 1),
     )  # fmt: skip
-    shape = (2048, 8192, 64, (((4, 64, 64, 0, False), heads),), (), linears, (2048, 128256, 0.0))
+    shape = (2048, 8192, 64, (((4, 64, 64, 0, False), heads),), (), linears, (2048, 128256, 0.0), False)
     assert probes == [("cpu", torch.float32, shape, True)]
     assert "measured now" in capsys.readouterr().out
 

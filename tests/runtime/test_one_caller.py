@@ -32,10 +32,10 @@ def test_a_second_thread_is_refused_at_once(tmp_path):
     began, go_on = threading.Event(), threading.Event()
     forward_backward = engine.steps.forward_backward
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         began.set()
         assert go_on.wait(60)
-        return forward_backward(*arguments)
+        return forward_backward(*arguments, **options)
 
     engine.steps.forward_backward = slow
     outputs = []
