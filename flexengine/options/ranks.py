@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 from flexengine.options.option import Option, Words
 
@@ -34,8 +34,8 @@ class RankOptions:
 class Asked(Protocol):
     """What `check_several` asks of a job."""
 
-    @property
-    def words(self) -> Words: ...
+    words: ClassVar[Words]
+
     @property
     def transport(self) -> str: ...
     @property
