@@ -19,7 +19,7 @@ from flexengine.hardware.memory_usage import cap_allocator, release_unused_heap
 from flexengine.hardware.node_probe import with_ranks_at_work
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.probe import check_multiplies, mend, probe
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, preferred_attention
 from flexengine.hardware.timed_calls import CallRun
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
@@ -353,13 +353,13 @@ def build(
     _check_same_plan(planned, job)
     if planned.device.type == "cuda":
         cap_allocator(planned.device, planned.plan.request.max_gpu_bytes - planned.profile.memory.gpu_context_bytes)
+    attention, choices = preferred_attention(planned.profile, job.reproducible)
     settings = EngineSettings(
         max_grad_norm=job.max_grad_norm,
         seed=job.seed,
         deterministic=job.deterministic,
-        # what a probe found fastest may differ from one machine to the next of its kind, and kernels differ in bits
-        attention="flash" if job.reproducible else planned.profile.attention.kernels,
-        attention_choices=() if job.reproducible else planned.profile.attention.choices,
+        attention=attention,
+        attention_choices=choices,
         matmul_flops_per_s=planned.profile.matmul.peak_flops_per_s,
         description=planned.describe(),
         adapter=None if job.adapter is None else Path(job.adapter),

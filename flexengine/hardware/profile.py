@@ -27,7 +27,7 @@ from flexengine.hardware.parts import (
     check_count,
     keys_of,
 )
-from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
+from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice, KernelName
 from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.linear_shape import HeadShape, LinearShape
@@ -205,6 +205,15 @@ def read_profile(path: Path) -> HardwareProfile:
         raise ValueError(f"{path}: cannot read this profile: {error.strerror}") from None
     except ValueError as error:  # bad JSON, bad fields, or bytes that are no text
         raise ValueError(f"{path}: {error}") from None
+
+
+def preferred_attention(profile: HardwareProfile, reproducible: bool) -> tuple[KernelName, tuple[AttentionChoice, ...]]:
+    """Give the kernels that a run prefers, for shapes that were not measured and for those that were.
+
+    reproducible: those of any machine, as what a probe finds fastest may differ from one machine to the next of its
+    kind, and kernels differ in bits.
+    """
+    return ("flash", ()) if reproducible else (profile.attention.kernels, profile.attention.choices)
 
 
 def attention_choices(values: Any) -> tuple[AttentionChoice, ...]:

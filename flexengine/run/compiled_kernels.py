@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.api import PlannedRun, build, open_source
-from flexengine.hardware.profile import attention_choices
+from flexengine.hardware.profile import attention_choices, preferred_attention
 from flexengine.optim import OPTIMIZERS, Optimizer
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
@@ -39,9 +39,7 @@ def kernels_of(model: str | Path, planned: PlannedRun) -> CompiledAhead | nullco
     if not is_first or planned.source.spec.whole_sequences:
         return nullcontext()
     options = {name: getattr(planned.job, name) for name in options_of(Job)}
-    measured = planned.profile.attention
-    attention = "flash" if planned.job.reproducible else measured.kernels  # as `build` has it
-    choices = () if planned.job.reproducible else measured.choices
+    attention, choices = preferred_attention(planned.profile, planned.job.reproducible)
     asked = json.dumps(options, default=str), planned.plan.to_json(), attention, json.dumps(choices)
     memory = planned.profile.memory
     room_bytes = memory.host_available_bytes + memory.host_base_bytes - planned.plan.request.max_host_bytes

@@ -78,10 +78,8 @@ def _check_stored(layout: Layout, together: Sequence[RankRun], where: str) -> No
 
 
 def held_in_context(event: Event) -> tuple[int, ...]:
-    """What bytes of the node's memory hold where an event reads them, or has written them: of which step, round and
-    layer; what the head has stored of a tied gradient has no layer."""
-    run, what = event.run, event.command.args
-    return run.step, run.number, what.layer if isinstance(what, HandedOn) else -1
+    """What a place for hand-overs holds where an event reads it, or has written it: of which step, round and layer."""
+    return event.run.step, event.run.number, event.command.args.layer
 
 
 def reads_what_head_stored(event: Event) -> bool:
