@@ -149,6 +149,7 @@ def _compute_lines(profile: HardwareProfile) -> list[str]:
         *_share_lines("the head's products", profile.matmul.head_shares),
         _header(_attention_title(profile, unit), [(length, 0.0) for length in lengths]),
         *(_cells(name, points, scale) for name, points in zip(("forward", "backward"), attention, strict=True)),
+        *_share_lines("slices of long sequences", profile.attention.slice_shares),
         *_choice_lines(profile),
         _row("kernel launch", format_seconds(profile.host.launch_s)),
         _row(

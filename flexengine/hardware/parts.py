@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
 
-from flexengine.hardware.curve import (
-    MAX_WHOLE,
-    Points,
-    check_points,
-    check_positive,
-    check_rate,
-    interpolate,
-    is_finite,
-    is_whole,
+from flexengine.hardware.curve import Points, check_points, check_positive, check_rate, interpolate
+from flexengine.hardware.field_checks import (
+    check_at_most,
+    check_bytes,
+    check_choice,
+    check_count,
+    check_named_rates,
+    check_not_negative,
+    check_part,
+    check_shape,
+    check_shares,
 )
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice, KernelName
 from flexengine.wording import shown
@@ -141,6 +142,7 @@ class AttentionProfile(Part):
         "head_dim": "attention_head_dim",
         "kernels": "attention_kernels",
         "choices": "attention_choices",
+        "slice_shares": "attention_slice_shares",
     }
 
     forward_flops_per_s: Points
@@ -155,6 +157,13 @@ class AttentionProfile(Part):
     """The library whose kernels are preferred on CUDA for shapes that were not measured."""
     choices: tuple[AttentionChoice, ...] = ()
     """Kernels for the shapes that were measured, fastest first, by tokens of a sequence; empty in presets."""
+    slice_shares: Points = ()
+    """(tokens of a slice, share): rate of both directions over a slice of a long sequence, which sees many earlier
+    keys, over that of whole ones; empty where nobody measured: then 1."""
+
+    def slice_share(self, tokens: int) -> float:
+        """Give the rate over slices of `tokens` tokens as a share of that over whole sequences."""
+        return interpolate(self.slice_shares, tokens) if self.slice_shares else 1.0
 
     def forward_rate(self, seq_len: int) -> float:
         """Give the attained FLOP/s over sequences of `seq_len` tokens, as `MatmulProfile.rate`."""
@@ -284,9 +293,9 @@ class MemoryProfile(Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_at_most("gpu_free_bytes", self.gpu_free_bytes, "gpu_total_bytes", self.gpu_total_bytes)
-        _check_at_most("gpu_context_bytes", self.gpu_context_bytes, "gpu_total_bytes", self.gpu_total_bytes)
-        _check_at_most("host_available_bytes", self.host_available_bytes, "host_total_bytes", self.host_total_bytes)
+        check_at_most("gpu_free_bytes", self.gpu_free_bytes, "gpu_total_bytes", self.gpu_total_bytes)
+        check_at_most("gpu_context_bytes", self.gpu_context_bytes, "gpu_total_bytes", self.gpu_total_bytes)
+        check_at_most("host_available_bytes", self.host_available_bytes, "host_total_bytes", self.host_total_bytes)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -298,8 +307,8 @@ POINT_FIELDS = {
     "attention_backward_flops_per_s": "tokens of a sequence",
 }
 """Keys of curves, which the planner reads, and the unit of their x."""
-SHARE_FIELDS = ("grouped_shares", "head_shares", "fp8_row_shares", "fp8_block_shares")
-"""Curves by tokens that say how fast other products are than linear layers."""
+SHARE_FIELDS = ("grouped_shares", "head_shares", "fp8_row_shares", "fp8_block_shares", "attention_slice_shares")
+"""Curves by tokens that say how fast products are beside those of another curve."""
 SECONDS_FIELDS = ("launch_s", "issue_s", "copy_latency_s")
 
 
@@ -320,79 +329,19 @@ def _rate(name: str, points: Points, x: int) -> float:
     return interpolate(points, x)
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises: ValueError unless `value` is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected one of {', '.join(choices)}")
-
-
-def _check_shares(name: str, value: Any) -> None:
-    pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
-    if not pairs or not all(is_whole(tokens, 1) and is_finite(share) and share > 0 for tokens, share in value):
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected (tokens, share above 0) pairs")
-    if any(before[0] >= after[0] for before, after in pairwise(value)):
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected ascending tokens")
-
-
-def _check_not_negative(name: str, value: Any) -> None:
-    if not is_finite(value) or value < 0:
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a finite number, at least 0")
-
-
-def _check_part(name: str, value: Any) -> None:
-    if not is_finite(value) or not 0 <= value <= 1:
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a number from 0 to 1")
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raises: ValueError unless `value` is a whole number above 0."""
-    if not is_whole(value, 1):
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a whole number from 1 to {MAX_WHOLE}")
-
-
-def _check_bytes(name: str, value: Any) -> None:
-    if not is_whole(value, 0):
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected whole bytes from 0 to {MAX_WHOLE}")
-
-
-def _check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
-    if value > limit:
-        raise ValueError(f"hardware profile: {name} is {value}, more than {limit_name}, which is {limit}")
-
-
-def _check_shape(name: str, value: Any) -> None:
-    if not isinstance(value, tuple) or len(value) != 2 or not all(is_whole(size, 1) for size in value):
-        form = f"(hidden_size, intermediate_size), both from 1 to {MAX_WHOLE}"
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected {form}")
-
-
-def _check_named_rates(name: str, value: Any) -> None:
-    pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
-    if not pairs or not value:
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected (dtype, rate) pairs")
-    for dtype, rate in value:
-        if not isinstance(dtype, str) or not dtype:
-            raise ValueError(
-                f"hardware profile: {name} names the dtype {shown(dtype)}, expected text such as 'float32'"
-            )
-        check_rate(f"{name} for {dtype}", rate)
-    if len({dtype for dtype, _ in value}) < len(value):
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected each dtype once")
-
-
 def _check_curve(name: str, value: Any) -> None:
     check_points(name, value, POINT_FIELDS[name], "FLOP/s")
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(POINT_FIELDS, _check_curve),
-    **dict.fromkeys(SHARE_FIELDS, _check_shares),
-    **dict.fromkeys(("issue_s", "peer_bytes_per_s", "sm_clock_mhz", *ONLY_FIELDS, *DRIVE_FIELDS), _check_not_negative),
-    "cpu_adamw_parameters_per_s": _check_named_rates,
+    **dict.fromkeys(SHARE_FIELDS, check_shares),
+    **dict.fromkeys(("issue_s", "peer_bytes_per_s", "sm_clock_mhz", *ONLY_FIELDS, *DRIVE_FIELDS), check_not_negative),
+    "cpu_adamw_parameters_per_s": check_named_rates,
     "attention_head_dim": check_count,
     "attention_kernels": lambda name, value: check_choice(name, value, KERNEL_NAMES),
     "peer_way": lambda name, value: check_choice(name, value, get_args(PeerWay)),
-    "matmul_shape": _check_shape,
-    "cpu_share_beside_link": _check_part,
+    "matmul_shape": check_shape,
+    "cpu_share_beside_link": check_part,
 }
-_BY_UNIT = {"_bytes": _check_bytes, "_per_s": check_rate, "_s": check_positive}
+_BY_UNIT = {"_bytes": check_bytes, "_per_s": check_rate, "_s": check_positive}

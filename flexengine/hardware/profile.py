@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from flexengine.hardware.curve import Curve, as_points, is_whole
 from flexengine.hardware.drive_profile import DriveProfile
+from flexengine.hardware.field_checks import check_choice, check_count
 from flexengine.hardware.parts import (
     DRIVE_FIELDS,
     INTO_SECOND,
@@ -23,8 +24,6 @@ from flexengine.hardware.parts import (
     LinkProfile,
     MatmulProfile,
     MemoryProfile,
-    check_choice,
-    check_count,
     keys_of,
 )
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice, KernelName
@@ -45,6 +44,7 @@ _LATER_FIELDS = {
     "sm_clock_mhz",
     "fp8_row_shares",
     "fp8_block_shares",
+    "attention_slice_shares",
     *ONE_RANK_FIELDS,
     *DRIVE_FIELDS,
 }

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_helpers import PlainKernels
 
+from flexengine.hardware.measure import attention as measure_attention
 from flexengine.hardware.measure import experts as measure_experts
 from flexengine.hardware.measure import gpu as measure
 from flexengine.hardware.measure import head as measure_head
@@ -20,6 +22,7 @@ from flexengine.hardware.node_rates import RankRates
 from flexengine.hardware.profile import ProbeShape
 from flexengine.models.registry import open_model
 from flexengine.native import allocate_host
+from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.linear_shape import HeadShape, LinearShape
 from flexengine.options.job import Job
@@ -127,9 +130,9 @@ def test_attention_is_measured_as_the_job_runs_it(fake_cuda: SimpleNamespace, mo
     seen: list[bool] = []
     rates = AttentionRates(((16, 1e12),), ((16, 1e12),))
 
-    def noted(*_: object) -> tuple[AttentionRates, tuple[()]]:
+    def noted(*_: object) -> tuple[AttentionRates, tuple[()], tuple[()]]:
         seen.append(torch.are_deterministic_algorithms_enabled())
-        return rates, ()
+        return rates, (), ()
 
     monkeypatch.setattr(measure, "_cuda_attention", noted)
     monkeypatch.setattr(measure, "_linear_rates", lambda *_: measure_matmul.BlockRates(((8, 1e12),), ()))
@@ -139,6 +142,19 @@ def test_attention_is_measured_as_the_job_runs_it(fake_cuda: SimpleNamespace, mo
         machine = measure_machine.measure_machine(CPU, torch.bfloat16, host_free_bytes=8 * MIB, scale=0.01)
         measure.measure_model(CPU, torch.bfloat16, shape._replace(experts=(), head=None), machine, scale=0.01)
     assert seen == [False, False, True]
+
+
+def test_slices_are_measured_beside_whole_sequences(monkeypatch: pytest.MonkeyPatch):
+    """Calls of every kind take a second here, so that shares are those of the pairs that they make visible."""
+    monkeypatch.setattr(measure_attention, "KERNELS", {"flash": PlainKernels()})
+    monkeypatch.setattr(measure_attention, "SLICE_TOKENS", (8, 16, 64))
+    monkeypatch.setattr(measure_attention, "SLICE_KEYS", 32)
+    monkeypatch.setattr(measure_attention, "KERNEL_ROWS", measure_attention.KERNEL_TOKENS * 4)
+    shape = AttentionShape(2, 8, 8)
+    pairs = 4 * 16 * 32
+    whole = AttentionRates(((512, 4 * 8 * pairs),), ((512, 10 * 8 * pairs),))
+    shares = measure_attention.slice_shares(shape, whole, CPU, torch.float32, lambda call, least_s: call() and 1.0, 0.1)
+    assert shares == ((8, 0.5), (16, 1.0), (64, 1.0))
 
 
 def test_experts_are_measured_beside_linear_layers(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):

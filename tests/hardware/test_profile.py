@@ -49,20 +49,19 @@ def test_choices_of_attention_survive_the_round_trip():
             HardwareProfile.from_dict(values | {"attention_choices": wrong})
 
 
-@pytest.mark.parametrize("field", ["grouped_shares", "head_shares"])
-def test_shares_of_experts_and_head_survive_the_round_trip(field: str):
+@pytest.mark.parametrize("field", ["grouped_shares", "head_shares", "attention_slice_shares"])
+def test_shares_survive_the_round_trip(field: str):
     profile = preset("cpu-test").changed(**{field: ((1024, 0.5), (4096, 0.9))})
     assert HardwareProfile.from_json(profile.to_json()) == profile
-    rate = (
-        profile.matmul.head_share
-        if field == "head_shares"
-        else lambda tokens: profile.matmul.grouped_share(tokens, 0.77)
-    )
+    rate = {
+        "grouped_shares": lambda tokens: profile.matmul.grouped_share(tokens, 0.77),
+        "head_shares": profile.matmul.head_share,
+        "attention_slice_shares": profile.attention.slice_share,
+    }[field]
     assert [rate(tokens) for tokens in (1, 2048, 10**6)] == pytest.approx([0.5, 0.7, 0.9])
-    assert (preset("cpu-test").matmul.grouped_share(2048, 0.77), preset("cpu-test").matmul.head_share(2048)) == (
-        0.77,
-        1.0,
-    )
+    unmeasured = preset("cpu-test")
+    assert unmeasured.matmul.grouped_share(2048, 0.77) == 0.77
+    assert unmeasured.matmul.head_share(2048) == unmeasured.attention.slice_share(2048) == 1.0
     for wrong in ([[0, 0.5]], [[8, 0.0]], [[8, math.inf]], [[8, 0.5], [8, 0.6]], [[8]], [[8, "fast"]]):
         with pytest.raises(ValueError, match=f"{field} is"):
             HardwareProfile.from_dict(profile.to_dict() | {field: wrong})

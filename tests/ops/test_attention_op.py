@@ -15,7 +15,7 @@ from flexengine.ops.attention import attention
 from flexengine.ops.attention import reference as attention_reference
 from flexengine.ops.attention.choice import AttentionChoice
 from flexengine.ops.attention.kernels import KERNELS, Lengths, Results, choose_kernels
-from flexengine.ops.attention.key_value_window import KeyValueWindow
+from flexengine.ops.attention.key_value_window import KeyValueWindow, block_tokens_of
 from flexengine.ops.attention.style import CAUSAL, AttentionShape, AttentionStyle
 
 HEADS = [(4, 2), (3, 3), (6, 1)]  # grouped, multi-head, multi-query
@@ -99,7 +99,7 @@ def test_values_narrower_than_keys(make_harness, checks, monkeypatch, width, val
         monkeypatch.setattr(attention, "choose_kernels", lambda *_: PlainKernels())
     check_uncut(h, checks, op, (5, 1, 12), 1e-5)
     qkv, grad_o = random_rows(h, 11, n, g, width, value_dim)
-    o, grad = run_cut(h, op, qkv, grad_o, (4, 4, 3), block_tokens=3)
+    o, grad = run_cut(h, op, qkv, grad_o, (4, 4, 3), chunk_tokens=1)
     outputs, grad_qkv = definition(qkv, grad_o, (11,), n, g, width)
     checks.close(o, outputs["o"], 1e-5)
     checks.close(grad, grad_qkv, 1e-5)
@@ -136,10 +136,10 @@ def test_query_blocks_do_not_show(harness, checks, monkeypatch):
     check_uncut(harness, checks, make(4, 2, 6), (13, 3, 4), 1e-12)
 
 
-def run_cut(h, op, qkv, grad_o, cuts, kernels="flash", block_tokens=300):
+def run_cut(h, op, qkv, grad_o, cuts, kernels="flash", chunk_tokens=300):
     """Forward over slices in order, backward in reverse, with one window, as the schedule does."""
     bounds = [0, *torch.tensor(cuts).cumsum(0).tolist()]
-    shared = h.window(op, bounds[-1] + 3, block_tokens)
+    shared = h.window(op, bounds[-1] + 3, chunk_tokens)
     slices = []
     for a, b in pairwise(bounds):
         chunk = h.chunk((b - a,), window=replace(shared, start=a), attention=kernels)
@@ -172,16 +172,29 @@ def test_a_window_equals_the_uncut_sequence(harness, checks, cuts, n, g):
 
 
 @pytest.mark.parametrize("style", [CAUSAL, AttentionStyle(0.4), AttentionStyle(window=4)], ids=str)
-@pytest.mark.parametrize("block_tokens", [3, 4, 100])
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 25])
 @pytest.mark.parametrize("cuts", [(4, 4, 3), (1, 9), (5, 1, 1, 4)], ids=str)
-def test_blocks_of_a_window_add_up(make_harness, checks, monkeypatch, cuts, block_tokens, style):
+def test_blocks_of_a_window_add_up(make_harness, checks, monkeypatch, cuts, chunk_tokens, style):
     h, op, tokens = make_harness("cpu", torch.float32), make(4, 2, 6, style), sum(cuts)
     monkeypatch.setattr(attention, "choose_kernels", lambda *_: PlainKernels())
     qkv, grad_o = random_rows(h, tokens, 4, 2, 6)
-    o, grad = run_cut(h, op, qkv, grad_o, cuts, block_tokens=block_tokens)
+    o, grad = run_cut(h, op, qkv, grad_o, cuts, chunk_tokens=chunk_tokens)
     outputs, grad_qkv = definition(qkv, grad_o, (tokens,), 4, 2, 6, style)
     checks.close(o, outputs["o"], 1e-5)
     checks.close(grad, grad_qkv, 1e-5)
+
+
+def test_slices_pay_for_sums_over_blocks_of_earlier_keys():
+    """The kernels take four chunks of keys at a time, and no more than 16384 where chunks hold fewer."""
+    assert [block_tokens_of(tokens) for tokens in (1, 4096, 5000, 16384, 20000)] == [4, 16384, 15000, 16384, 20000]
+    op = make(32, 8, 128)
+    for work, columns in ((op.forward_work, 0), (op.backward_input_work, 2 * 8 * 128)):
+        whole, slices = work(4096, 4096, 2), work(4096, 4096 + 2 * 16384, 2)  # earlier keys: 16384 on average
+        sums = 1.5 * 10 * 4096 * 32 * 128 + 12 * 4096 * 32 * 128 + 10 * 16384 * columns
+        assert slices.memory_bytes == whole.memory_bytes + sums
+        assert slices.kernels > whole.kernels
+    keys = (16384 - 4096) * 2 * (32 + 8) * 128 * 2
+    assert op.window_workspace_bytes(4096, 2) == 4 * 4096 * 32 * 128 + keys
 
 
 @pytest.fixture
@@ -305,7 +318,7 @@ def test_narrow_values_on_cuda(make_harness, checks, width, value_dim, dtype):
     h, op = make_harness("cuda", dtype), make(8, 8, width, value_dim=value_dim)
     check_uncut(h, checks, op, (700, 1, 129, 213), checks.GPU_TOLERANCE[dtype])
     qkv, grad_o = random_rows(h, 1024, 8, 8, width, value_dim)
-    o, grad = run_cut(h, op, qkv, grad_o, (512, 512), block_tokens=256)
+    o, grad = run_cut(h, op, qkv, grad_o, (512, 512), chunk_tokens=64)
     outputs, grad_qkv = definition(qkv, grad_o, (1024,), 8, 8, width)
     checks.close(o, outputs["o"], checks.GPU_TOLERANCE[dtype], "o")
     checks.close(grad, grad_qkv, checks.GPU_TOLERANCE[dtype], "gradient")
@@ -317,7 +330,7 @@ def test_narrow_values_on_cuda(make_harness, checks, width, value_dim, dtype):
 def test_windows_by_both_kernels(make_harness, checks, cuts, kernels):
     h, op, tokens = make_harness("cuda", torch.bfloat16), make(8, 2, 64), sum(cuts)
     qkv, grad_o = random_rows(h, tokens, 8, 2, 64)
-    o, grad = run_cut(h, op, qkv, grad_o, cuts, kernels, block_tokens=256)
+    o, grad = run_cut(h, op, qkv, grad_o, cuts, kernels, chunk_tokens=64)
     outputs, grad_qkv = definition(qkv, grad_o, (tokens,), 8, 2, 64)
     checks.close(o, outputs["o"], checks.GPU_TOLERANCE[torch.bfloat16], "o")
     for actual, expected in zip(op.split(grad.cpu()), op.split(grad_qkv), strict=True):
@@ -332,7 +345,7 @@ def test_cards_before_8_0_match_definition(make_harness, checks, style, monkeypa
     h, op, tolerance = make_harness("cuda", torch.float16), make(8, 2, 64, style), checks.GPU_TOLERANCE[torch.bfloat16]
     check_uncut(h, checks, op, (700, 1, 129, 213), tolerance)
     qkv, grad_o = random_rows(h, 1100, 8, 2, 64)
-    o, grad = run_cut(h, op, qkv, grad_o, (512, 512, 76), block_tokens=256)
+    o, grad = run_cut(h, op, qkv, grad_o, (512, 512, 76), chunk_tokens=64)
     outputs, grad_qkv = definition(qkv, grad_o, (1100,), 8, 2, 64, style)
     checks.close(o, outputs["o"], tolerance, "o")
     for actual, expected in zip(op.split(grad.cpu()), op.split(grad_qkv), strict=True):

@@ -55,10 +55,10 @@ def check_uncut(h, checks, op, seq_lens, tolerance):
         checks.close(result.param_grads["sinks"], wanted, tolerance, "grad_sinks")
 
 
-def run_cut(h, op, qkv, grad_o, sinks, cuts, block_tokens=300):
+def run_cut(h, op, qkv, grad_o, sinks, cuts, chunk_tokens=300):
     """(o, grad_qkv, grad_sinks) of a sequence in slices, whose sinks add up in reverse."""
     bounds = [0, *torch.tensor(cuts).cumsum(0).tolist()]
-    shared, params, slices = h.window(op, bounds[-1] + 3, block_tokens), {"sinks": sinks}, []
+    shared, params, slices = h.window(op, bounds[-1] + 3, chunk_tokens), {"sinks": sinks}, []
     for a, b in pairwise(bounds):
         chunk = h.chunk((b - a,), window=replace(shared, start=a))
         slices.append((slice(a, b), chunk, h.forward(op, chunk, {"qkv": qkv[a:b]}, params)))
@@ -78,11 +78,11 @@ def run_cut(h, op, qkv, grad_o, sinks, cuts, block_tokens=300):
     return torch.cat([out["o"] for _, _, out in slices]), torch.cat([grads[a] for a in bounds[:-1]]), total["sinks"]
 
 
-def check_cut(h, checks, op, cuts, tolerance, block_tokens=300):
+def check_cut(h, checks, op, cuts, tolerance, chunk_tokens=300):
     qkv, grad_o = random_rows(h, sum(cuts), op.num_heads, op.num_kv_heads, op.head_dim)
     sinks = h.randn(op.num_heads, scale=2.0)
     o, _, grad_qkv, grad_sinks = definition(op, qkv, grad_o, sinks, (sum(cuts),))
-    found = run_cut(h, op, qkv, grad_o, sinks, cuts, block_tokens)
+    found = run_cut(h, op, qkv, grad_o, sinks, cuts, chunk_tokens)
     for name, actual, expected in zip(("o", "grad_qkv", "grad_sinks"), found, (o, grad_qkv, grad_sinks), strict=True):
         checks.close(actual, expected, tolerance, name)
 
@@ -101,13 +101,13 @@ def test_a_cut_sequence_has_every_sink_once(harness, checks, cuts, style):
 
 
 @by_style
-@pytest.mark.parametrize("block_tokens", [3, 100])
+@pytest.mark.parametrize("chunk_tokens", [1, 25])
 @by_cuts
-def test_parts_of_the_keys_are_joined_before(make_harness, checks, monkeypatch, cuts, block_tokens, style):
+def test_parts_of_the_keys_are_joined_before(make_harness, checks, monkeypatch, cuts, chunk_tokens, style):
     """As on CUDA: what the kernels give for parts of the keys is merged, then the sink comes to it."""
     monkeypatch.setattr(attention, "choose_kernels", lambda *_: PlainKernels())
     h = make_harness("cpu", torch.float32)
-    check_cut(h, checks, make(4, 2, 6, style), cuts, 2e-5, block_tokens)
+    check_cut(h, checks, make(4, 2, 6, style), cuts, 2e-5, chunk_tokens)
     check_uncut(h, checks, make(4, 2, 6, style), (5, 1, 12), 2e-5)
 
 

@@ -22,6 +22,7 @@ QUERIES_PER_KEY = 4
 KERNEL_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy at any length
 ROW_BYTES = 20  # per row and width of a head: operands, results, gradients and what the backward works with
 KERNEL_TOKENS = 16384
+SLICE_TOKENS, SLICE_KEYS = (1024, 4096, 16384), 16384
 
 
 class AttentionRates(NamedTuple):
@@ -94,6 +95,28 @@ def rates_of(choice: AttentionChoice, found: Sequence[AttentionRates]) -> Attent
     forward, backward = (tuple((n, by_name[name][half][n]) for n, name in best) for half in (0, 1))
     names = [name for _, name in best]
     return AttentionRates(forward, backward, max(best, key=lambda each: names.count(each[1]))[1])
+
+
+def slice_shares(
+    shape: AttentionShape, whole: AttentionRates, device: torch.device, dtype: torch.dtype, timer: Timer, least_s: float
+) -> Points:
+    """Measure slices that see SLICE_KEYS earlier keys, by their tokens: the rate of both directions over that of whole
+    sequences by the same kernels, at most 1.
+
+    whole: at the longest sequences, of which slices are cut. Raises: RuntimeError where the kernels take no slices.
+    """
+    (_, forward), (_, backward) = whole.forward[-1], whole.backward[-1]
+    shares = []
+    for tokens in SLICE_TOKENS:
+        calls = _slice_calls(whole.kernels, tokens, SLICE_KEYS, shape, device, dtype)
+        rates = calls.rates(timer, least_s)
+        keys, values = calls.widths
+        parts = keys + values, 3 * keys + 2 * values
+        slice_s, whole_s = (
+            sum(f / r for f, r in zip(parts, each, strict=True)) for each in (rates, (forward, backward))
+        )
+        shares.append((tokens, min(1.0, whole_s / slice_s)))
+    return tuple(shares)
 
 
 def mixed_rates(parts: Sequence[tuple[AttentionShape, int, AttentionRates]]) -> AttentionRates:
@@ -224,6 +247,27 @@ def _kernel_calls(
 
     pairs = groups * shape.members * tokens * (style.mean_keys(length) if style.window else (length + 1) / 2)
     return Calls(forward, backward, pairs, (shape.head_dim, shape.value_dim))
+
+
+def _slice_calls(
+    name: KernelName, tokens: int, keys: int, shape: AttentionShape, device: torch.device, dtype: torch.dtype
+) -> Calls:
+    """The last `tokens` queries of a sequence over so many keys, all of which they see."""
+    groups = max(1, KERNEL_ROWS // KERNEL_TOKENS // shape.members)
+    longest = max(tokens, keys)
+    (q, k, v), grad_out, _ = _operands(longest, groups, longest, shape, device, dtype)
+    rows, grad_out, rng = Rows(q[:tokens], k[:keys], v[:keys]), grad_out[:tokens], torch.zeros(2, dtype=torch.int64)
+    rng, style, kernels = rng.to(device), shape.style, KERNELS[name]
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return kernels.forward(*rows, None, style)
+
+    results = Results(*forward())
+
+    def backward() -> tuple[Tensor, ...]:
+        return kernels.backward(grad_out, rows, results, None, rng, style)
+
+    return Calls(forward, backward, groups * shape.members * tokens * keys, (shape.head_dim, shape.value_dim))
 
 
 def _plain_calls(length: int, num_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Calls:

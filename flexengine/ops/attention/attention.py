@@ -34,7 +34,7 @@ from flexengine.ops.attention.kernels import (
     kernel_workspace_bytes,
     own_workspace_bytes,
 )
-from flexengine.ops.attention.key_value_window import KeyValueWindow
+from flexengine.ops.attention.key_value_window import KeyValueWindow, block_tokens_of
 from flexengine.ops.attention.reference import (
     attention_backward_reference,
     attention_forward_reference,
@@ -53,6 +53,8 @@ from flexengine.ops.base import (
     Work,
     in_plain_width,
 )
+
+SUM_BYTES = 4  # of a sum over blocks of keys, in float32
 
 
 def _seen_keys(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> slice:
@@ -160,8 +162,9 @@ class CausalAttention(Op):
         if window is None:
             return None
         (keys, values), grads = (window.carried[c.name] for c in self.carried), window.grads
+        block_tokens = block_tokens_of(window.chunk_tokens)
         return KeyValueWindow(
-            keys, values, window.start, *(grads.get(c.name) for c in self.carried), block_tokens=window.chunk_tokens
+            keys, values, window.start, *(grads.get(c.name) for c in self.carried), block_tokens=block_tokens
         )
 
     def fill_window(self, env: OpEnv) -> None:
@@ -306,18 +309,32 @@ class CausalAttention(Op):
         if self._own_only(compute_bytes):
             return Work(attention_forward_flops=flops, kernels=1)
         columns = self.num_heads * self.value_dim * (2 if self.style.sinks else 1)
-        return Work(
+        work = Work(
             attention_forward_flops=flops,
             memory_bytes=2.0 * tokens * columns * compute_bytes,
             kernels=3 + (5 if self.style.sinks else 0),
         )
+        return work.plus(self._blocks_work(tokens, seq_len, self.num_heads * self.value_dim, 0, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         flops = tokens * self.num_heads * self.shape.backward_flops(seq_len)
         if self._own_only(compute_bytes):
             return Work(attention_backward_flops=flops, kernels=3)
         columns = (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.value_dim
-        return Work(attention_backward_flops=flops, memory_bytes=2.0 * tokens * columns * compute_bytes, kernels=7)
+        work = Work(attention_backward_flops=flops, memory_bytes=2.0 * tokens * columns * compute_bytes, kernels=7)
+        keys = self.num_kv_heads * (self.head_dim + self.value_dim)
+        return work.plus(self._blocks_work(tokens, seq_len, self.num_heads * self.head_dim, keys, compute_bytes))
+
+    def _blocks_work(self, tokens: int, seq_len: int, columns: int, key_columns: int, compute_bytes: int) -> Work:
+        """What a slice's calls for blocks of earlier keys add to its sums, on average over a sequence: `columns` of its
+        rows for each block, and in backward `key_columns` of the block's."""
+        if seq_len <= tokens or self.style.window:
+            return Work()
+        block_tokens, earlier = block_tokens_of(tokens), (seq_len - tokens) / 2
+        blocks = earlier / block_tokens + 0.5  # the last block has half of its keys
+        added, turned = compute_bytes + 2 * SUM_BYTES, 2 * (compute_bytes + SUM_BYTES)
+        moved = tokens * columns * (blocks * added + turned) + earlier * key_columns * added
+        return Work(memory_bytes=moved, kernels=round(blocks) * (4 if key_columns else 2) + 2)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         if not self.style.sinks:
@@ -357,8 +374,8 @@ class CausalAttention(Op):
             return 0
         if not self._serves("flash", compute_bytes):
             return plain_window_bytes(max(4, compute_bytes), bool(self.style.soft_cap))
-        blocks = 4 * tokens * self.num_heads * self.head_dim  # float32 sum over the blocks of keys
-        if not self.style.window:
-            return blocks
+        blocks = SUM_BYTES * tokens * self.num_heads * self.head_dim  # sum over the blocks of keys
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, compute_bytes)
+        if not self.style.window:
+            return blocks + kernel_key_bytes(block_tokens_of(tokens) - tokens, *sizes)
         return max(blocks, kernel_key_bytes(self.style.window, *sizes))

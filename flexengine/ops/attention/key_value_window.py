@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+BLOCK_CHUNKS = 4
+MOST_BLOCK_TOKENS = 1 << 14
+"""Larger blocks make no kernels faster, and take more memory for the gradients of their keys."""
+
+
+def block_tokens_of(chunk_tokens: int) -> int:
+    """Give the earlier keys that a call of a kernel takes: of whole chunks, up to MOST_BLOCK_TOKENS where a chunk has
+    fewer. A call's results are added to those of the others, which costs as much for few keys as for many."""
+    return chunk_tokens * max(1, min(BLOCK_CHUNKS, MOST_BLOCK_TOKENS // chunk_tokens))
+
 
 @dataclass
 class KeyValueWindow:
@@ -21,7 +31,7 @@ class KeyValueWindow:
     start: int
     grad_keys: Tensor | None = None
     grad_values: Tensor | None = None
-    block_tokens: int = 1 << 14
+    block_tokens: int = MOST_BLOCK_TOKENS
 
     def blocks(self) -> list[slice]:
         """Rows of the earlier keys, block by block."""

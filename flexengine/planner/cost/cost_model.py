@@ -95,8 +95,10 @@ class CostModel:
 
     @cached_property
     def attention_rates(self) -> tuple[float, float]:
-        """FLOP/s of causal attention, forward and backward, at this sequence length."""
-        return self.profile.attention.forward_rate(self.seq_len), self.profile.attention.backward_rate(self.seq_len)
+        """FLOP/s of causal attention, forward and backward, at this sequence length; in slices, if chunks are less."""
+        attention = self.profile.attention
+        share = attention.slice_share(self.chunk_tokens) if self.seq_len > self.chunk_tokens else 1.0
+        return share * attention.forward_rate(self.seq_len), share * attention.backward_rate(self.seq_len)
 
     def work_s(self, work: Work) -> float:
         """Seconds of work that runs alone on the compute stream: kernels follow each other, nothing overlaps."""
