@@ -34,7 +34,7 @@ from flexengine.ops.attention.kernels import (
     kernel_workspace_bytes,
     own_workspace_bytes,
 )
-from flexengine.ops.attention.key_value_window import KeyValueWindow, block_tokens_of
+from flexengine.ops.attention.key_value_window import SUM_BYTES, KeyValueWindow, block_tokens_of, work_of_blocks
 from flexengine.ops.attention.reference import (
     attention_backward_reference,
     attention_forward_reference,
@@ -53,8 +53,6 @@ from flexengine.ops.base import (
     Work,
     in_plain_width,
 )
-
-SUM_BYTES = 4  # of a sum over blocks of keys, in float32
 
 
 def _seen_keys(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> slice:
@@ -309,12 +307,11 @@ class CausalAttention(Op):
         if self._own_only(compute_bytes):
             return Work(attention_forward_flops=flops, kernels=1)
         columns = self.num_heads * self.value_dim * (2 if self.style.sinks else 1)
-        work = Work(
-            attention_forward_flops=flops,
-            memory_bytes=2.0 * tokens * columns * compute_bytes,
-            kernels=3 + (5 if self.style.sinks else 0),
-        )
-        return work.plus(self._blocks_work(tokens, seq_len, self.num_heads * self.value_dim, 0, compute_bytes))
+        moved, kernels = 2.0 * tokens * columns * compute_bytes, 8 if self.style.sinks else 3
+        work = Work(attention_forward_flops=flops, memory_bytes=moved, kernels=kernels)
+        if self.style.window:
+            return work
+        return work.plus(work_of_blocks(tokens, seq_len, self.num_heads * self.value_dim, 0, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         flops = tokens * self.num_heads * self.shape.backward_flops(seq_len)
@@ -322,19 +319,10 @@ class CausalAttention(Op):
             return Work(attention_backward_flops=flops, kernels=3)
         columns = (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.value_dim
         work = Work(attention_backward_flops=flops, memory_bytes=2.0 * tokens * columns * compute_bytes, kernels=7)
+        if self.style.window:
+            return work
         keys = self.num_kv_heads * (self.head_dim + self.value_dim)
-        return work.plus(self._blocks_work(tokens, seq_len, self.num_heads * self.head_dim, keys, compute_bytes))
-
-    def _blocks_work(self, tokens: int, seq_len: int, columns: int, key_columns: int, compute_bytes: int) -> Work:
-        """What a slice's calls for blocks of earlier keys add to its sums, on average over a sequence: `columns` of its
-        rows for each block, and in backward `key_columns` of the block's."""
-        if seq_len <= tokens or self.style.window:
-            return Work()
-        block_tokens, earlier = block_tokens_of(tokens), (seq_len - tokens) / 2
-        blocks = earlier / block_tokens + 0.5  # the last block has half of its keys
-        added, turned = compute_bytes + 2 * SUM_BYTES, 2 * (compute_bytes + SUM_BYTES)
-        moved = tokens * columns * (blocks * added + turned) + earlier * key_columns * added
-        return Work(memory_bytes=moved, kernels=round(blocks) * (4 if key_columns else 2) + 2)
+        return work.plus(work_of_blocks(tokens, seq_len, self.num_heads * self.head_dim, keys, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         if not self.style.sinks:

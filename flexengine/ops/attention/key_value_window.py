@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flexengine.ops.base import Work
+
+SUM_BYTES = 4  # of a sum over blocks of keys, in float32
 BLOCK_CHUNKS = 4
 MOST_BLOCK_TOKENS = 1 << 14
 """Larger blocks make no kernels faster, and take more memory for the gradients of their keys."""
@@ -49,3 +52,15 @@ class KeyValueWindow:
         assert self.grad_values is not None
         own = slice(self.start, self.start + tokens)
         return self.grad_keys[own], self.grad_values[own]
+
+
+def work_of_blocks(tokens: int, seq_len: int, columns: int, key_columns: int, compute_bytes: int) -> Work:
+    """What calls for blocks of earlier keys add to the sums of a slice of `tokens` tokens, on average over a sequence:
+    `columns` of its rows for each block, and in backward `key_columns` of the block's."""
+    if seq_len <= tokens:
+        return Work()
+    earlier = (seq_len - tokens) / 2
+    blocks = earlier / block_tokens_of(tokens) + 0.5  # the last block has half of its keys
+    added, turned = compute_bytes + 2 * SUM_BYTES, 2 * (compute_bytes + SUM_BYTES)
+    moved = tokens * columns * (blocks * added + turned) + earlier * key_columns * added
+    return Work(memory_bytes=moved, kernels=round(blocks) * (4 if key_columns else 2) + 2)
