@@ -153,7 +153,9 @@ def test_slices_are_measured_beside_whole_sequences(monkeypatch: pytest.MonkeyPa
     shape = AttentionShape(2, 8, 8)
     pairs = 4 * 16 * 32
     whole = AttentionRates(((512, 4 * 8 * pairs),), ((512, 10 * 8 * pairs),))
-    shares = measure_attention.slice_shares(shape, whole, CPU, torch.float32, lambda call, least_s: 1.0 if call() else 0.0, 0.1)
+    shares = measure_attention.slice_shares(
+        shape, whole, CPU, torch.float32, lambda call, least_s: 1.0 if call() else 0.0, 0.1
+    )
     assert shares == ((8, 0.5), (16, 1.0), (64, 1.0))
 
 
