@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flexengine.native import library
-from flexengine.native.host_memory import advise
+from flexengine.native.mapping_trim import MappingTrim
 from flexengine.native.page_lock import size_text
 
 THREADS = 16
@@ -69,6 +69,7 @@ class DriveFile:
             raise DriveError(error.errno, self._refusal(error)) from error
         self._tensor: Tensor | None = torch.frombuffer(self._mapping, dtype=torch.uint8)[:num_bytes]
         self._mapped_is_touched, self._settling = False, threading.Lock()
+        self._trim = MappingTrim(self._tensor, self._descriptor)
 
     def _refusal(self, error: OSError) -> str:
         free = ""
@@ -107,16 +108,19 @@ class DriveFile:
         return self._tensor
 
     def touched(self) -> None:
-        """Note that somebody uses the mapping."""
-        self._mapped_is_touched = True
+        """Note that somebody uses the mapping, of which memory holds little meanwhile."""
+        with self._settling:
+            self._mapped_is_touched = True
+            self._trim.start()
 
     def settle(self) -> None:
         """Have the drive hold what was written through the mapping, and memory nothing of it."""
         with self._settling:  # whoever moves blocks beside waits for it
             if self._mapped_is_touched:
-                self._mapping.flush()
-                advise(self._mapping, "MADV_DONTNEED")
-                self._forget(0, 0)
+                try:
+                    self._trim.settle()
+                except OSError as error:
+                    raise self._failure(0, error.errno or 0, writes=True) from error
                 self._mapped_is_touched = False
 
     def zero(self, offset_bytes: int, num_bytes: int) -> None:
@@ -143,6 +147,8 @@ class DriveFile:
 
     def close(self) -> None:
         """Give the bytes back; a second call does nothing. No view may be used afterwards."""
+        if self._descriptor >= 0:
+            self._trim.end()
         self._tensor = None
         with contextlib.suppress(BufferError):  # somebody holds a view: the mapping goes with it
             self._mapping.close()

@@ -1,6 +1,8 @@
 """A scratch file on a drive, with the library and without, past the page cache and through it."""
 
 import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +56,33 @@ def test_what_was_written_is_read_and_mapped(library, file):
     file.read([DrivePiece(8 * BLOCK_BYTES, found[: 3 * BLOCK_BYTES])])
     assert not found[: 2 * BLOCK_BYTES].any()
     assert (found[2 * BLOCK_BYTES : 3 * BLOCK_BYTES] == 7).all()
+
+
+def resident_of_files_bytes():
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(status.split("RssFile:")[1].split()[0])
+
+
+def test_memory_holds_little_of_a_mapping_that_is_in_use(tmp_path):
+    """What a load writes through views goes to the drive while it is at work, and nothing of it is lost."""
+    file, size = DriveFile(tmp_path, 64 << 20), 64 << 20
+    before, expected = resident_of_files_bytes(), torch.arange(size // 8)
+    file.touched()
+    values = file.tensor.view(torch.int64)
+    values.copy_(expected)
+    ends_s = time.monotonic() + 30
+    while resident_of_files_bytes() - before > size // 2:
+        assert time.monotonic() < ends_s, "the mapping stays in memory"
+        time.sleep(0.01)
+    values[::1000] += 1
+    file.settle()
+    assert resident_of_files_bytes() - before < size // 8
+    found = allocate_host(size, page_locked=False).tensor
+    file.read([DrivePiece(0, found)])
+    expected[::1000] += 1
+    assert torch.equal(found.view(torch.int64), expected)
+    file.touched()
+    file.close()
 
 
 def test_a_folder_is_empty_while_the_file_is_there(tmp_path):
