@@ -40,7 +40,7 @@ def on_drive(planned: PlannedRun, random: Random) -> PlannedRun:
         if group.frozen and numbers_on_drive(group, on_drive=True):
             homes[i] = GroupPlan(weights="drive", update="none")
         elif not group.frozen:
-            there = home_on_drive(group, everything=True)
+            there = home_on_drive(group, True, plan.request.ranks)
             kept = tuple(kind for kind in ("weights", "grads") if random.random() < 0.3)
             homes[i] = there.off_the_drive(kept)
     tile, slots = random.choice((1, 3000)), random.randint(1, 4)

@@ -245,7 +245,7 @@ def make_request(
         clipping=plans_clipping(job),
         ranks=ranks,
         nodes=nodes,
-        max_drive_bytes=drive_budget(job.offload_dir, job.max_disk_gib, ranks * nodes),
+        max_drive_bytes=drive_budget(job.offload_dir, job.max_disk_gib),
     )
 
 

@@ -72,18 +72,10 @@ def _mounted_at(folder: Path) -> tuple[str, str]:
     return found
 
 
-def drive_budget(folder: str | None, gib: float | None, ranks: int) -> int:
-    """Bytes that planes may take on a drive: as many GiB as are given, or a share of a folder's free bytes.
-
-    Raises: ValueError for several ranks.
-    """
+def drive_budget(folder: str | None, gib: float | None) -> int:
+    """Bytes that planes may take on a drive: as many GiB as are given, or a share of a folder's free bytes."""
     if folder is None and gib is None:
         return 0
-    if ranks > 1:
-        raise ValueError(
-            f"optimizer states and weights lie on a drive where one GPU trains, and there are {ranks}; leave"
-            " --offload-dir and --max-disk-gib out"
-        )
     if folder is None or gib is not None:
         return int((gib or 0) * 2**30)
     return int(free_bytes(folder) * FREE_SHARE)

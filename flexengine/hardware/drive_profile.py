@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import ClassVar
 
 from flexengine.hardware.parts import DRIVE_FIELDS, Part
@@ -25,6 +25,10 @@ class DriveProfile(Part):
     def known(self) -> DriveProfile:
         """Itself, or an NVMe drive of PCIe 4 where nobody measured one."""
         return self if self.read_bytes_per_s and self.write_bytes_per_s else shared_drive(*ASSUMED_DRIVE)
+
+    def among(self, ranks: int) -> DriveProfile:
+        """The share of one of several ranks that use it at once."""
+        return DriveProfile(*(rate / ranks for rate in astuple(self.known))) if ranks > 1 else self
 
     def seconds(self, num_bytes: float) -> float:
         """Seconds to read so many bytes and write them back, both at once as far as they last."""

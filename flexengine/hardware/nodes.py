@@ -83,10 +83,12 @@ def assumed_node_rate(profile: HardwareProfile, gpus: int) -> float:
 
 
 def rank_profile(profile: HardwareProfile, ranks: int) -> HardwareProfile:
-    """The profile of one of several ranks of a node, whose links have equal shares of its host memory.
+    """The profile of one of several ranks of a node, which have equal shares of its drive, and their links of its host
+    memory.
 
     Where links were measured with at least as many ranks at work, they are as they were measured.
     """
+    profile = replace(profile, drive=profile.drive.among(ranks))
     if 1 < ranks <= profile.measured_ranks:
         return profile
     alone, both = profile.host.bytes_per_s / ranks, profile.host.bytes_per_s / (2 * ranks)

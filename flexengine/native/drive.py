@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import tempfile
@@ -47,22 +48,27 @@ class DrivePiece(NamedTuple):
 
 
 class DriveFile:
-    """`num_bytes` zeroed bytes of a folder's drive, for as long as this process lives; `close` gives them back.
+    """`num_bytes` zeroed bytes of a folder's drive, for as long as a process lives that has the file open; `close`
+    lets go of it.
 
     The file has no name from the start, so that nothing is left of it however the process ends. direct: whether it is
     read and written past the page cache; then pieces begin and end at multiples of BLOCK_BYTES, in memory, too.
     `tensor` maps it for whoever touches it between steps; `settle` comes before blocks are moved again.
+    opened: a descriptor of such a file that another process has made, which is closed with this one.
     Raises: DriveError where the folder has not so many bytes, or refuses the file.
     """
 
-    def __init__(self, folder: str | Path, num_bytes: int) -> None:
+    def __init__(self, folder: str | Path, num_bytes: int, opened: int | None = None) -> None:
         self.folder, self.num_bytes = Path(folder), num_bytes
-        self._descriptor = -1
+        self._descriptor = -1 if opened is None else opened
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _unnamed(self.folder)
-            os.posix_fallocate(self._descriptor, 0, max(1, num_bytes))
-            self.direct = self._make_direct()
+            if opened is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._descriptor = _unnamed(self.folder)
+                os.posix_fallocate(self._descriptor, 0, max(1, num_bytes))
+                self.direct = self._make_direct()
+            else:
+                self.direct = bool(fcntl.fcntl(opened, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
             self._mapping = mmap.mmap(self._descriptor, max(1, num_bytes))
         except OSError as error:
             self._close_descriptor()
@@ -70,6 +76,11 @@ class DriveFile:
         self._tensor: Tensor | None = torch.frombuffer(self._mapping, dtype=torch.uint8)[:num_bytes]
         self._mapped_is_touched, self._settling = False, threading.Lock()
         self._trim = MappingTrim(self._tensor, self._descriptor)
+
+    @property
+    def descriptor(self) -> int:
+        """What other processes may open it by."""
+        return self._descriptor
 
     def _refusal(self, error: OSError) -> str:
         free = ""

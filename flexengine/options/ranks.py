@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Protocol
 
 from flexengine.options.option import Option, Words
+from flexengine.plan.request import SHARES_DRIVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +41,26 @@ class Asked(Protocol):
     def transport(self) -> str: ...
     @property
     def exchange_dtype(self) -> str | None: ...
+    @property
+    def offload_dir(self) -> str | None: ...
+    @property
+    def max_disk_gib(self) -> float | None: ...
 
 
 def check_several(job: Asked, gpus: int, nodes: int) -> None:
-    """Raise ValueError where a job sets what is about several GPUs, or nodes, and there is one."""
+    """Raise ValueError where a job sets what is about several GPUs, or nodes, and there is one; or a drive that these
+    cannot share."""
     if job.transport != "auto" and gpus == 1:
         asked = job.words.setting("transport", job.transport)
         raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
     if job.exchange_dtype is not None and nodes == 1:
         asked = job.words.setting("exchange_dtype", job.exchange_dtype)
         raise ValueError(f"{asked} is about several nodes, and there is one; start more by torchrun, or leave it out")
+    values = {"offload_dir": job.offload_dir, "max_disk_gib": job.max_disk_gib}
+    drive = [job.words.setting(name, value) for name, value in values.items() if value is not None]
+    if drive and nodes > 1:
+        raise ValueError(f"{drive[0]} is about the GPUs of one node, and there are {nodes} nodes; leave it out")
+    if drive and job.transport not in ("auto", *SHARES_DRIVE):
+        asked = job.words.setting("transport", job.transport)
+        able = " or ".join(job.words.setting("transport", name) for name in SHARES_DRIVE)
+        raise ValueError(f"GPUs share {drive[0]} with {able}, and {asked} was given; leave one of the two out")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -64,15 +64,10 @@ class NodeMemory:
                     raise ValueError(f"num_bytes is {num_bytes}, expected at least 1")
                 if page_locked:
                     check_pin_limit(num_bytes)
-                offer = stack.enter_context(_Offer(num_bytes)) if ranks.local_rank == 0 else None
-            gathered = control.gather((None if offer is None else offer.name, numa_node))
-            with control.all_or_none():
-                if offer is not None:
-                    fd = offer.give(ranks.local_size - 1)
-                else:
-                    fd = _take(gathered[ranks.of_node[0]][0])
-                    stack.callback(os.close, fd)
-            nodes = sorted({gathered[rank][1] for rank in ranks.of_node} - {None})
+            fd = open_on_node(ranks, control, lambda: _new_memory(num_bytes))
+            stack.callback(os.close, fd)
+            gathered = control.gather(numa_node)
+            nodes = sorted({gathered[rank] for rank in ranks.of_node} - {None})
             with control.all_or_none():
                 mapping = map_shared(fd, _pages(num_bytes), _share(ranks, num_bytes), nodes, num_threads)
                 memory = NodeMemory(mapping, num_bytes)
@@ -143,24 +138,55 @@ def _share(ranks: Ranks, num_bytes: int) -> range:
     return range(min(first * HUGE_PAGE_BYTES, end), min(last * HUGE_PAGE_BYTES, end))
 
 
-class _Offer:
-    """A new file of memory, and a socket at which processes of the same user get it."""
+def open_on_node(ranks: Ranks, control: Control, make: Callable[[], int]) -> int:
+    """A descriptor, of its own on every rank of a node, of the file whose descriptor `make` gives on the first.
 
-    def __init__(self, num_bytes: int) -> None:
+    All ranks of the run make this call together; each closes what it gets, and that of `make` is closed here.
+    Raises: on all ranks, what fails on one.
+    """
+    with ExitStack() as stack:
+        fd, offer = -1, None
+        with control.all_or_none():
+            if ranks.local_rank == 0:
+                fd = make()
+                stack.callback(os.close, fd)
+                offer = stack.enter_context(_Offer(fd))
+        names = control.gather(None if offer is None else offer.name)
+        with control.all_or_none():
+            if offer is not None:
+                offer.give(ranks.local_size - 1)
+            else:
+                fd = _take(names[ranks.of_node[0]])
+                stack.callback(os.close, fd)
+        return os.dup(fd)
+
+
+def _new_memory(num_bytes: int) -> int:
+    """A file of memory without a name."""
+    fd = os.memfd_create("flexengine")
+    try:
+        os.truncate(fd, _pages(num_bytes))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class _Offer:
+    """A socket at which processes of the same user get a file."""
+
+    def __init__(self, fd: int) -> None:
         self.name = f"flexengine-{secrets.token_hex(16)}"
-        self._held = ExitStack()
+        self._fd, self._held = fd, ExitStack()
         with ExitStack() as stack:
-            self._fd = os.memfd_create("flexengine")
-            stack.callback(os.close, self._fd)
-            os.truncate(self._fd, _pages(num_bytes))
             self._socket = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._socket.bind(f"\0{self.name}")  # an abstract name: no file, and gone with the socket
             self._socket.listen()
             self._socket.settimeout(_TIMEOUT_S)
             self._held = stack.pop_all()
 
-    def give(self, num_takers: int) -> int:
-        """Send the file to so many processes; gives its descriptor, which the offer closes."""
+    def give(self, num_takers: int) -> None:
+        """Send the file to so many processes."""
         given = 0
         while given < num_takers:
             connection, _ = self._socket.accept()
@@ -168,7 +194,6 @@ class _Offer:
                 if user_of(connection) == os.geteuid():
                     socket.send_fds(connection, [b"0"], [self._fd])
                     given += 1
-        return self._fd
 
     def __enter__(self) -> _Offer:
         return self

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from flexengine.plan.group_plan import GroupPlan
 from flexengine.plan.prediction import CACHES, Prediction
-from flexengine.plan.request import TRANSPORTS, Numerics, Request, TransportName
+from flexengine.plan.request import SHARES_DRIVE, TRANSPORTS, Numerics, Request, TransportName
 
 Home = Literal["gpu", "host"]
 DECIDED = ("graphs", "gpu_updates", "segment_blocks", "segments", "segment_order", "hidden_home")
@@ -102,7 +102,7 @@ class Plan:
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if self.uses_drive and self.shares_node:
-            raise ValueError("weights and optimizer states lie on a drive only where one rank trains")
+            _check_drive_of_ranks(self)
         if any(home.speculative for home in self.groups) and not self.may_speculate:
             raise ValueError("updates are speculative on one rank, and on ranks of one node that walk layers together")
         if self.touched_only and not self.in_parts:
@@ -308,3 +308,10 @@ def _build(cls: Any, values: dict[str, Any]) -> Any:
     if set(values) - known:
         raise ValueError(f"{cls.__name__} has no field {sorted(set(values) - known)}; known: {sorted(known)}")
     return cls(**values)
+
+
+def _check_drive_of_ranks(plan: Plan) -> None:
+    if plan.request.nodes > 1 or plan.owns_blocks or plan.cuts_rounds:
+        raise ValueError(f"planes lie on a drive on ranks of one node that {' or '.join(SHARES_DRIVE)}")
+    if any(home.grads == "drive" for home in plan.groups):
+        raise ValueError("several ranks add up gradients in the node's memory, so none lie on a drive")

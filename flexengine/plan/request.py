@@ -80,6 +80,8 @@ TRANSPORTS: dict[TransportName, TransportRules] = {
     "stages": TransportRules(together=True, owns_blocks=True),
     "context": TransportRules(together=True, owns_blocks=False, cuts_rounds=True),
 }
+SHARES_DRIVE = ("relay", "split")
+"""Transports whose ranks may keep planes on the drive of their node."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Request:
                 "backward walks chunks one by one in segments: segment_blocks is not above 1",
             ),
             (self.hidden_on_host and self.shares_node, "hidden states wait on the host on one rank"),
-            (self.max_drive_bytes > 0 and self.shares_node, "planes lie on a drive on one rank"),
+            (self.max_drive_bytes > 0 and not self.may_use_drive, "ranks of a node that relay or split share a drive"),
             (
                 self.hidden_on_host and self.segments_by_chunk,
                 "hidden states that wait on the host are of long sequences, which no chunk takes whole",
@@ -233,6 +235,11 @@ class Request:
         """What one of all ranks is asked: with its tokens of a step, and its share of the node's host memory."""
         tokens = max(self.max_seq_len, -(-self.max_global_batch_tokens // (self.ranks * self.nodes)))
         return replace(self, max_global_batch_tokens=tokens, max_host_bytes=max(1, self.max_host_bytes // self.ranks))
+
+    @property
+    def may_use_drive(self) -> bool:
+        """Whether planes may lie on a drive of the node."""
+        return self.nodes == 1 and (self.ranks == 1 or self.transport in ("auto", *SHARES_DRIVE))
 
     @property
     def shares_node(self) -> bool:

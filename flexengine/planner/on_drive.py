@@ -47,17 +47,17 @@ def numbers_on_drive(group: GroupSpec, on_drive: bool) -> tuple[int, ...]:
     return (UPDATED_BY_CPU,) if group.slot_class in BLOCK_CLASSES else (STREAMED, UPDATED_BY_CPU)
 
 
-def home_on_drive(group: GroupSpec, everything: bool) -> GroupPlan:
+def home_on_drive(group: GroupSpec, everything: bool, ranks: int) -> GroupPlan:
     """What the numbers of homes that mean a drive mean for a group that is trained. everything: of blocks weights and
-    gradients lie there, too, but gradients that cross the link in parts."""
+    gradients lie there, too, but gradients that cross the link in parts or that several ranks add up."""
     if not everything or group.slot_class not in BLOCK_CLASSES:
         return ON_DRIVE
-    return GroupPlan("drive", "drive" if group.num_parts == 1 else "host", "drive", "cpu")
+    return GroupPlan("drive", "drive" if group.num_parts == ranks == 1 else "host", "drive", "cpu")
 
 
-def homes_on_drive(group: GroupSpec, on_drive: bool, everything: bool) -> dict[int, GroupPlan]:
+def homes_on_drive(group: GroupSpec, on_drive: bool, everything: bool, ranks: int) -> dict[int, GroupPlan]:
     """What numbers of homes that mean a drive mean for a group."""
-    home = FROZEN_ON_DRIVE if group.frozen else home_on_drive(group, everything)
+    home = FROZEN_ON_DRIVE if group.frozen else home_on_drive(group, everything, ranks)
     return dict.fromkeys(numbers_on_drive(group, on_drive), home)
 
 
@@ -67,15 +67,16 @@ def drive_tile(num_parameters: int) -> int:
 
 
 def staged_bytes(
-    model: ModelSpec, numbers: Iterable[int], layouts: Iterable[GroupStorage], on_drive: bool, everything: bool
-) -> tuple[int, int]:
+    model: ModelSpec, numbers: Iterable[int], layouts: Iterable[GroupStorage], on_drive: bool, everything: bool,
+    ranks: int,
+) -> tuple[int, int]:  # fmt: skip
     """Host bytes that tiles of some groups take on their way from and to a drive, and blocks' weights and gradients on
     theirs between a drive and the GPU, at the most."""
     if not on_drive:
         return 0, 0
     groups, tile = (model.groups[number] for number in numbers), drive_tile(model.num_trained_parameters)
     rows = [
-        (group, stored, FROZEN_ON_DRIVE if group.frozen else home_on_drive(group, everything))
+        (group, stored, FROZEN_ON_DRIVE if group.frozen else home_on_drive(group, everything, ranks))
         for group, stored in zip(groups, layouts, strict=True)
     ]
     tiles = ((stored, kinds) for _, stored, home in rows if (kinds := drive_kinds(stored, home)))
@@ -97,7 +98,7 @@ def bytes_for_drive(problem: Problem) -> int:
     trained = [(group, group_storage(group, numerics)) for group in model.groups if not (group.frozen or group.adapter)]
     if any(stored.on_gpu_only for _, stored in trained):
         return 0
-    homes = ((stored, home_on_drive(group, everything=True)) for group, stored in trained)
+    homes = ((stored, home_on_drive(group, True, problem.request.ranks)) for group, stored in trained)
     return sum(drive_bytes(stored, drive_kinds(stored, home)) for stored, home in homes) + frozen_bytes(model, numerics)
 
 
@@ -126,6 +127,7 @@ def planes_on_host(problem: Problem, plan: Plan, groups: Iterable[int], kinds: I
                 continue
             moved = home.off_the_drive((kind,))
             num_bytes = sum(align(planes[k]) for k in planes if home.home_of(k) != moved.home_of(k))
+            num_bytes //= plan.request.ranks  # each counts its part of what all have there
             if num_bytes <= room:
                 homes[group], room = moved, room - num_bytes
     fewer = replace(plan, groups=tuple(homes))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
@@ -53,6 +53,11 @@ class Problem:
     def may_update_by_cpu(self) -> bool:
         """Whether updates by the CPU are others than the device's: of a CPU, only those of states on a drive."""
         return self.profile.device_type == "cuda" or self.on_drive
+
+    @property
+    def without_drive(self) -> Self:
+        """The same problem without a drive."""
+        return replace(self, request=replace(self.request, max_drive_bytes=0))
 
     def layout(self, plan: Plan) -> Layout:
         """Lay out a plan of the model."""

@@ -117,7 +117,8 @@ class SharedBuffers:
         self.unstored = request.gpu_updates == "unstored"
         on_gpu = (STREAMED,) if request.shares_node else UNSTORED_RESIDENCIES if self.unstored else GPU_RESIDENCIES
         self.residencies = np.array([*on_gpu, UPDATED_BY_CPU] if by_cpu else on_gpu)
-        self._drive = self.on_drive, self.all_on_drive = by_cpu and problem.on_drive, by_cpu and problem.all_on_drive
+        self.on_drive = by_cpu and problem.on_drive
+        self._drive = self.on_drive, by_cpu and problem.all_on_drive, request.ranks
         homes = self._residencies(model)
         self.kind_residencies = [homes[kind.group] for kind in self.kinds]
         self.edge_residencies = [homes[g] for g in self.edge_groups]

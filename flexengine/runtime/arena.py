@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexengine.hardware.memory_usage import hold_cublas_workspace
 from flexengine.native import HostBuffer, allocate_host
-from flexengine.native.drive import DriveError, DriveFile
+from flexengine.native.drive import DriveFile
 from flexengine.native.host_memory import return_large_blocks
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import ByteRange, Copy
@@ -78,21 +78,14 @@ class Arenas:
         self.capacity["node"] = shared.numel()
         self._typed["node"] = {t: _whole(shared, t) for t in DTYPES.values()}
 
-    def open_drive(self, folder: str | None, num_bytes: int) -> None:
-        """Add memory on a folder's drive, where a layout has any there.
-
-        Raises: DriveError where it has not so many bytes; ValueError without a folder. Then all memory is given back.
-        """
-        if not num_bytes:
-            return
+    def add_drive(self, opened: Callable[[], DriveFile]) -> None:
+        """Add memory on a drive. What `opened` raises, this does, too; then all memory is given back."""
         try:
-            if folder is None:
-                raise ValueError("the plan keeps planes on a drive, but no folder is given; give offload_dir")
-            self.drive = DriveFile(folder, num_bytes)
-        except (DriveError, ValueError):
+            self.drive = opened()
+        except BaseException:
             self.close()
             raise
-        self.capacity["drive"] = num_bytes
+        self.capacity["drive"] = self.drive.num_bytes
         self._typed["drive"] = {t: _whole(self.drive.tensor, t) for t in DTYPES.values()}
 
     def _allocate_host(self, num_bytes: int, page_locked: bool) -> Tensor:

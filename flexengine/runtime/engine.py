@@ -37,6 +37,7 @@ from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.one_caller import one_caller, training_call
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput
 from flexengine.runtime.ranks.context import open_context
+from flexengine.runtime.ranks.drive import open_drive
 from flexengine.runtime.ranks.stage_planes import StagePlanes
 from flexengine.runtime.reading_calls import ReadingCalls
 from flexengine.runtime.rounds import RoundRunner
@@ -87,7 +88,8 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         self.meter = _start_meter(device, gpu_bytes)
         self.context = open_context(group, layout, device)
         self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
-        self.arenas.open_drive(self.settings.offload_dir, layout.drive_bytes)
+        if layout.drive_bytes:
+            self.arenas.add_drive(partial(open_drive, group, self.settings.offload_dir, layout.drive_bytes))
         self.executor = Executor(device, self.arenas, self.settings.order)
         self.state = StepState(LossScale() if plan.request.numerics.scales_loss else None)
         self.measurement = StepMeasurement(self.executor, self.model)

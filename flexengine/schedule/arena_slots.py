@@ -59,7 +59,7 @@ def _add_drive(sizes: PlannedSizes, slots: list[Slot]) -> int:
     for spec, stored, home in zip(sizes.model.groups, sizes.groups, sizes.plan.groups, strict=True):
         kinds = drive_kinds(stored, home)
         if kinds:
-            slots += drive_slots(spec.name, stored, kinds, end, sizes.plan.drive_tile)
+            slots += drive_slots(spec.name, stored, kinds, end, sizes.plan)
             end += drive_bytes(stored, kinds)
         elif home.weights == "drive":
             slots += frozen_on_drive(spec.name, stored, end)

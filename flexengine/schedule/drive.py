@@ -13,10 +13,11 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from flexengine.plan import GroupPlan
+from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.group_storage import GroupStorage, Plane, Segment, element_bytes
 from flexengine.schedule.parts import Part
 from flexengine.schedule.region import RUN
+from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import PlaneKind, Slot, SlotKey
 
 BLOCK_BYTES = 4096
@@ -63,12 +64,21 @@ def drive_bytes(stored: GroupStorage, kinds: Kinds) -> int:
     return sum(drive_plane_bytes(stored, kind) for kind in kinds)
 
 
-def drive_tiles(segment: Segment, kinds: Kinds, most: int) -> list[tuple[int, int]]:
-    """Cut a segment into (start, elements) of about `most` elements, whose planes begin at borders of blocks."""
+def drive_tiles(segment: Segment, kinds: Kinds, most: int, share: Share = ALONE) -> list[tuple[int, int]]:
+    """Cut a segment into (start, elements) of about `most` elements, whose planes begin at borders of blocks.
+
+    share: of one of several ranks, which cut the segment at such borders, too.
+    """
     units = [BLOCK_BYTES // element_bytes(plane.dtype) * plane.block for plane in drive_planes(segment, kinds)]
     unit = math.lcm(*units)
-    size = -(-most // unit) * unit
-    return [(start, min(size, segment.numel - start)) for start in range(0, segment.numel, size)]
+    size, count = -(-most // unit) * unit, -(-segment.numel // unit)
+    first, end = (min(segment.numel, unit * (count * rank // share.size)) for rank in (share.rank, share.rank + 1))
+    return [(start, min(size, end - start)) for start in range(first, end, size)]
+
+
+def tiles_of_ranks(segment: Segment, kinds: Kinds, most: int, ranks: int) -> list[tuple[int, int]]:
+    """The tiles of all ranks of a node."""
+    return [tile for rank in range(ranks) for tile in drive_tiles(segment, kinds, most, Share(rank, ranks))]
 
 
 def staged_offsets(groups: Iterable[tuple[GroupStorage, Kinds]], most: int) -> dict[PlaneKind, int]:
@@ -86,7 +96,7 @@ def staged_offsets(groups: Iterable[tuple[GroupStorage, Kinds]], most: int) -> d
     return {**offsets, "end": end}
 
 
-def drive_slots(owner: str, stored: GroupStorage, kinds: Kinds, start: int, most: int) -> Iterator[Slot]:
+def drive_slots(owner: str, stored: GroupStorage, kinds: Kinds, start: int, plan: Plan) -> Iterator[Slot]:
     """The slots of a trained group's planes on a drive from a byte on, each with those of its tiles behind it, and of
     the blocks of its parts."""
     for kind in kinds:
@@ -96,7 +106,7 @@ def drive_slots(owner: str, stored: GroupStorage, kinds: Kinds, start: int, most
         for segment in stored.segments:
             for plane in drive_planes(segment, (kind,)):
                 begin = drive_start(stored, segment, kind)
-                for first, count in drive_tiles(segment, kinds, most):
+                for first, count in tiles_of_ranks(segment, kinds, plan.drive_tile, plan.request.ranks):
                     place = begin + plane.num_bytes(first), in_blocks(plane.num_bytes(count))
                     yield whole.subslot((segment.name, first), *place, RUN)
         if kind in _CATEGORIES:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Self
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.schedule.arena_slots import STAGED_GRADS, STAGED_WEIGHTS, host_memory, lay_out
-from flexengine.schedule.drive import PartBlocks, drive_bytes, drive_kinds, drive_start, drive_tiles, part_blocks
+from flexengine.schedule.drive import PartBlocks, drive_bytes, drive_kinds, drive_start, part_blocks, tiles_of_ranks
 from flexengine.schedule.group_storage import Plane, Segment
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_program import align
@@ -151,9 +151,9 @@ class Layout(PlannedSizes):
 
     def tiles_on_drive(self, kind: PlaneKind, group: int) -> list[int]:
         """The slots on a drive of all tiles of a plane."""
-        kinds, most = drive_kinds(self.groups[group], self.plan.groups[group]), self.plan.drive_tile
-        segments = self.groups[group].segments
-        tiles = ((s.name, start) for s in segments for start, _ in drive_tiles(s, kinds, most))
+        kinds, segments = drive_kinds(self.groups[group], self.plan.groups[group]), self.groups[group].segments
+        sizes = kinds, self.plan.drive_tile, self.plan.request.ranks
+        tiles = ((s.name, start) for s in segments for start, _ in tiles_of_ranks(s, *sizes))
         return [self.drive_slot(kind, group, *tile) for tile in tiles]
 
     def staged_part(self, kind: PlaneKind, group: int, part: int) -> list[tuple[PartBlocks, int]]:

@@ -18,9 +18,10 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.shares import Division
 from flexengine.schedule.slots import Memory, PlaneKind
 
-OWN_MEMORIES: tuple[Memory, ...] = ("host", "gpu", "drive")
+OWN_MEMORIES: tuple[Memory, ...] = ("host", "gpu")
 """Those of a rank alone. What each rank has for itself may not step aside into the node's, where all have one place."""
-MEMORIES: tuple[Memory, ...] = (*OWN_MEMORIES, "node")
+SHARED_MEMORIES: tuple[Memory, ...] = ("drive", "node")
+MEMORIES: tuple[Memory, ...] = (*OWN_MEMORIES, *SHARED_MEMORIES)
 SAVE_AND_RESUME = "; save a checkpoint and resume from it with the other plan"
 
 
@@ -63,9 +64,9 @@ class Move(NamedTuple):
     gathers: bool = False
 
     def copies(self, rank: int = 0) -> list[Copy]:
-        """What a rank of the node copies. What is whole in the node's memory only the first rank writes there."""
+        """What a rank of the node copies. What is whole in the node's memory or on its drive the first rank writes."""
         if not self.division:
-            return [] if rank and self.target.memory == "node" else [Copy(self.source, self.target)]
+            return [] if rank and self.target.memory in SHARED_MEMORIES else [Copy(self.source, self.target)]
         whole, own = (self.target, self.source) if self.gathers else (self.source, self.target)
         found = list[Copy]()
         for start, whole_start, num_bytes in self.division[rank]:

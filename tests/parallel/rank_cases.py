@@ -38,7 +38,7 @@ class Case(NamedTuple):
     dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
     shards: so, and keep shards on their GPUs of all groups but every third.
     stages: so, and each has blocks of its own. context: each runs some chunks of every round. bold: the CPU updates
-    before the norm is known what it updates.
+    before the norm is known what it updates. drive: so much of what may lie there lies on the node's drive.
     """
 
     source: ModelSource
@@ -52,6 +52,7 @@ class Case(NamedTuple):
     stages: bool = False
     context: bool = False
     bold: bool = False
+    drive: bool = False
 
 
 def steps_of(vocab_size: int, *lengths: list[int], count: int = 2) -> list[list[Any]]:
@@ -334,6 +335,12 @@ CONTEXT_CASES: dict[Callable[[], Case], int] = {
 """The same of ranks that run some chunks of every round; some rounds have fewer chunks than there are ranks."""
 
 
+DRIVE_CASES: dict[Callable[[], Case], int] = {
+    bf16: 2, tied_in_shared_slots: 3, states_in_blocks: 2, lora: 2, adapters_of_experts_in_parts: 2, stored_base: 2,
+}  # fmt: skip
+"""The same of ranks that share a drive, of which half relay and half split."""
+
+
 def planned(case: Case, ranks: Ranks) -> Plan:
     """The plan of a case for so many ranks."""
     changes = {"ranks": ranks.local_size, "nodes": ranks.nodes, "round_multiple": ROUND_MULTIPLE}
@@ -353,10 +360,20 @@ def planned(case: Case, ranks: Ranks) -> Plan:
         if case.stages:  # the second block of two would be on a GPU
             homes = [plan.groups[0], homes[1], *[BOLD] * (len(homes) - 3), plan.groups[-1]]
         plan = replace(plan, groups=tuple(homes))
+    if case.drive and ranks.size > 1:
+        return on_drive(plan)
     if not case.dealt or case.stages or case.shards or ranks.size == 1:
         return plan
     homes = (replace(g, states="dealt") if g.update == "gpu" else g for g in plan.groups)
     return replace(plan, groups=tuple(homes))
+
+
+def on_drive(plan: Plan) -> Plan:
+    """The plan with states of every group on the drive, and weights of every second one that is trained."""
+    homes = [GroupPlan("drive" if i % 2 else "host", "host", "drive", "cpu") for i in range(len(plan.groups))]
+    frozen = GroupPlan("drive", update="none")
+    groups = (new if old.trained else frozen for old, new in zip(plan.groups, homes, strict=True))
+    return replace(plan, groups=tuple(groups), touched_only=False, drive_tile=1, drive_slots=2)
 
 
 def in_stages(plan: Plan) -> Plan:

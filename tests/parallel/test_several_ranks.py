@@ -29,6 +29,7 @@ from rank_cases import (
     BF16,
     CASES,
     CONTEXT_CASES,
+    DRIVE_CASES,
     LENGTHS,
     ON_CPU,
     SHARD,
@@ -441,6 +442,9 @@ def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
         transports.append((SPLIT_CASES[make], case._replace(split=True)))
     if make in SHARDS_CASES:
         transports.append((SHARDS_CASES[make], case._replace(shards=True)))
+    if make in DRIVE_CASES:
+        split = list(DRIVE_CASES).index(make) % 2 == 1
+        transports.append((DRIVE_CASES[make], case._replace(drive=True, split=split)))
     if make in STAGES_CASES:
         transports.append((STAGES_CASES[make], case._replace(stages=True)))
     if make in CONTEXT_CASES:

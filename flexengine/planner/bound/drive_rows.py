@@ -42,18 +42,19 @@ class DriveRows:
 
     def _move(self) -> None:
         r, trained = self._rounds, [p for p in self._members if p.trained]
-        updated = {f"drive {kind} {p.name}": 1.0 for kind in "ws" for p in trained}
-        reads = {f"drive w {p.name}": float(r * (1 + p.twice)) + p.trained for p in self._members}
+        once = 1.0 / self._step.request.ranks  # of weights a rank updates its share, as states are counted
+        updated = {f"drive {kind} {p.name}": once if kind == "w" else 1.0 for kind in "ws" for p in trained}
+        reads = {f"drive w {p.name}": float(r * (1 + p.twice)) + once * p.trained for p in self._members}
         reads |= {"hold turn": -float(r), "hold between": 1.0 - r, "hold end": -1.0, **self._states(1.0)}
         reads |= {f"drive g {p.name}": r - 1.0 for p in trained}
         writes = {**updated, **{f"drive g {p.name}": r - 1.0 for p in trained}}
         self._seconds("all", "T", reads, writes)
         # beside what an update moves, the next forward's weights, and the last backward's
-        beside = {f"drive w {p.name}": 1.0 + p.trained for p in self._members} | {"hold end": -1.0}
+        beside = {f"drive w {p.name}": 1.0 + once * p.trained for p in self._members} | {"hold end": -1.0}
         if self._step.request.waits_for_norm:
             self._seconds("update", "V", {**updated, **beside}, updated)
             return
-        beside |= {f"drive w {p.name}": 1.0 + p.trained + p.twice for p in self._members} | {"hold turn": -1.0}
+        beside |= {f"drive w {p.name}": 1.0 + once * p.trained + p.twice for p in self._members} | {"hold turn": -1.0}
         if r > 1:
             beside |= {f"drive g {p.name}": 1.0 for p in trained}
         self._seconds("update", "VB", {**updated, **beside}, updated, self._earlier)

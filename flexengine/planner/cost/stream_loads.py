@@ -270,9 +270,9 @@ def cpu_update_s(group: GroupStorage, home: GroupPlan, cost: CostModel) -> float
         return 0.0
     seconds = touched_bytes(group) / cost.profile.host.adamw_bytes_per_s(cost.state_dtype)
     kinds, drive = drive_kinds(group, home), cost.profile.drive
-    read_s = drive_bytes(group, ("grad",)) / drive.known.read_bytes_per_s if "grad" in kinds else 0.0
+    read_s = drive_bytes(group, ("grad",)) / cost.ranks / drive.known.read_bytes_per_s if "grad" in kinds else 0.0
     updated = tuple(kind for kind in kinds if kind != "grad")
-    return max(seconds, read_s + drive.seconds(drive_bytes(group, updated))) if kinds else seconds
+    return max(seconds, read_s + drive.seconds(drive_bytes(group, updated) / cost.ranks)) if kinds else seconds
 
 
 def touched_bytes(group: GroupStorage) -> int:

@@ -142,7 +142,7 @@ def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
 
 def _drive(request: Request, judge: Try) -> Iterator[Remedy]:
     """A drive for planes, where nobody has given one."""
-    if judge.drive_bytes and not request.max_drive_bytes and not request.shares_node:
+    if judge.drive_bytes and not request.max_drive_bytes and request.may_use_drive:
         gib = gib_text(judge.drive_bytes)
         changed = replace(request, max_drive_bytes=bytes_of(gib))
         if judge.fits(changed):

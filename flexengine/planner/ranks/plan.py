@@ -71,8 +71,10 @@ class NodeProblem(Problem):
 
     @cached_property
     def of_one(self) -> Plan:
-        """The fastest plan of one rank that relays. Raises: ShortageError, of all ranks, when nothing fits."""
-        plan = fastest((RELAYED, DEALT), self.of_rank)
+        """The fastest plan of one rank that relays, on a drive where nothing fits without. Raises: ShortageError, of
+        all ranks, when nothing fits."""
+        plan = fastest((RELAYED, DEALT), self.of_rank.without_drive)
+        plan = plan or (find_plan(self.of_rank) if self.request.max_drive_bytes else None)
         if plan is None:
             raise _for_all(self, shortage(replace(self.of_rank, model=in_parts(self.model))))
         return plan
@@ -288,7 +290,8 @@ def _may_relay(node: NodeProblem, split: Plan | None) -> bool:
 
 
 def _in_context(node: NodeProblem) -> Plan | None:
-    """The fastest plan of ranks that cut rounds; None where none fits."""
+    """The fastest plan of ranks that cut rounds, without a drive; None where none fits."""
+    node = node.without_drive
     if why_not(node.model, node.request):
         return None
     plans = [node.priced(plan) for plan in plans_in_context(node.of_rank, node.request)]
@@ -315,7 +318,7 @@ CONTEXT = Variant[NodeProblem, Plan](
 )
 STAGES = Variant[NodeProblem, Plan](
     lambda node, best: may_stage(node.model, node.request, node.profile, best),
-    lambda node, _: fastest_in_stages(node.model, node.request, node.profile),
+    lambda node, _: fastest_in_stages(node.model, node.without_drive.request, node.profile),
 )
 
 # -- dealt states ------------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ def _with_shards(of_rank: Problem, stored: list[GroupStorage], groups: Sequence[
     request = of_rank.request
 
     def find(asked: Request) -> Plan | None:
-        alone = replace(asked, ranks=1, transport="auto", max_gpu_bytes=asked.max_gpu_bytes + num_bytes * request.ranks)
+        gpu_bytes = asked.max_gpu_bytes + num_bytes * request.ranks
+        alone = replace(asked, ranks=1, transport="auto", max_gpu_bytes=gpu_bytes, max_drive_bytes=0)
         found = fastest((WHOLE,), replace(of_rank, request=alone))
         return None if found is None else found.plan
 

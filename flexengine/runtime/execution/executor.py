@@ -56,14 +56,14 @@ class CommandHooks(NamedTuple):
     words: WordsOf | None = None
 
 
-def _then(first: Call, second: Call) -> Call:
+def _then(*calls: Call) -> Call:
     """One call after the other."""
 
-    def both(command: Command) -> None:
-        first(command)
-        second(command)
+    def all_of_them(command: Command) -> None:
+        for call in calls:
+            call(command)
 
-    return both
+    return all_of_them
 
 
 def _in_range(handler: Call, range_of: RangeOf | None) -> Call:
@@ -255,7 +255,7 @@ class Executor:
 
         before, work = self._cpu_work, None
         by_cpu = with_drive(program, self.arenas, handler)
-        by_cpu = by_cpu if hooks is None else _then(by_cpu, hooks.after)
+        by_cpu = by_cpu if hooks is None else _then(hooks.before, by_cpu, hooks.after)
         if hooks is not None and words is None:
             fence = HostFence(_then(fence.hold, hooks.before))
         if bound.host_commands:
@@ -328,7 +328,7 @@ class Executor:
         spans: dict[int, tuple[float, float]] = {}
         if later:
             self.finish_cpu_work()
-            by_cpu = _then(with_drive(program, self.arenas, handler), hooks.after)
+            by_cpu = _then(hooks.before, with_drive(program, self.arenas, handler), hooks.after)
             spans = self._start(CpuWork(program, later, by_cpu, self._cpu_threads)).spans
         if timed:
             self._began_s = lambda: begin - (self._zero_s or 0.0)

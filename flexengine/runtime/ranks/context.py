@@ -201,7 +201,7 @@ class SeveralRanks(RankContext):
         self._signals = Signals.over(table, size, num_semaphores, self.ranks.local_rank)
         self._check_others, self.control.check_lost = self.control.check_lost, self._check
         self.link = NodeLink(self.control) if self.ranks.nodes > 1 else None
-        self._device, self._write_back = device, nothing_newer
+        self._device, self._write_back, self._settle = device, nothing_newer, nothing_newer
         self._gpu: Tensor | None = None
         self._over_nodes: NodeGradients | None = None
         self._connect_gpus(layout)
@@ -217,6 +217,7 @@ class SeveralRanks(RankContext):
     def join(self, arenas: Arenas, gpu_bytes: int) -> None:
         """As alone; the other ranks' GPUs may copy to this one's arena where a transport has them do so."""
         arenas.add_node(self._arena)
+        self._settle = arenas.settle_drive
         self._gpu = arenas.bytes_view("gpu", 0, gpu_bytes)
         if self.collectives is not None:
             self.collectives.share(self._gpu)
@@ -292,8 +293,11 @@ class SeveralRanks(RankContext):
     def gather(self, value: Any) -> list[Any]:
         return self.control.gather(value)
 
-    def together(self) -> AbstractContextManager[None]:
-        return self.control.all_or_none()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with self.control.all_or_none():
+            yield
+            self._settle()
 
     @contextmanager
     def while_nobody_writes(self) -> Iterator[None]:

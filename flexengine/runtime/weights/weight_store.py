@@ -147,7 +147,8 @@ class WeightStore:
     def own(self) -> dict[str, SourceRun]:
         """The tensors that this rank fills: every `size`-th of those that ranks share, and all that it has alone."""
         groups, (rank, size, _) = range(len(self.layout.groups)), self.share
-        shared = [self.layout.slots[self.layout.stored_slot("weights", g)].memory == "node" for g in groups]
+        places = (self.layout.slots[self.layout.stored_slot("weights", group)].memory for group in groups)
+        shared = [memory in ("node", "drive") for memory in places]
         numbered = enumerate(self.runs.items())
         return {name: run for number, (name, run) in numbered if not shared[run.group] or number % size == rank}
 

@@ -46,8 +46,11 @@ def late_groups(layout: Layout) -> dict[int, float]:
 def lower_cpu_update(
     builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0,
     grads: Sequence[Access] | None = None, share: Share = ALONE, urgent: bool = False,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Update a group's planes by the CPU where they are, each segment in one call, or with planes on a drive by tiles.
+
+    Returns the index of the command at whose end the GPUs may read the weights: the last update, or where the weights
+    lie on a drive the last write; of what has neither here, of the last command before.
 
     scale: where the host finds the factor on the gradient. left: the share of the work that remains, for its price.
     grads: what an earlier command left of the gradient, where that is not the whole plane. share: what this one of
@@ -63,7 +66,7 @@ def lower_cpu_update(
         if builder.last_writer(access.slot) < 0:
             builder.holds(*access)
     updated = {kind: Access(slot, f"updated {content}") for kind, (slot, content) in held.items() if kind != "grad"}
-    writes = [*updated.values()]
+    writes, end = [*updated.values()], len(builder.commands) - 1
     for segment, start, count in _pieces(layout, group, share):
         places = {kind: access.slot for kind, access in held.items()}
         tile = {p.kind: SlotOffset(places[p.kind], p.start + p.num_bytes(start)) for p in segment.planes
@@ -77,9 +80,12 @@ def lower_cpu_update(
         work, left_there = Work(memory_bytes=_touched_bytes(segment, count) * left), [staged.updated] if staged else []
         label = CommandName("update", owner=label)
         builder.add("update", label, Stream.CPU, reads, [*writes, *left_there], work, args=args)
+        end = len(builder.commands) - 1
         if on_drive is not None and staged is not None:
             on_drive.write_back(staged)
+            end += "weights" in on_drive.kinds
         held |= updated
+    return end
 
 
 def _pieces(layout: Layout, group: int, share: Share) -> Iterator[tuple[Segment, int, int]]:
@@ -87,8 +93,8 @@ def _pieces(layout: Layout, group: int, share: Share) -> Iterator[tuple[Segment,
     stored = layout.groups[group]
     on_drive = drive_kinds(stored, layout.plan.groups[group])
     for segment in stored.segments:
-        if on_drive:  # of one rank, which updates all
-            for start, count in drive_tiles(segment, on_drive, layout.plan.drive_tile):
+        if on_drive:
+            for start, count in drive_tiles(segment, on_drive, layout.plan.drive_tile, share):
                 yield segment, start, count
             continue
         start, count = share.of(segment)

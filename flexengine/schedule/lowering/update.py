@@ -6,7 +6,7 @@ What the CPU updates may also be updated inside a round: `cpu_update`.
 from __future__ import annotations
 
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Stream
+from flexengine.schedule.commands import DRIVE_STREAMS, Access, CommandName, CopyRegion, Program, Stream
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.cpu_update import cpu_groups, cpu_lanes, late_groups, lower_cpu_update
@@ -81,7 +81,8 @@ class UpdateLowering:
     def before_updates(self) -> int:
         """The last command before all updates."""
         commands = self.builder.commands
-        return next((c.index for c in commands if c.kind == "update"), len(commands)) - 1
+        updates = (c.index for c in commands if c.kind == "update" or c.stream in DRIVE_STREAMS)
+        return next(updates, len(commands)) - 1
 
     def _left_to_gpu(self) -> list[int]:
         """The groups that the GPU updates here."""
@@ -103,8 +104,7 @@ class UpdateLowering:
         scales = Access(self.layout.slot("scalars", memory="host"), "scalars")
         own = self.layout.share_of(group, self.kind.share)
         urgent = self.kind.way == "committed" and group in (self.kind.left or ())
-        lower_cpu_update(self.builder, self.layout, group, scales, left, share=own, urgent=urgent)
-        self.ends[group] = len(self.builder.commands) - 1
+        self.ends[group] = lower_cpu_update(self.builder, self.layout, group, scales, left, share=own, urgent=urgent)
 
 
 def clip(builder: ProgramBuilder, layout: Layout, norms: Access) -> None:

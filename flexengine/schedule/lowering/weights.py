@@ -92,7 +92,10 @@ class WeightLowering:
         content, stored = self._content(group, at.part, slot), self._layout.groups[group]
         name = CommandName("fetch", "weights", self._context.part_name(group, at.part))
         if self._layout.homes[group].weights == "drive":
-            self._bring(name, content, self._drive.read_weights(group, at.part, content, slot))
+            regions = self._drive.read_weights(group, at.part, content, slot)
+            if awaits := self._context.updated_before(group):
+                self._builder.between_ranks(-1, awaits=awaits)
+            self._bring(name, content, regions)
             return
         whole, regions = len(stored.parts) == 1, []
         for run in stored.parts[at.part].runs:

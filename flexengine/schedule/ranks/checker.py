@@ -1,6 +1,6 @@
 """Proves that programs of several ranks are right together, whatever rank runs ahead.
 
-It looks at two steps of all ranks, who take rounds in turn, and at what touches the node's memory:
+It looks at two steps of all ranks, who take rounds in turn, and at what touches the node's memory and its drive:
 
 - waits: the rank that a command asks raises every semaphore that it awaits far enough, and nobody waits in a circle;
 - order: of two commands that touch a common byte, one of them writing, one surely ends before the other starts, by the
@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Stream, UpdateTile
+from flexengine.schedule.following import BEYOND
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.lowering.kinds import UpdateWay
@@ -35,7 +36,10 @@ from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import runs_of_ranks
 from flexengine.schedule.ranks.transports import transport_of
 from flexengine.schedule.shares import Share
+from flexengine.schedule.slots import Memory
 
+SHARED: tuple[Memory, ...] = ("node", "drive")
+"""Memories that all ranks of a node read and write."""
 WAYS: tuple[tuple[UpdateWay, ...], ...] = (
     ("committed", "committed", "after_norm"),
     ("committed", "rolled_back", "after_norm"),
@@ -111,7 +115,10 @@ def check_dealt_states(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> Non
 
 
 class _Touch(NamedTuple):
-    """Bytes [start, end) of the node's memory that an event reads or writes, of a slot of this role and owner."""
+    """Bytes [start, end) of what ranks share that an event reads or writes, of a slot of this role and owner.
+
+    Those of a drive follow those of the node's memory in one numbering.
+    """
 
     start: int
     end: int
@@ -121,13 +128,13 @@ class _Touch(NamedTuple):
 
 
 def _touches(event: Event) -> list[_Touch]:
-    """What an event touches of the node's memory, reads first."""
+    """What an event touches of what ranks share, reads first."""
     slots, found = event.run.program.slots, list[_Touch]()
 
     def add(slot: int, offset: int, num_bytes: int, writes: bool) -> None:
         place = slots[slot]
-        if place.memory == "node" and num_bytes:
-            start = place.offset + offset
+        if place.memory in SHARED and num_bytes:
+            start = place.offset + offset + BEYOND[place.memory]
             found.append(_Touch(start, start + num_bytes, writes, place.key.role, str(place.key.owner)))
 
     for region in event.command.regions:
@@ -143,12 +150,14 @@ def _update_touches(layout: Layout, event: Event) -> list[_Touch]:
     found = []
     for plane in segment.planes:
         slot, offset = tile.planes[plane.kind]
-        start = slots[slot].offset + offset
+        if slots[slot].memory not in SHARED:  # a copy of what lies on the drive, whose reads and writes count
+            continue
+        start = slots[slot].offset + offset + BEYOND[slots[slot].memory]
         size, name = plane.num_bytes(tile.count), layout.model.groups[tile.group].name
         found.append(_Touch(start, start + size, False, plane.kind, name))
         if plane.kind != "grad":
             slot, offset = (tile.targets or tile.planes)[plane.kind]
-            start = slots[slot].offset + offset
+            start = slots[slot].offset + offset + BEYOND[slots[slot].memory]
             found.append(_Touch(start, start + size, True, plane.kind, name))
     return sorted(found, key=lambda touch: touch.writes)
 
@@ -158,7 +167,7 @@ def _exchange_touches(layout: Layout, event: Event) -> list[_Touch]:
     args, nodes = event.command.args, layout.plan.request.nodes
     if args.givers != tuple(range(nodes)):
         raise ProgramError(f"{event.label} adds gradients of nodes {args.givers}, not of {nodes} in their order")
-    start, name = event.run.program.slots[args.slot].offset, layout.model.groups[args.group].name
+    start, name = event.run.program.slots[args.slot].offset + BEYOND["node"], layout.model.groups[args.group].name
     places = [(start + offset, start + offset + num_bytes) for offset, num_bytes in args.pieces]
     return [_Touch(*place, writes, "grad", name) for writes in (False, True) for place in places]
 
@@ -172,7 +181,7 @@ def _touches_of(layout: Layout, event: Event) -> list[_Touch]:
 
 
 def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: int) -> None:
-    """Check order and contents of all that touches the node's memory."""
+    """Check order and contents of all that touches what ranks share."""
     touches = {index: _touches_of(layout, event) for index, event in enumerate(events.all)}
     borders = sorted({border for found in touches.values() for touch in found for border in touch[:2]})
     places = {border: place for place, border in enumerate(borders)}
@@ -191,7 +200,7 @@ def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: 
 
 
 class _NodeBytes:
-    """The node's memory, cut where anything that is touched begins or ends: who touched it last, and what it holds."""
+    """What ranks share, cut where anything that is touched begins or ends: who touched it last, and what it holds."""
 
     def __init__(self, count: int, events: Events, order: list[int]) -> None:
         self._events, self._clocks = events, events.clocks(order)

@@ -10,21 +10,24 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.commands import DRIVE_STREAMS, DRIVE_WRITES, Command, Program, Stream
 from flexengine.schedule.ranks.node_exchange import NodeSum
 from flexengine.schedule.simulator import Rates
 
 WAYS = (Stream.H2D, Stream.D2H)
 """Directions of a rank's link; numbers of commands' kinds begin with them."""
-COMPUTE, CPU, NETWORK = range(len(WAYS), len(WAYS) + 3)
+FROM_DRIVE, TO_DRIVE = range(len(WAYS), len(WAYS) + 2)
+"""Numbers of a rank's copies from and to the drive of its node, which follow."""
+NUM_WAYS = len(WAYS) + 2
+COMPUTE, CPU, NETWORK = range(NUM_WAYS, NUM_WAYS + 3)
 """Numbers of the other kinds of commands."""
 
 
 class CommandWork(NamedTuple):
     """What the commands of a program take, by index, and when the host has issued them since the program's begin.
 
-    kinds: a number of WAYS, COMPUTE, CPU or NETWORK. amounts: bytes of copies, latency counted as bytes, else
-    seconds.
+    kinds: a number of WAYS, FROM_DRIVE, TO_DRIVE, COMPUTE, CPU or NETWORK. amounts: bytes of copies, latency of the
+    link counted as bytes, else seconds.
     """
 
     kinds: list[int]
@@ -51,6 +54,12 @@ def _kind_and_amount(command: Command, program: Program, rates: Rates) -> tuple[
         return COMPUTE, rates.comm_s(command)  # as of kernels, nothing changes its speed
     if not command.regions:
         return COMPUTE, rates.compute_s(command)
+    return _way_and_bytes(command, program, rates)
+
+
+def _way_and_bytes(command: Command, program: Program, rates: Rates) -> tuple[int, float]:
+    if command.stream in DRIVE_STREAMS:
+        return TO_DRIVE if command.stream in DRIVE_WRITES else FROM_DRIVE, float(command.copy_bytes)
     way = int(program.slots[command.regions[0].source].memory == "gpu")
     latency = rates.copy_latency_s * len(command.regions)
     return way, command.copy_bytes + latency * rates.alone_bytes_per_s[WAYS[way]]
@@ -73,8 +82,9 @@ class Clock:
 
 
 class Way:
-    """Copies at work in a direction of a rank's link, which share its rate. Times are of the clock of copies.
+    """Copies of a rank at work in a direction of its link, or of the drive, which share a rate.
 
+    Times are of the clock of copies.
     speed: bytes per second of each copy. since: when what is left of them was counted.
     """
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.schedule.checker import ProgramError
-from flexengine.schedule.commands import Command, Stream
+from flexengine.schedule.commands import LASTING_STREAMS, THREAD_STREAMS, Command, Stream
 from flexengine.schedule.following import CpuWaits
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.split_commands import AddTables, ExchangeParts, GatherOwned, GatherShares
@@ -101,14 +101,14 @@ class Events:
     def _add_rank(self, rank: int, runs: Sequence[RankRun]) -> None:
         ends: dict[Stream, int] = {}
         by_cpu: tuple[CpuWaits, int] | None = None  # of the last program with work of the CPU, and its first event
-        worked: list[int] = []  # the CPU's events of that program
+        worked: list[int] = []  # its events of the CPU, and of a drive's streams that may outlast the program
         joined: list[int] = []  # and of the one with such work before it, which end before it begins
         for run in runs:
             if run.exchanges:
                 self._add_exchange(rank, run)
                 continue
             first, started, left = len(self.all), set[Stream](), dict(ends)
-            waits = {} if by_cpu is None else by_cpu[0].of(run.program)
+            waits = {} if by_cpu is None else by_cpu[0].of(run.program)  # of threads of the host
             # a command of the CPU may run when those before it in the program may, too, and all of earlier programs
             of_cpu = list(worked)
             for command in run.program.commands:
@@ -120,16 +120,16 @@ class Events:
                     started.add(command.stream)
                     # a program starts when the one before has ended on all streams of the GPU; where that was the
                     # second in a row with work of the CPU, the host has waited for the first one's
-                    before += (*left.values(), *joined)
+                    before += (*left.values(), *joined, *(worked if command.stream in LASTING_STREAMS else ()))
                 if by_cpu is not None and command.index in waits:
                     before += [by_cpu[1] + wait for wait in waits[command.index]]
                 self._add(rank, run, command, before)
             last = {command.stream: first + place for place, command in enumerate(run.program.commands)}
-            ends |= {stream: index for stream, index in last.items() if stream is not Stream.CPU}
+            ends |= {stream: index for stream, index in last.items() if stream not in THREAD_STREAMS}
             self.runs.append(RunEvents(rank, run, range(first, len(self.all)), tuple(left.values())))
-            if Stream.CPU in last:
+            if any(stream in THREAD_STREAMS for stream in last):
                 joined, by_cpu = worked, (CpuWaits(run.program), first)
-                worked = [first + c.index for c in run.program.commands if c.stream is Stream.CPU]
+                worked = [first + c.index for c in run.program.commands if c.stream in LASTING_STREAMS]
 
     def _add_exchange(self, rank: int, run: RankRun) -> None:
         """Add what a thread of the host does beside the last round: it waits for semaphores, and for no stream."""

@@ -4,7 +4,7 @@ Streams, semaphores and the host's issue order commands as `order` says; each ra
 copies share the rate of the node's host memory, and the CPU works the slower the more of it they take. Whatever streams
 a program has, its copies share the link by the direction in which they go. GPUs are taken to wait for semaphores
 themselves: a host that polls would also issue later commands late. What nodes add up moves at the network's rate, and
-takes its part of host memory meanwhile.
+takes its part of host memory meanwhile. Ranks share the rate of the node's drive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from flexengine.schedule.commands import Program, Stream, cpu_priority, streams_
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.kinds import RoundKind, UpdateWay, Wave
 from flexengine.schedule.lowering.shape import RoundShape
-from flexengine.schedule.ranks.links import COMPUTE, CPU, NETWORK, WAYS, Clock, CommandWork, Way
+from flexengine.schedule.ranks.links import (
+    COMPUTE,
+    CPU,
+    FROM_DRIVE,
+    NETWORK,
+    NUM_WAYS,
+    TO_DRIVE,
+    Clock,
+    CommandWork,
+    Way,
+)
 from flexengine.schedule.ranks.order import Events, RunEvents
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import Lowered, step_of_rank
@@ -36,6 +46,9 @@ both, and shares are added. Assumed, not measured."""
 MOST_DRAWN = 2
 """Rounds like the first that are simulated on each rank beside it, and one of each other shape; more take what the last
 of them does."""
+
+
+_OF_DRIVE = {FROM_DRIVE, TO_DRIVE}
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     size = layout.plan.request.ranks
     transport = transport_of(layout.plan)
     few = min(alike or size, size) if transport.ranks_alike else size
-    rates = rates._replace(host_bytes_per_s=rates.host_bytes_per_s * few / size)
+    rates = _rates_of_few(rates, few / size)
     left: list[dict[int, float]] | None = None
     if layout.plan.speculates:
         shape, count = shapes.pop()
@@ -113,6 +126,12 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
             step_s += (count - 1) * max(rank[place].end_s - rank[place - 1].end_s for rank in ranks)
     network_s = max((timed.timing.busy_s[Stream.CPU] for timed in exchanges), default=0.0)
     return RanksStep(ranks, step_s + max(0.0, wait_s), network_s, max(0.0, wait_s))
+
+
+def _rates_of_few(rates: Rates, share: float) -> Rates:
+    """The rates for a share of the ranks, which have as much of what all of them share."""
+    drive = {way: (share * alone, share * both) for way, (alone, both) in (rates.drive_bytes_per_s or {}).items()}
+    return rates._replace(host_bytes_per_s=rates.host_bytes_per_s * share, drive_bytes_per_s=drive)
 
 
 def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
@@ -194,7 +213,9 @@ class _Simulation:
         self._run_of = [number for number, run in enumerate(events.runs) for _ in run.events]
         self._rank = [event.rank for event in events.all]
         self._begin: dict[int, float] = {}
-        self._ways = [Way() for _ in range(len(WAYS) * ranks)]  # those of one link in a row
+        self._ways = [Way() for _ in range(NUM_WAYS * ranks)]  # those of one rank in a row
+        self._of_drive = [range(way, len(self._ways), NUM_WAYS) for way in (FROM_DRIVE, TO_DRIVE)]
+        self._uses_drive = any(not _OF_DRIVE.isdisjoint(work.kinds) for work in works.values())
         self._rates = [0.0] * len(self._ways)  # of all copies of a way, if host memory had no limit
         self._exchanging = set[int]()  # events that move bytes between nodes
         self._copy_end = [inf] * len(self._ways)  # of the clock of copies, the first in a way
@@ -279,7 +300,7 @@ class _Simulation:
                 self._exchanging.add(index)
                 self._changed.add(rank)
             return
-        way = self._ways[len(WAYS) * rank + kind]
+        way = self._ways[NUM_WAYS * rank + kind]
         way.count_down(self._copying.now)
         way.events.append(index)
         way.left.append(amount)
@@ -316,7 +337,7 @@ class _Simulation:
         for number, end in enumerate(self._copy_end):
             if end <= due:
                 self._copy_end[number] = inf
-                self._changed.add(number // len(WAYS))
+                self._changed.add(number // NUM_WAYS)
                 for index in self._ways[number].take_ended(due):
                     self._finish(index)
 
@@ -336,7 +357,7 @@ class _Simulation:
     def _set_speeds(self) -> None:
         """Where something has started or ended, share the rank's link, and host memory among all that is at work."""
         for rank in self._changed:
-            for number, rate in enumerate(self._link_rates(rank), len(WAYS) * rank):
+            for number, rate in enumerate(self._link_rates(rank), NUM_WAYS * rank):
                 way = self._ways[number]
                 way.count_down(self._copying.now)
                 self._copy_end[number] = way.set_rate(rate)
@@ -347,10 +368,23 @@ class _Simulation:
         limited = min(1.0, self.rates.host_bytes_per_s / max(total, 1.0))
         self._copying.speed = limited
         self._updating.speed = cpu_share(limited * total, self.rates.host_bytes_per_s)
+        if self._uses_drive:
+            self._share_drive()
+
+    def _share_drive(self) -> None:
+        """Share the rates of the drive among all that is read, and all that is written; host memory is no limit."""
+        counts = [sum(len(self._ways[number].events) for number in numbers) for numbers in self._of_drive]
+        for stream, numbers, count in zip((Stream.DRIVE_IN, Stream.DRIVE_OUT), self._of_drive, counts, strict=True):
+            for number in numbers if count else ():
+                way, rates = self._ways[number], self.rates.drive_bytes_per_s
+                assert rates is not None, "a plan with planes on a drive has its rates"
+                rate = rates[stream][min(counts) > 0] * len(way.events) / count
+                way.count_down(self._copying.now)
+                self._copy_end[number] = way.set_rate(rate / self._copying.speed)
 
     def _link_rates(self, rank: int) -> tuple[float, float]:
         """Bytes per second of both directions of a rank's link, if host memory had no limit."""
-        to_gpu, to_host = self._ways[len(WAYS) * rank].events, self._ways[len(WAYS) * rank + 1].events
+        to_gpu, to_host = self._ways[NUM_WAYS * rank].events, self._ways[NUM_WAYS * rank + 1].events
         found = self.rates.duplex_bytes_per_s if to_gpu and to_host else self.rates.alone_bytes_per_s
         h2d, d2h = found[Stream.H2D] if to_gpu else 0.0, found[Stream.D2H] if to_host else 0.0
         beside = self.rates.beside_cpu_bytes_per_s
