@@ -3,8 +3,8 @@
     python -m bench.random_on_drive --seeds 0 100
 
 A job (`bench.random_cases`: families, adapters, experts, optimizers, numerics) is trained for two steps under its plan
-of one rank, and again with states, weights and gradients of random groups on a drive, in random tiles and slots.
-Losses, norms and all weights have to be equal in every bit.
+of one rank, and again with states, weights and gradients of random groups on a drive, in random tiles and slots, by one
+rank or by two that relay or split. Losses, norms and all weights have to be equal in every bit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
-from bench.random_cases import Case, draw_case
-from bench.random_runs import MOST_BYTES, planned_run, train
+from bench.random_cases import Case, Variant, draw_case
+from bench.random_runs import MOST_BYTES, Outcome, on_ranks, planned_run, train
 from flexengine.api import PlannedRun
 from flexengine.models import blocks
 from flexengine.plan import GroupPlan, Plan
@@ -54,9 +54,17 @@ def _promised(plan: Plan, layout: Layout) -> Plan:
     return replace(plan, request=request, predicted=found)
 
 
+def _on_drive(folder: Path, case: Case, variant: Variant) -> Outcome:
+    def train_one() -> Outcome:
+        return train(case, on_drive(planned_run(folder, case, variant, MOST_BYTES), Random(case.seed)))
+
+    return train_one() if variant.ranks == 1 else on_ranks(train_one, variant.ranks)
+
+
 @patch.object(blocks, "PART_ELEMENTS", 1)
 def compare(case: Case, folder: Path) -> str:
     """What came of a job: same, nothing on the drive, refused, or a complaint."""
+    random = Random(-1 - case.seed)
     (folder / "config.json").write_text(json.dumps(case.config))
     options = case.options | {"offload_dir": str(folder / "drive"), "max_disk_gib": 0.25}
     case = case._replace(options=options)
@@ -64,11 +72,13 @@ def compare(case: Case, folder: Path) -> str:
         planned = planned_run(folder, case, case.variants[0], MOST_BYTES)
     except ValueError as error:
         return f"refused: {error}"
+    choice = {1: {}, 2: {"transport": random.choice(("relay", "split"))}}
+    ranks = random.choice((1, 2))
+    variant = case.variants[0]._replace(options=case.variants[0].options | choice[ranks], ranks=ranks)
     try:
-        driven = on_drive(planned, Random(case.seed))
-        if not driven.plan.uses_drive:
+        if not on_drive(planned, Random(case.seed)).plan.uses_drive:
             return "nothing on the drive"
-        expected, found = train(case, planned), train(case, driven)
+        expected, found = train(case, planned), _on_drive(folder, case, variant)
     except Exception:
         return f"crash: {traceback.format_exc()[-3000:]}"
     return "same" if found.digest == expected.digest else f"bits differ: {found.losses} instead of {expected.losses}"
@@ -79,7 +89,7 @@ def compared(seeds: Iterable[int]) -> Counter[str]:
     found = Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         for seed in seeds:
-            case = draw_case(seed, most_ranks=1)
+            case = draw_case(seed, most_ranks=2)
             outcome = compare(case, Path(name))
             found[outcome.split(":")[0]] += 1
             if outcome.startswith(("crash", "bits")):

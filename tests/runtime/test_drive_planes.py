@@ -104,7 +104,7 @@ def test_planes_do_not_move_between_memory_and_a_drive():
 
 
 def test_random_jobs_have_the_same_bits_with_planes_on_a_drive():
-    assert compared(range(2)) == {"same": 2}
+    assert compared((0, 4)) == {"same": 2}  # by one rank, and by two that split
 
 
 def test_killed_at_any_time_it_goes_on_from_the_last_save(tmp_path: Path):
