@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from flexengine.models.spec import BLOCK_CLASSES
 from flexengine.plan import Plan
 from flexengine.schedule.drive import (
+    all_blocks,
     drive_bytes,
     drive_kinds,
     drive_slots,
     frozen_on_drive,
     in_blocks,
-    part_blocks,
+    reading_shares,
     staged_part_bytes,
 )
 from flexengine.schedule.fixed_slots import (
@@ -62,7 +63,7 @@ def _add_drive(sizes: PlannedSizes, slots: list[Slot]) -> int:
             slots += drive_slots(spec.name, stored, kinds, end, sizes.plan)
             end += drive_bytes(stored, kinds)
         elif home.weights == "drive":
-            slots += frozen_on_drive(spec.name, stored, end)
+            slots += frozen_on_drive(spec.name, stored, end, sizes.plan)
             end += in_blocks(stored.plane_bytes["weights"])
     return end
 
@@ -144,16 +145,18 @@ class _HostSlots:
         for spec, stored, home in rows:
             if home.home_of(kind) == "drive":
                 classes.setdefault(spec.slot_class, []).append((stored, home.trained))
+        shares = reading_shares(self._sizes.plan, kind)
         for name, groups in classes.items():
-            num_bytes = max(staged_part_bytes(stored, kind, trained=trained) for stored, trained in groups)
+            sizes = (staged_part_bytes(stored, kind, trained=trained, shares=shares) for stored, trained in groups)
+            num_bytes = max(sizes)
             for k in range(min(most, sum(len(stored.parts) for stored, _ in groups))):
                 self._region.end = in_blocks(self._region.end)
                 self._region.add(role, num_bytes, "drive slots", name, k)
                 self._region.add_places(
                     (blocks.place, blocks.held)
                     for stored, trained in groups
-                    for part in stored.parts
-                    for blocks in part_blocks(stored, part, kind, trained=trained)
+                    for part in all_blocks(stored, kind, trained=trained, shares=shares)
+                    for blocks in part
                 )
 
     def _places_of_pieces(self, group: int) -> Iterator[tuple[int, int, int]]:

@@ -21,6 +21,7 @@ from flexengine.schedule.commands import (
     DIRECTIONS,
     DRIVE_STREAMS,
     Command,
+    CopyRegion,
     DecodeWeights,
     FetchExperts,
     FinishGradient,
@@ -42,6 +43,7 @@ from flexengine.schedule.ranks.split_commands import (
     GatherOwned,
     GatherShares,
     ShareOfFetch,
+    ShareOfRead,
 )
 from flexengine.schedule.ranks.waves import own_regions
 from flexengine.schedule.slots import HOST_SIDE, overlapping_slots
@@ -149,6 +151,8 @@ def _check_direction(program: Program, command: Command) -> None:
     args = command.args
     if isinstance(args, ShareOfFetch) and command.regions != merge_regions(own_regions(args.regions, *args[:2])):
         raise ProgramError(f"{command.label} copies another share than that of rank {args.rank} of {args.size}")
+    if isinstance(args, ShareOfRead) and not _is_share(command.regions, args):
+        raise ProgramError(f"{command.label} copies another share than that of rank {args.rank} of {args.size}")
     for c in args.regions if isinstance(args, ShareOfFetch) else command.regions:
         ends = (program.slots[c.source].memory, program.slots[c.target].memory)
         if from_host is None or ends[not from_host] not in HOST_SIDE or ends[from_host] != "gpu":
@@ -164,6 +168,14 @@ def _check_direction(program: Program, command: Command) -> None:
             if start - reached >= ALIGNMENT:
                 raise ProgramError(f"{command.label} leaves bytes {reached}..{start} of {program.slots[slot].name} out")
             reached = max(reached, end)
+
+
+def _is_share(regions: tuple[CopyRegion, ...], args: ShareOfRead) -> bool:
+    """Whether copies go to all bytes of a rank's share, and to no others."""
+    target = regions[0].target
+    whole = [CopyRegion(0, first, target, first, num_bytes) for first, num_bytes in args.spans]
+    found = [c._replace(source=0, source_offset=c.target_offset) for c in regions]
+    return merge_regions(found) == merge_regions(own_regions(whole, args.rank, args.size))
 
 
 def check_declarations(program: Program) -> None:

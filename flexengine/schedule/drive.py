@@ -16,6 +16,7 @@ from typing import NamedTuple
 from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.group_storage import GroupStorage, Plane, Segment, element_bytes
 from flexengine.schedule.parts import Part
+from flexengine.schedule.ranks.waves import own_ranges
 from flexengine.schedule.region import RUN
 from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import PlaneKind, Slot, SlotKey
@@ -110,7 +111,7 @@ def drive_slots(owner: str, stored: GroupStorage, kinds: Kinds, start: int, plan
                     place = begin + plane.num_bytes(first), in_blocks(plane.num_bytes(count))
                     yield whole.subslot((segment.name, first), *place, RUN)
         if kind in _CATEGORIES:
-            yield from _slots_of_blocks(whole, stored, trained=True)
+            yield from _slots_of_blocks(whole, stored, plan, trained=True)
         start += num_bytes
 
 
@@ -122,12 +123,12 @@ _CATEGORIES = {"weights": "weights", "grad": "gradients"}
 class PartBlocks(NamedTuple):
     """Blocks of a plane on a drive that are moved at once, and where they lie in a slot of the host.
 
-    number: among those of the plane. start, num_bytes: of the plane. staged: where they begin in the slot of the host.
-    place, held: where in it begin the bytes that are wanted, and how many. target: where these begin in a slot of the
-    GPU.
+    key: which they are among those of the plane. start, num_bytes: of the plane. staged: where they begin in the slot
+    of the host. place, held: where in it begin the bytes that are wanted, and how many. target: where these begin in a
+    slot of the GPU.
     """
 
-    number: int
+    key: tuple[int, ...]
     start: int
     num_bytes: int
     staged: int
@@ -136,15 +137,36 @@ class PartBlocks(NamedTuple):
     target: int
 
 
-def part_blocks(stored: GroupStorage, part: Part, kind: PlaneKind, *, trained: bool) -> list[PartBlocks]:
-    """The blocks of a part of a group's weights or gradient, one behind the other in the slot of the host."""
+_Span = tuple[tuple[int, ...], int, int, int]
+"""(key, first byte of a plane, bytes, first byte in a slot of the GPU)."""
+
+
+def part_blocks(
+    stored: GroupStorage, part: Part, kind: PlaneKind, *, trained: bool, share: Share = ALONE
+) -> list[PartBlocks]:
+    """The blocks of a part of a group's weights or gradient, one behind the other in the slot of the host.
+
+    share: of ranks that move a share each of what all need in a slot of the GPU.
+    """
+    spans = [
+        ((number,), *span) for number, *span in (_spans(stored, part, kind) if trained else _frozen_spans(stored, part))
+    ]
     found, staged = list[PartBlocks](), 0
-    for number, start, held, target in _spans(stored, part, kind) if trained else _frozen_spans(stored, part):
+    for key, start, held, target in spans if share.size == 1 else _in_share(spans, share):
         first = start // BLOCK_BYTES * BLOCK_BYTES
         num_bytes = in_blocks(start + held) - first
-        found.append(PartBlocks(number, first, num_bytes, staged, staged + start - first, held, target))
+        found.append(PartBlocks(key, first, num_bytes, staged, staged + start - first, held, target))
         staged += num_bytes
     return found
+
+
+def _in_share(spans: list[_Span], share: Share) -> Iterator[_Span]:
+    end = max(target + held for _, _, held, target in spans)
+    for begin, stop in own_ranges(end, share.rank, share.size):
+        for key, start, held, target in spans:
+            first, last = max(begin, target), min(stop, target + held)
+            if first < last:
+                yield (*key, share.rank, first), start + first - target, last - first, first
 
 
 def _frozen_spans(stored: GroupStorage, part: Part) -> Iterator[tuple[int, int, int, int]]:
@@ -170,21 +192,40 @@ def _spans(stored: GroupStorage, part: Part, kind: PlaneKind) -> Iterator[tuple[
                 yield begin, start, count * width, (place + begin - first) * width
 
 
-def staged_part_bytes(stored: GroupStorage, kind: PlaneKind, *, trained: bool) -> int:
+def reading_shares(plan: Plan, kind: PlaneKind) -> list[Share]:
+    """In which shares a plane's parts cross between a drive and the host: whole, and of ranks that split weights, as in
+    training, in those of all ranks."""
+    split = kind == "weights" and plan.transport == "split"
+    return [ALONE, *(Share(rank, plan.request.ranks) for rank in range(plan.request.ranks if split else 0))]
+
+
+def all_blocks(
+    stored: GroupStorage, kind: PlaneKind, *, trained: bool, shares: Iterable[Share] = (ALONE,)
+) -> Iterator[list[PartBlocks]]:
+    """The blocks of every part of a group's weights or gradient, in every share."""
+    for share in shares:
+        for part in stored.parts:
+            yield part_blocks(stored, part, kind, trained=trained, share=share)
+
+
+def staged_part_bytes(
+    stored: GroupStorage, kind: PlaneKind, *, trained: bool, shares: Iterable[Share] = (ALONE,)
+) -> int:
     """Bytes of a slot of the host for any part of a group's weights or gradient."""
-    parts = (part_blocks(stored, part, kind, trained=trained) for part in stored.parts)
+    parts = all_blocks(stored, kind, trained=trained, shares=shares)
     return max(sum(blocks.num_bytes for blocks in part) for part in parts)
 
 
-def _slots_of_blocks(whole: Slot, stored: GroupStorage, *, trained: bool) -> Iterator[Slot]:
-    for part in stored.parts:
-        for blocks in part_blocks(stored, part, whole.key.role, trained=trained):
-            yield whole.subslot(("blocks", blocks.number), blocks.start, blocks.num_bytes, RUN)
+def _slots_of_blocks(whole: Slot, stored: GroupStorage, plan: Plan, *, trained: bool) -> Iterator[Slot]:
+    kind = whole.key.role
+    for part in all_blocks(stored, kind, trained=trained, shares=reading_shares(plan, kind)):
+        for blocks in part:
+            yield whole.subslot(("blocks", *blocks.key), blocks.start, blocks.num_bytes, RUN)
 
 
-def frozen_on_drive(owner: str, stored: GroupStorage, start: int) -> Iterator[Slot]:
+def frozen_on_drive(owner: str, stored: GroupStorage, start: int, plan: Plan) -> Iterator[Slot]:
     """The slots of a frozen group's weights on a drive from a byte on, each with those of its blocks behind it."""
     num_bytes = in_blocks(stored.plane_bytes["weights"])
     whole = Slot(SlotKey("weights", owner, memory="drive"), start, num_bytes, "weights")
     yield whole
-    yield from _slots_of_blocks(whole, stored, trained=False)
+    yield from _slots_of_blocks(whole, stored, plan, trained=False)

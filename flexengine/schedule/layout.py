@@ -22,7 +22,7 @@ from flexengine.schedule.parts import Run
 from flexengine.schedule.pieces import Piece, Range
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.second_planes import second_key, swapped_slots
-from flexengine.schedule.shares import Division, Share
+from flexengine.schedule.shares import ALONE, Division, Share
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey, overlapping_slots
 
 
@@ -156,11 +156,11 @@ class Layout(PlannedSizes):
         tiles = ((s.name, start) for s in segments for start, _ in tiles_of_ranks(s, *sizes))
         return [self.drive_slot(kind, group, *tile) for tile in tiles]
 
-    def staged_part(self, kind: PlaneKind, group: int, part: int) -> list[tuple[PartBlocks, int]]:
-        """The blocks of a part of weights or a gradient on a drive, each with its slot there."""
+    def staged_part(self, kind: PlaneKind, group: int, part: int, share: Share = ALONE) -> list[tuple[PartBlocks, int]]:
+        """The blocks of a part of weights or a gradient on a drive, or of a rank's share, each with its slot there."""
         stored, whole = self.groups[group], SlotKey(kind, self.model.groups[group].name, memory="drive")
-        found = part_blocks(stored, stored.parts[part], kind, trained=self.plan.groups[group].trained)
-        return [(blocks, self._index[whole._replace(within=("blocks", blocks.number))]) for blocks in found]
+        found = part_blocks(stored, stored.parts[part], kind, trained=self.plan.groups[group].trained, share=share)
+        return [(blocks, self._index[whole._replace(within=("blocks", *blocks.key))]) for blocks in found]
 
     def staging_place(self, staging: int, blocks: PartBlocks) -> int:
         """The slot within one of the host, for a part on its way, where what blocks hold is found."""

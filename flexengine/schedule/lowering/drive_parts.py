@@ -11,6 +11,7 @@ from typing import NamedTuple
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, DriveCopy, Stream, Subject
 from flexengine.schedule.drive import PartBlocks
 from flexengine.schedule.lowering.context import RoundContext
+from flexengine.schedule.shares import ALONE, Share
 
 
 class _OnHost(NamedTuple):
@@ -21,14 +22,15 @@ class _OnHost(NamedTuple):
 
 
 class DriveParts:
-    """Appends reads and writes of parts."""
+    """Appends reads and writes of parts. share: of weights, what this one of several ranks reads."""
 
-    def __init__(self, context: RoundContext) -> None:
+    def __init__(self, context: RoundContext, share: Share = ALONE) -> None:
         self._context, self._builder, self._layout = context, context.builder, context.layout
+        self._share = share
         self._begun = False
 
     def read_weights(self, group: int, part: int, content: str, slot: int) -> list[CopyRegion]:
-        """Read a part's weights; returns what copies it from there to a slot of the GPU."""
+        """Read a part's weights, or a share; returns what copies that from there to a slot of the GPU."""
         found = self._place("weights", "staged_weights", group, part)
         self._read("weights", group, part, content, found)
         return [CopyRegion(held, 0, slot, blocks.target, blocks.held) for blocks, _, held in found.blocks]
@@ -57,7 +59,7 @@ class DriveParts:
         """The slot that was written longest ago."""
         layout = self._layout
         staging = min(layout.staging_ring(role, group), key=self._builder.last_writer)
-        found = layout.staged_part(kind, group, part)
+        found = layout.staged_part(kind, group, part, self._share if kind == "weights" else ALONE)
         return _OnHost(staging, [(blocks, place, layout.staging_place(staging, blocks)) for blocks, place in found])
 
     def _read(self, kind: Subject, group: int, part: int, content: str, to: _OnHost) -> None:

@@ -95,7 +95,7 @@ class WeightLowering:
             regions = self._drive.read_weights(group, at.part, content, slot)
             if awaits := self._context.updated_before(group):
                 self._builder.between_ranks(-1, awaits=awaits)
-            self._bring(name, content, regions)
+            self._bring_read(name, content, regions, at.part, group)
             return
         whole, regions = len(stored.parts) == 1, []
         for run in stored.parts[at.part].runs:
@@ -117,6 +117,10 @@ class WeightLowering:
     def _bring(self, name: CommandName, content: str, regions: list[CopyRegion]) -> None:
         """Append what brings a part to its slot."""
         self._builder.copy(name, Stream.H2D, content, regions)
+
+    def _bring_read(self, name: CommandName, content: str, regions: list[CopyRegion], part: int, group: int) -> None:
+        """Append what brings a part to its slot that was read from a drive."""
+        self._bring(name, content, regions)
 
     def _fetch_experts(self, name: CommandName, content: str, regions: list[CopyRegion], at: StagePart) -> None:
         """Fetch those of a part's experts that have rows in some chunk, as its slot of bounds tells."""

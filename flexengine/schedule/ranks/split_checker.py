@@ -16,7 +16,7 @@ from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Command
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.rank_run import RankRun
-from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherOwned, ShareOfFetch
+from flexengine.schedule.ranks.split_commands import ExchangeParts, FoldParts, GatherOwned, ShareOfFetch, ShareOfRead
 
 
 def check_folds(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
@@ -55,7 +55,7 @@ def _check_run(rank: int, run: RankRun) -> None:
     if run.number == 0 and not any(command.kind == "clear_squares" for command in run.program.commands):
         raise ProgramError(f"rank {rank} adds squares of step {run.step} to those of the step before")
     for command in run.program.commands:
-        if isinstance(command.args, ShareOfFetch) and command.args.rank != rank:
+        if isinstance(command.args, ShareOfFetch | ShareOfRead) and command.args.rank != rank:
             raise ProgramError(f"{command.label} (rank {rank}) copies the share of rank {command.args.rank}")
         if isinstance(command.args, ExchangeParts):
             arrived[command.args.received] = command.args

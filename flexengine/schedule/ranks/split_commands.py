@@ -19,6 +19,17 @@ class ShareOfFetch(NamedTuple):
     regions: tuple[CopyRegion, ...]
 
 
+class ShareOfRead(NamedTuple):
+    """Arguments of a copy of one of `size` ranks, each of which has read its share from a drive.
+
+    spans: (first byte, bytes) of what they bring together to a slot.
+    """
+
+    rank: int
+    size: int
+    spans: tuple[tuple[int, int], ...]
+
+
 class GatherShares(NamedTuple):
     """Arguments of `gather`: a slot that begins with a share of `share_bytes` bytes from each of `size` ranks."""
 

@@ -4,7 +4,7 @@ accumulators, tables of squares that ranks add up."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Work
@@ -13,6 +13,7 @@ from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing, StagePart
 from flexengine.schedule.lowering.cpu_update import OwnRange, lower_speculative_update
+from flexengine.schedule.lowering.drive_parts import DriveParts
 from flexengine.schedule.lowering.gradients import GradientLowering, InRound, nothing_in_round
 from flexengine.schedule.lowering.kinds import RoundKind, Wave
 from flexengine.schedule.lowering.round import RoundLowering
@@ -29,6 +30,7 @@ from flexengine.schedule.ranks.split_commands import (
     GatherShares,
     ReceivedParts,
     ShareOfFetch,
+    ShareOfRead,
 )
 from flexengine.schedule.ranks.waves import (
     ALL_SQUARES,
@@ -38,6 +40,7 @@ from flexengine.schedule.ranks.waves import (
     own_regions,
     shared_bytes,
 )
+from flexengine.schedule.shares import Share
 from flexengine.schedule.slots import Role
 
 
@@ -45,16 +48,23 @@ def fetch_share(
     builder: ProgramBuilder, wave: Wave, name: CommandName, content: str, regions: list[CopyRegion]
 ) -> None:
     """Append the copy of this rank's share of what `regions` bring to a slot, and gather the others' shares."""
-    [target] = {region.target for region in regions}
     whole = merge_regions(regions)
     own = merge_regions(own_regions(whole, wave.rank, wave.size))
-    share = shared_bytes(end_of(whole), wave.size)
+    _gather_shares(builder, content, whole, own, (name, ShareOfFetch(wave.rank, wave.size, whole)), end_of(whole))
+
+
+def _gather_shares(
+    builder: ProgramBuilder, content: str, sources: Iterable[CopyRegion], own: tuple[CopyRegion, ...],
+    copy: tuple[CommandName, ShareOfFetch | ShareOfRead], num_bytes: int,
+) -> None:  # fmt: skip
+    """Append a rank's copy of its share of so many bytes, which depends on `sources`, and gather all of them."""
+    [target], (name, args) = {region.target for region in own}, copy
+    share = shared_bytes(num_bytes, args.size)
     held = f"share of {content}" if share else content
-    reads = [Access(source, content) for source in dict.fromkeys(region.source for region in whole)]
-    args = ShareOfFetch(wave.rank, wave.size, whole)
+    reads = [Access(source, content) for source in dict.fromkeys(region.source for region in sources)]
     builder.add_copy(name, Stream.H2D, reads, [Access(target, held)], own, args=args)
     if share:
-        gathered, shares = name._replace(verb="gather"), GatherShares(wave.rank, target, share, wave.size)
+        gathered, shares = name._replace(verb="gather"), GatherShares(args.rank, target, share, args.size)
         builder.add("gather", gathered, Stream.COMM, [Access(target, held)], [Access(target, content)], args=shares)
 
 
@@ -68,7 +78,7 @@ class SplitWeights(WeightLowering):
 
     def __init__(self, context: RoundContext, wave: Wave) -> None:
         super().__init__(context)
-        self._wave = wave
+        self._wave, self._drive = wave, DriveParts(context, Share(wave.rank, wave.size))
 
     def _fetch(self, group: int, at: StagePart, slot: int) -> None:
         """Gather shards from the GPUs; those of a round wait for each other's updates, as they come before it."""
@@ -85,6 +95,12 @@ class SplitWeights(WeightLowering):
 
     def _bring(self, name: CommandName, content: str, regions: list[CopyRegion]) -> None:
         fetch_share(self._builder, self._wave, name, content, regions)
+
+    def _bring_read(self, name: CommandName, content: str, regions: list[CopyRegion], part: int, group: int) -> None:
+        """Send this rank's share, of which alone it has read the blocks, and gather the others'."""
+        spans = tuple((b.target, b.held) for b, _ in self._layout.staged_part("weights", group, part))
+        args, own = ShareOfRead(self._wave.rank, self._wave.size, spans), merge_regions(regions)
+        _gather_shares(self._builder, content, regions, own, (name, args), max(map(sum, spans)))
 
 
 class SplitGradients(GradientLowering):

@@ -41,10 +41,14 @@ def end_of(regions: Sequence[CopyRegion]) -> int:
 
 def own_regions(regions: Sequence[CopyRegion], rank: int, size: int) -> list[CopyRegion]:
     """What a rank copies itself: its share of the target slot, and the bytes that are left over."""
-    end = end_of(regions)
-    share = shared_bytes(end, size)
-    wanted = ((rank * share, (rank + 1) * share), (size * share, end))
+    wanted = own_ranges(end_of(regions), rank, size)
     return [found for first, last in wanted for region in regions for found in _within(region, first, last)]
+
+
+def own_ranges(end: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """The bytes (first, last + 1) of a target slot that a rank copies itself, of so many."""
+    share = shared_bytes(end, size)
+    return [(rank * share, (rank + 1) * share), (size * share, end)]
 
 
 def _within(region: CopyRegion, first: int, last: int) -> list[CopyRegion]:
