@@ -295,11 +295,10 @@ def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tu
         raise ValueError(
             f"max_disk_gib={job.max_disk_gib} is for a drive, and none is named; give --offload-dir DIR too"
         )
-    profile = (
-        with_drive(profile, job.offload_dir)
-        if team is None
-        else with_ranks_at_work(profile, team, opened.device, dtype)
-    )
+    if team is not None:
+        profile = with_ranks_at_work(profile, team, opened.device, dtype)
+    if job.offload_dir is not None:
+        profile = _told_by_first(team, partial(with_drive, profile, job.offload_dir), HardwareProfile)
     return opened._replace(source=opened.source._replace(spec=spec)), profile
 
 

@@ -336,7 +336,7 @@ CONTEXT_CASES: dict[Callable[[], Case], int] = {
 
 
 DRIVE_CASES: dict[Callable[[], Case], int] = {
-    bf16: 2, tied_in_shared_slots: 3, states_in_blocks: 2, lora: 2, adapters_of_experts_in_parts: 2, stored_base: 2,
+    tied_in_shared_slots: 3, states_in_blocks: 2, lora: 2, adapters_of_experts_in_parts: 2, stored_base: 2,
 }  # fmt: skip
 """The same of ranks that share a drive, of which half relay and half split."""
 

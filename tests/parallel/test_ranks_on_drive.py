@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import signal
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
+from rank_cases import Case, bf16, tied_in_shared_slots
+from ranks_helper import run_ranks, values_of
+from test_several_ranks import opened
 
+from flexengine.checkpoint.manifest import verify_manifest
 from flexengine.models.freezing import with_frozen
+from flexengine.native.drive import DriveError
+from flexengine.parallel.signals import RankLost
 from flexengine.plan import GroupPlan, Plan
+from flexengine.runtime.engine import Engine
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Command, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
@@ -17,6 +32,7 @@ from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import runs_of_ranks
 from tests.parallel.test_ranks_checker import is_rejected
 from tests.parallel.test_split_transport import Change, changed
+from tests.runtime.test_drive_planes import FAULTS
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
 
@@ -34,8 +50,7 @@ def on_drive(plan: Plan, random: Random | None = None, **changes: object) -> Pla
     return replace(plan, groups=tuple(map(home, plan.groups)), touched_only=False, **changes)
 
 
-@pytest.mark.parametrize("transport", ["relay", "split"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "transport"), [(0, "split"), (1, "relay"), (2, "split")])
 def test_random_plans_are_proven(seed: int, transport: str):
     random = Random(seed)
     model = [small_model(), small_model(tied=True), with_frozen(small_model(), ["embed", "block.1"])][seed]
@@ -120,3 +135,88 @@ def test_changes_are_noticed(transport: str):
         assert is_rejected(layout, changed(runs, change, (rank,))), what
     early = [[run._replace(program=told_before_the_write(run.program)) for run in rank] for rank in runs]
     assert is_rejected(layout, [runs[0], early[1]]), "told before the write"
+
+
+# -- a drive that fails, and ranks that are killed -------------------------------------------------------------------
+
+DRIVEN = bf16()._replace(drive=True)
+
+
+def train_steps(engine: Engine, batch: Any, folders: Sequence[Path | None]) -> None:
+    """As many steps as there are folders, beside each of which a checkpoint is written, unless it is None."""
+    for folder in folders:
+        if folder is not None:
+            engine.start_checkpoint(folder)
+        engine.train_step(batch)
+
+
+def fail_in_a_step(rank: int, case: Case) -> tuple[str, str]:
+    engine = opened(rank, 2, case)
+    engine.train_step(case.steps[0][0])
+    engine.evaluate(case.steps[0][0])  # the update has ended
+    if rank == 1:
+        FAULTS["an error"][0](engine.arenas.drive)
+    with pytest.raises((RankLost, DriveError)) as caught:
+        train_steps(engine, case.steps[1][0], [None] * 2)  # the update goes on beside the next step
+    engine.close()
+    return caught.type.__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["relay", "split"])
+def test_a_drive_that_fails_one_rank_ends_all_with_one_message(split: bool):
+    first, second = values_of(run_ranks(fail_in_a_step, 2, DRIVEN._replace(split=split)))
+    assert (first[0], second[0]) == ("RankLost", "DriveError")
+    assert first[1] == f"rank 1: DriveError: {second[1]}"
+    assert re.search("could not be (read|written) at byte .*Input/output error.*resume from the last", second[1])
+
+
+def open_on_a_full_drive(rank: int, folder: Path) -> str:
+    if rank == 0:
+        os.posix_fallocate = no_space
+    with pytest.raises(DriveError) as caught:
+        opened(rank, 2, DRIVEN, offload_dir=str(folder))
+    return str(caught.value)
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "full")
+
+
+def test_a_full_drive_is_told_on_all_ranks_before_the_first_step(tmp_path: Path):
+    first, second = values_of(run_ranks(open_on_a_full_drive, 2, tmp_path / "drive"))
+    assert "No space left on device. Free some, name another folder" in first
+    assert second == f"rank 0: {first}"
+    assert list((tmp_path / "drive").iterdir()) == []
+
+
+def go_on_until_killed(rank: int, case: Case, folder: Path, after_s: float) -> None:
+    """Train and save beside that, step after step, from the first checkpoint on; rank 1 is killed meanwhile."""
+    engine = opened(rank, 2, case, watched=True, offload_dir=str(folder / "drive"))
+    engine.train_step(case.steps[0][0])
+    engine.save_checkpoint(folder / "step-0")
+    if rank == 1:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(RankLost):
+        train_steps(engine, case.steps[1][0], [folder / f"step-{step}" for step in range(1, 1000)])
+
+
+def losses_from(folder: Path, case: Case, count: int) -> list[float]:
+    engine = opened(0, 1, case)
+    engine.load_checkpoint(folder)
+    found = [engine.train_step(case.steps[1][0])[0].loss for _ in range(count)]
+    engine.close()
+    return found
+
+
+def test_a_rank_that_is_killed_leaves_whole_checkpoints_and_no_file(tmp_path: Path):
+    """Any that was begun is whole or not there, and goes on with the losses of a run that nobody killed."""
+    case = tied_in_shared_slots()._replace(drive=True, split=True)
+    outcomes = run_ranks(go_on_until_killed, 2, case, tmp_path, 0.3)
+    assert [outcome.error for outcome in outcomes] == [None, "ended"]
+    assert list((tmp_path / "drive").iterdir()) == []
+    saved = sorted(tmp_path.glob("step-*"), key=lambda path: int(path.name[5:]))
+    for checkpoint in saved:
+        verify_manifest(checkpoint)
+    last = min(len(saved) - 1, 3)
+    expected = losses_from(saved[0], case, max(2, last + 1))
+    assert losses_from(saved[last], case, 2) == expected[max(0, last - 1) :][:2]
