@@ -24,7 +24,7 @@ from bench.random_cases import Case, Variant, draw_case
 from bench.random_runs import MOST_BYTES, Outcome, on_ranks, planned_run, train
 from flexengine.api import PlannedRun
 from flexengine.models import blocks
-from flexengine.plan import GroupPlan, Plan
+from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner.on_drive import home_on_drive, numbers_on_drive
 from flexengine.schedule.layout import Layout
 
@@ -44,8 +44,25 @@ def on_drive(planned: PlannedRun, random: Random) -> PlannedRun:
             kept = tuple(kind for kind in ("weights", "grads") if random.random() < 0.3)
             homes[i] = there.off_the_drive(kept)
     tile, slots = random.choice((1, 3000)), random.randint(1, 4)
-    moved = replace(plan, groups=tuple(homes), touched_only=False, drive_tile=tile, drive_slots=slots)
+    layers = tuple(
+        _kept_on_drive(kept, random) if layer.kind == "block" else kept
+        for kept, layer in zip(plan.layers, model.layers, strict=True)
+    )
+    moved = replace(plan, groups=tuple(homes), layers=layers, touched_only=False, drive_tile=tile, drive_slots=slots)
     return replace(planned, plan=_promised(moved, Layout(model, moved)))
+
+
+def _kept_on_drive(kept: LayerPlan, random: Random) -> LayerPlan:
+    """Often with what it keeps on the host, or on the GPU, on a drive."""
+    if random.random() < 0.3:
+        return kept
+    if random.random() < 0.7:
+        moved = kept.keep_gpu[: random.randint(0, len(kept.keep_gpu))]
+        home = kept.input_home if kept.input_again else "host"
+        stay = tuple(op for op in kept.keep_gpu if op not in moved)
+        kept = replace(kept, keep_gpu=stay, keep_host=(*kept.keep_host, *moved), input_home=home)
+    there = kept.keep_host or (kept.input_home == "host" and not kept.input_again)
+    return replace(kept, on_drive=bool(there))
 
 
 def _promised(plan: Plan, layout: Layout) -> Plan:

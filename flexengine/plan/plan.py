@@ -36,18 +36,22 @@ class LayerPlan:
 
     `keep_gpu` and `keep_host` name ops whose outputs are kept on the GPU or in host memory; what is in neither is
     recomputed. `input_home` says where the layer's input waits. input_again: it is not kept from forward; backward
-    makes it again from the layer before, and it waits there only until then.
+    makes it again from the layer before, and it waits there only until then. on_drive: what would wait on the host from
+    forward lies on a drive.
     """
 
     keep_gpu: tuple[str, ...] = ()
     keep_host: tuple[str, ...] = ()
     input_home: Home = "gpu"
     input_again: bool = False
+    on_drive: bool = False
 
     def __post_init__(self) -> None:
         both = set(self.keep_gpu) & set(self.keep_host)
         if both:
             raise ValueError(f"ops {sorted(both)} are planned to be kept on the GPU and in host memory at once")
+        if self.on_drive and not (self.keep_host or (self.input_home == "host" and not self.input_again)):
+            raise ValueError("on_drive is about what a layer keeps on the host, and this one keeps nothing there")
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Plan:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if self.uses_drive and self.shares_node:
             _check_drive_of_ranks(self)
+        if self.keeps_on_drive and self.shares_node:
+            raise ValueError("activations lie on a drive only where one rank trains")
         if any(home.speculative for home in self.groups) and not self.may_speculate:
             raise ValueError("updates are speculative on one rank, and on ranks of one node that walk layers together")
         if self.touched_only and not self.in_parts:
@@ -187,8 +193,13 @@ class Plan:
 
     @property
     def uses_drive(self) -> bool:
-        """True when some group has planes on a drive."""
-        return any(home.uses_drive for home in self.groups)
+        """True when planes of some group lie on a drive, or what some layer keeps."""
+        return self.keeps_on_drive or any(home.uses_drive for home in self.groups)
+
+    @property
+    def keeps_on_drive(self) -> bool:
+        """True when what some layer keeps lies on a drive."""
+        return any(kept.on_drive for kept in self.layers)
 
     @property
     def reads_weights(self) -> bool:

@@ -31,6 +31,7 @@ from flexengine.schedule.fixed_slots import (
     norm_square_bytes,
 )
 from flexengine.schedule.group_storage import GroupStorage
+from flexengine.schedule.kept_on_drive import add_staged, keeps_input, keeps_saved, kept_slots
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.region import Region
@@ -65,6 +66,9 @@ def _add_drive(sizes: PlannedSizes, slots: list[Slot]) -> int:
         elif home.weights == "drive":
             slots += frozen_on_drive(spec.name, stored, end, sizes.plan)
             end += in_blocks(stored.plane_bytes["weights"])
+    for key, num_bytes in kept_slots(sizes):
+        slots.append(Slot(key, end, num_bytes, "offloaded activations"))
+        end += num_bytes
     return end
 
 
@@ -108,6 +112,7 @@ class _HostSlots:
         self._staged_states()
         self._staged_parts("weights", "staged_weights", STAGED_WEIGHTS)
         self._staged_parts("grad", "staged_grads", STAGED_GRADS)
+        add_staged(sizes, region)
         sizes.places.add_on_host(sizes, region, self._homes)
         self._offloaded_activations()
         return region.end
@@ -174,10 +179,11 @@ class _HostSlots:
             if not (sizes.model.layers[layer].keeps and sizes.trains(layer)):
                 continue
             for c in range(sizes.kept_chunks):
-                if kept.input_home == "host" and not sizes.is_handed(layer):
+                on_host = kept.input_home == "host" and not keeps_input(sizes, layer)
+                if on_host and not sizes.is_handed(layer):
                     key = sizes.segments.key_of_input(layer, c, "host")
                     region.add_once(key, sizes.hidden_bytes, "offloaded activations", sizes.hidden_bytes)
-                if num_bytes := program.save_host_bytes:
+                if (num_bytes := program.save_host_bytes) and not keeps_saved(sizes, layer):
                     key = sizes.segments.key_of_saved("save", layer, c, "host", num_bytes)
                     region.add_once(key, num_bytes, "offloaded activations", sizes.most_saved(layer)[1])
 

@@ -7,6 +7,10 @@ from flexengine.schedule.drive import BLOCK_BYTES
 from flexengine.schedule.program_error import ProgramError
 
 
+LEFT_FOR_DRIVE = ((Stream.CPU, "staged"), (Stream.D2H, "staged_grads"), (Stream.D2H, "staged_kept"))
+"""Who leaves what in slots of the host that goes to a drive."""
+
+
 def check_drive_copy(program: Program, command: Command) -> None:
     """Check that a copy on a stream of the drive moves whole blocks the way it says, and all that it declares."""
     _check_blocks(program, command)
@@ -46,7 +50,7 @@ def _check_all_moved(program: Program, command: Command) -> None:
 
 def check_written_back(program: Program) -> None:
     """Check that what is to go to a drive is written there before its slot holds other things: every plane of a tile
-    but its gradient once the CPU has updated it, and gradients that the GPU has left."""
+    but its gradient once the CPU has updated it, and gradients and activations that the GPU has left."""
     left, brought = dict[int, Command](), dict[int, Command]()
     for command in program.commands:
         if command.stream in DRIVE_WRITES:
@@ -59,7 +63,7 @@ def check_written_back(program: Program) -> None:
             role, *_, within = program.slots[slot].key
             if command.stream is Stream.DRIVE_IN:
                 brought[slot] = command
-            if not within and (command.stream, role) in ((Stream.CPU, "staged"), (Stream.D2H, "staged_grads")):
+            if not within and (command.stream, role) in LEFT_FOR_DRIVE:
                 left[slot] = command
                 if slot in brought:
                     _check_planes(program, command, brought.pop(slot), slot)

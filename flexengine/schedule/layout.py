@@ -17,6 +17,7 @@ from flexengine.schedule.arena_slots import STAGED_GRADS, STAGED_WEIGHTS, host_m
 from flexengine.schedule.drive import PartBlocks, drive_bytes, drive_kinds, drive_start, part_blocks, tiles_of_ranks
 from flexengine.schedule.group_storage import Plane, Segment
 from flexengine.schedule.group_uses import group_uses
+from flexengine.schedule.kept_on_drive import kept_slots
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Run
 from flexengine.schedule.pieces import Piece, Range
@@ -55,13 +56,15 @@ class Layout(PlannedSizes):
 
     @property
     def drive_written_bytes(self) -> int:
-        """Bytes that a full step writes to a drive: gradients as often as layers leave some."""
+        """Bytes that a full step writes to a drive: gradients as often as layers leave some, what is kept of each
+        round."""
         found = 0
         for stored, home, use in zip(self.groups, self.plan.groups, group_uses(self.model), strict=True):
             kinds = drive_kinds(stored, home)
             times = self.plan.num_rounds * use.gradients if "grad" in kinds else 1
             found += drive_bytes(stored, kinds) + (times - 1) * drive_bytes(stored, ("grad",))
-        return found
+        kept = self.plan.num_rounds * sum(num_bytes for _, num_bytes in kept_slots(self))
+        return found + kept
 
     @cached_property
     def overlaps(self) -> list[tuple[int, ...]]:
@@ -95,10 +98,10 @@ class Layout(PlannedSizes):
         ring = self.ring(role)
         return ring[layer % len(ring)]
 
-    def ring(self, role: Role, owner: str | int = "") -> list[int]:
-        """Indices of all GPU slots 0, 1, ... of a role and owner; empty when the plan gives none."""
+    def ring(self, role: Role, owner: str | int = "", memory: Memory = "gpu") -> list[int]:
+        """Indices of all slots 0, 1, ... of a role and owner; empty when the plan gives none."""
         found: list[int] = []
-        while (slot := self._index.get(SlotKey(role, owner, len(found)))) is not None:
+        while (slot := self._index.get(SlotKey(role, owner, len(found), memory))) is not None:
             found.append(slot)
         return found
 
@@ -164,7 +167,11 @@ class Layout(PlannedSizes):
 
     def staging_place(self, staging: int, blocks: PartBlocks) -> int:
         """The slot within one of the host, for a part on its way, where what blocks hold is found."""
-        return self._index[self.slots[staging].key._replace(within=(blocks.place, blocks.held))]
+        return self.place_within(staging, (blocks.place, blocks.held))
+
+    def place_within(self, slot: int, within: tuple[str | int, ...]) -> int:
+        """The slot of this name within another."""
+        return self._index[self.slots[slot].key._replace(within=within)]
 
     def staging_ring(self, role: Role, group: int) -> list[int]:
         """The slots of the host for parts of a group's class on their way from or to a drive."""

@@ -27,8 +27,8 @@ Role = str
 - input, save_gpu, save_host, save: what a layer keeps for backward: its input, its outputs on the GPU, staged for the
   host, and on the host;
 - scratch, tile, update_scratch: temporaries of a layer; what an optimizer tile is updated in, and its temporaries;
-- staged, staged_weights, staged_grads: on the host, a tile on its way from and to a drive; weights on theirs from there
-  to the GPU, and gradients between both.
+- staged, staged_weights, staged_grads, staged_kept: on the host, a tile on its way from and to a drive; weights on
+  theirs from there to the GPU; gradients, and what layers keep there, between both.
 """
 
 

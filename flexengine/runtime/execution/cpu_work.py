@@ -26,7 +26,7 @@ class CpuWork:
     before it; that is asked on a thread of its own, when the host has issued so far (`issued`). None: all may run,
     but for what waits for others of these commands. Of those of the CPU that may run the first by `cpu_priority` does;
     those of a drive's streams run in order, on a thread each. num_threads: of torch, in calls. before: work that ends
-    first, but that reads for the GPU wait for those of its commands alone that `earlier` names.
+    first, but that a drive's copies for the GPU wait for those of its commands alone that `earlier` names.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class CpuWork:
 
     def _carry(self, commands: list[Command]) -> None:
         """Run a drive's copies of one direction in order."""
-        before, fetches = self._before, commands[0].stream is Stream.DRIVE_FETCH
-        if before is not None and not fetches:
+        before, of_gpu = self._before, commands[0].stream in (Stream.DRIVE_FETCH, Stream.DRIVE_STORE)
+        if before is not None and not of_gpu:
             before.join()
         for command in commands:
-            if before is not None and fetches:
+            if before is not None and of_gpu:
                 before.wait(self._earlier.get(command.index, ()))
             if not self._may_run(command):
                 if self._abandoned:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from flexengine.ops.base import TensorSpec
 from flexengine.plan import Home
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, RowCopy, Stream, Subject
+from flexengine.schedule.kept_on_drive import keeps_input, keeps_saved
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
+from flexengine.schedule.lowering.drive_kept import DriveKept
+from flexengine.schedule.program_builder import merge_regions
 from flexengine.schedule.slots import Memory
 
 Bound = tuple[dict[str, int], list[Access]]
@@ -21,6 +24,7 @@ class ActivationLowering:
         self._staging = SlotRing(self._layout.ring("save_host"))
         self._gradients = SlotRing(self._layout.ring("grad_hidden"))
         self._hidden_spec = TensorSpec("hidden", (context.model.hidden_size,))
+        self._drive = DriveKept(context)
         self._over_hidden: dict[int, int] = {}  # chunk -> slot of a hidden state that its gradient lies in
         self._inputs: dict[tuple[int, int], int] = {}  # (layer, chunk) -> slot
         self._waiting: dict[tuple[int, int], int] = {}  # the same of inputs that wait on the host
@@ -57,7 +61,7 @@ class ActivationLowering:
         following = index + 1
         if not self._context.plan.request.hidden_on_host or (keeps and self._keeps_input(following, "gpu")):
             return
-        if keeps and self._keeps_input(following, "host"):
+        if keeps and self._keeps_input(following, "host") and not keeps_input(self._layout, following):
             place = self._place_of_input(following, c, "host")
         else:
             place = self._layout.slot("hidden", index=c, memory="host")
@@ -74,20 +78,36 @@ class ActivationLowering:
         return kept
 
     def offload(self, index: int, c: int, areas: dict[str, int]) -> None:
-        """Send a chunk's input and kept outputs to the host where the plan says so, unless they wait there already."""
-        if self._keeps_input(index, "host") and (index, c) not in self._waiting:
+        """Send a chunk's input and kept outputs to the host, or a drive, where the plan says so, unless they wait there
+        already."""
+        if keeps_input(self._layout, index):
+            self._input_to_drive(index, c, areas["input"])
+        elif self._keeps_input(index, "host") and (index, c) not in self._waiting:
             self._offload_to(self._place_of_input(index, c, "host"), "input", index, c, areas["input"])
         self.offload_saved(index, c, areas)
+
+    def _input_to_drive(self, index: int, c: int, slot: int) -> None:
+        at, content = self._drive.place(self._layout.hidden_bytes), f"input {index} {c}"
+        name, beside = self._name("offload", "input", index, c), (Access(at.staging, content),)
+        self._copy_hidden(name, Stream.D2H, content, slot, at.place, beside)
+        home = self._place_of_input(index, c, "drive")
+        self._drive.write(self._name("write", "input", index, c), content, at, home)
 
     def _offload_to(self, place: int, subject: Subject, index: int, c: int, slot: int) -> None:
         name = self._name("offload", subject, index, c)
         self._copy_hidden(name, Stream.D2H, f"{subject} {index} {c}", slot, place)
 
     def offload_saved(self, index: int, c: int, areas: dict[str, int]) -> None:
-        """Send a chunk's kept outputs to the host where the plan says so."""
-        if "save_host" in areas:
-            name = self._name("offload", "save", index, c)
-            self._copy_saved(name, Stream.D2H, index, areas["save_host"], self._place_on_host(index, c))
+        """Send a chunk's kept outputs to the host, or a drive, where the plan says so."""
+        if "save_host" not in areas:
+            return
+        name, source = self._name("offload", "save", index, c), areas["save_host"]
+        if not keeps_saved(self._layout, index):
+            self._copy_saved(name, Stream.D2H, index, source, self._place_of_saved(index, c))
+            return
+        at, content = self._drive.place(self._layout.programs[index].save_host_bytes), f"save_host {index} {c}"
+        self._copy_saved(name, Stream.D2H, index, source, at.place, (Access(at.staging, content),))
+        self._drive.write(self._name("write", "save", index, c), content, at, self._place_of_saved(index, c, "drive"))
 
     # -- forward again -----------------------------------------------------------------------------------------------
 
@@ -123,15 +143,26 @@ class ActivationLowering:
             reads.append(Access(areas["save_gpu"], f"save_gpu {index} {c}"))
         if program.save_host_bytes:
             areas["save_host"] = self._staging.take()
-            name = self._name("fetch", "save", index, c)
-            self._copy_saved(name, Stream.H2D, index, self._place_on_host(index, c), areas["save_host"])
+            name, source = self._name("fetch", "save", index, c), self._saved_on_host(index, c)
+            self._copy_saved(name, Stream.H2D, index, source, areas["save_host"])
             reads.append(Access(areas["save_host"], f"save_host {index} {c}"))
         return areas, reads
 
     def _fetch_input(self, index: int, c: int) -> int:
         if self._context.plan.layers[index].input_home == "gpu":
             return self._place_of_input(index, c)
-        return self._fetch_from(self._place_of_input(index, c, "host"), index, c)
+        if not keeps_input(self._layout, index):
+            return self._fetch_from(self._place_of_input(index, c, "host"), index, c)
+        name, home = self._name("read", "input", index, c), self._place_of_input(index, c, "drive")
+        return self._fetch_from(self._drive.read(name, f"input {index} {c}", home, self._layout.hidden_bytes), index, c)
+
+    def _saved_on_host(self, index: int, c: int) -> int:
+        """Where a chunk's kept outputs are found on the host; from a drive they are read before."""
+        if not keeps_saved(self._layout, index):
+            return self._place_of_saved(index, c)
+        name, home = self._name("read", "save", index, c), self._place_of_saved(index, c, "drive")
+        num_bytes = self._layout.programs[index].save_host_bytes
+        return self._drive.read(name, f"save_host {index} {c}", home, num_bytes)
 
     def _fetch_from(self, place: int, index: int, c: int) -> int:
         slot = self._hidden.take()
@@ -180,23 +211,28 @@ class ActivationLowering:
         number = self._context.number_kept(c)
         return self._layout.slot_of(self._layout.segments.key_of_saved("save_gpu", index, number, "gpu", num_bytes))
 
-    def _place_on_host(self, index: int, c: int) -> int:
+    def _place_of_saved(self, index: int, c: int, memory: Memory = "host") -> int:
         num_bytes = self._layout.programs[index].save_host_bytes
         number = self._context.number_kept(c)
-        return self._layout.slot_of(self._layout.segments.key_of_saved("save", index, number, "host", num_bytes))
+        return self._layout.slot_of(self._layout.segments.key_of_saved("save", index, number, memory, num_bytes))
 
     def _hidden_bytes(self, c: int) -> int:
         return self._context.shape.chunks[c].tokens * self._context.model.hidden_size * self._layout.compute_bytes
 
     # -- copies of the rows that a chunk really has ------------------------------------------------------------------
 
-    def _copy_hidden(self, name: CommandName, stream: Stream, content: str, source: int, target: int) -> None:
-        """Append a copy of a chunk's hidden state, or of its gradient."""
+    def _copy_hidden(
+        self, name: CommandName, stream: Stream, content: str, source: int, target: int,
+        beside: tuple[Access, ...] = (),
+    ) -> None:  # fmt: skip
+        """Append a copy of a chunk's hidden state, or of its gradient. beside: what it writes with its target."""
         region = CopyRegion(source, 0, target, 0, self._hidden_bytes(name.chunk))
         rows = RowCopy(name.chunk, ((region, self._hidden_spec),), self._layout.compute_bytes)
-        self._builder.copy(name, stream, content, [region], rows)
+        self._append(name, stream, content, [region], rows, beside)
 
-    def _copy_saved(self, name: CommandName, stream: Stream, index: int, source: int, target: int) -> None:
+    def _copy_saved(
+        self, name: CommandName, stream: Stream, index: int, source: int, target: int, beside: tuple[Access, ...] = ()
+    ) -> None:
         """Append a copy of what a layer keeps of a chunk on the host: one region per tensor."""
         tokens, width = self._context.shape.chunks[name.chunk].tokens, self._layout.compute_bytes
         tensors = tuple(
@@ -204,4 +240,11 @@ class ActivationLowering:
             for place in self._layout.programs[index].saved_host
         )
         rows, content = RowCopy(name.chunk, tensors, width), f"save_host {index} {name.chunk}"
-        self._builder.copy(name, stream, content, [region for region, _ in tensors], rows)
+        self._append(name, stream, content, [region for region, _ in tensors], rows, beside)
+
+    def _append(
+        self, name: CommandName, stream: Stream, content: str, regions: list[CopyRegion], rows: RowCopy,
+        beside: tuple[Access, ...],
+    ) -> None:  # fmt: skip
+        source, target = Access(regions[0].source, content), Access(regions[0].target, content)
+        self._builder.add_copy(name, stream, [source], [*beside, target], merge_regions(regions), rows)
