@@ -19,6 +19,7 @@ from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, SizeTables
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import GroupUse
+from flexengine.schedule.kept_on_drive import staged_kept_bytes
 from flexengine.schedule.layer_program import ALIGNMENT
 
 Slots = tuple[int, int, int]
@@ -171,7 +172,11 @@ class CandidateMemory:
         planes = self.edge_host[candidates.edges] + tables.choice_host.at(candidates.choices).sum(axis=1)
         planes = planes + tables.shared_bytes(candidates.choices // NUM_RESIDENCIES, 1)
         by_cpu = tables.by_cpu.at(candidates.choices % NUM_RESIDENCIES).any(axis=1)
-        return tables.activations.host_bytes + planes + np.where(by_cpu, self.buffers.cpu_update_host_bytes, 0)
+        planes = planes + np.where(by_cpu, self.buffers.cpu_update_host_bytes, 0)
+        if self.buffers.kept_on_drive:
+            largest = tables.option_drive_slot.at(candidates.choices // NUM_RESIDENCIES).max(axis=1)
+            planes = planes + [staged_kept_bytes(num_bytes) for num_bytes in largest.tolist()]
+        return tables.activations.host_bytes + planes
 
     def num_bytes(self, candidates: Candidates) -> np.ndarray:
         """Bytes [2, P] on the GPU and the host."""

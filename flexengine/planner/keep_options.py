@@ -31,8 +31,8 @@ from flexengine.schedule.save_sets import savable_ops
 class KeepOptions:
     """Keep options [O] of blocks of one kind. All bytes are int64 and of one chunk.
 
-    gpu_bytes and host_bytes stay until backward; staged_bytes is what one offload slot must hold; input_bytes are the
-    input's, on the GPU or the host; set_of says which of `programs` an option runs.
+    gpu_bytes, host_bytes and drive_bytes stay until backward; staged_bytes is what one offload slot must hold;
+    input_bytes are the input's, wherever it is; set_of says which of `programs` an option runs.
     """
 
     plans: tuple[LayerPlan, ...]
@@ -40,6 +40,7 @@ class KeepOptions:
     set_of: np.ndarray
     gpu_bytes: np.ndarray
     host_bytes: np.ndarray
+    drive_bytes: np.ndarray
     staged_bytes: np.ndarray
     scratch_bytes: np.ndarray
     input_on_gpu: np.ndarray
@@ -49,6 +50,17 @@ class KeepOptions:
     def output_gpu_bytes(self) -> np.ndarray:
         """GPU bytes [O] of outputs alone."""
         return self.gpu_bytes - np.where(self.input_on_gpu, self.input_bytes, 0)
+
+    @property
+    def sent_bytes(self) -> np.ndarray:
+        """Bytes [O] that leave the GPU."""
+        return self.host_bytes + self.drive_bytes
+
+    @property
+    def drive_slot_bytes(self) -> np.ndarray:
+        """Bytes [O] that a slot of the host for what is on its way to or from a drive must hold."""
+        inputs = np.where(self.drive_bytes > self.staged_bytes, self.input_bytes, 0)
+        return np.where(self.drive_bytes > 0, np.maximum(inputs, self.staged_bytes), 0)
 
     def recompute_s(self, shape: RoundShape, cost: CostModel) -> np.ndarray:
         """Seconds [O] per round that backward spends on recomputation."""
@@ -70,8 +82,11 @@ def keep_options(
     hidden_bytes: int,
     sliced: bool,
     num_splits: int,
+    on_drive: bool = False,
 ) -> tuple[KeepOptions, ...]:
     """Placements of input and save sets at the chunk size of `cost`, by kind of block.
+
+    on_drive: what leaves the GPU from forward to backward lies on a drive.
 
     num_splits: even shares of a save set, of which any may stay on the GPU, as near as its parts allow.
     recompute `none` keeps all that backward needs, `full` only the layer's input. sliced: the chunk is part of a
@@ -96,6 +111,7 @@ def keep_options(
             cost,
             hidden_bytes,
             sliced,
+            on_drive,
         )
         for i, kind in enumerate(kinds)
     )
@@ -122,6 +138,7 @@ def _options(
     cost: CostModel,
     hidden_bytes: int,
     sliced: bool,
+    on_drive: bool,
 ) -> KeepOptions:
     """The options of one kind: (set, its part on the GPU, home of the input) of each. Without a backward they are all
     one: nothing is kept. An input that is made again takes no bytes of the block's."""
@@ -135,15 +152,18 @@ def _options(
     if not layer.has_backward:
         found = [(number, (), "gpu") for number, _, _ in found]
     input_on_gpu = np.array([home == "gpu" for _, _, home in found])
+    sent = staged + np.where(input_on_gpu, 0, hidden_bytes)
+    there = on_drive * (sent - (staged if kind.runs_again else 0))
     return KeepOptions(
         plans=tuple(
-            LayerPlan(on_gpu, tuple(x for x in sets[s] if x not in on_gpu), home, kind.again)
-            for s, on_gpu, home in found
+            LayerPlan(on_gpu, tuple(x for x in sets[s] if x not in on_gpu), home, kind.again, drive > 0)
+            for (s, on_gpu, home), drive in zip(found, there.tolist(), strict=True)
         ),
         programs=programs,
         set_of=set_of,
         gpu_bytes=kept + np.where(input_on_gpu, hidden_bytes, 0),
-        host_bytes=staged + np.where(input_on_gpu, 0, hidden_bytes),
+        host_bytes=sent - there,
+        drive_bytes=there,
         staged_bytes=staged,
         scratch_bytes=np.array([scratch_bytes(p, sliced) for p in programs], dtype=np.int64)[set_of],
         input_on_gpu=input_on_gpu,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from flexengine.models.spec import BLOCK_CLASSES, GroupSpec, ModelSpec
-from flexengine.plan import GroupPlan, Numerics, Plan
+from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan
 from flexengine.planner.cost.stream_loads import (
     FROZEN_ON_DRIVE,
     FROZEN_RESIDENCIES,
@@ -27,8 +27,10 @@ from flexengine.schedule.drive import (
     staged_offsets,
     staged_part_bytes,
 )
-from flexengine.schedule.group_storage import GroupStorage, group_storage
+from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage
+from flexengine.schedule.kept_on_drive import kept_sizes
 from flexengine.schedule.layer_program import align
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import PlaneKind
 
 TILES_ON_DRIVE, LEAST_DRIVE_TILE = 256, 1 << 18
@@ -91,9 +93,16 @@ def _part_bytes(group: GroupSpec, stored: GroupStorage, home: GroupPlan, kind: P
     return staged_part_bytes(stored, kind, trained=home.trained) + BLOCK_BYTES
 
 
-def bytes_for_drive(problem: Problem) -> int:
-    """Bytes of all that may lie on a drive: optimizer states but of adapters and of what the GPU alone updates, and
-    weights and gradients of blocks."""
+def bytes_for_drive(problem: Problem) -> tuple[int, int]:
+    """Bytes of all planes that may lie on a drive, and with the inputs that layers keep of a whole step."""
+    planes, tokens = _bytes_of_planes(problem), problem.request.max_global_batch_tokens
+    blocks = sum(layer.keeps for layer in problem.model.blocks)
+    width = problem.model.hidden_size * DTYPE_BYTES[problem.request.numerics.compute]
+    return planes, planes + in_blocks(tokens * width) * blocks
+
+
+def _bytes_of_planes(problem: Problem) -> int:
+    """Of optimizer states but of adapters and of what the GPU alone updates, and of weights and gradients of blocks."""
     model, numerics = problem.model, problem.request.numerics
     trained = [(group, group_storage(group, numerics)) for group in model.groups if not (group.frozen or group.adapter)]
     if any(stored.on_gpu_only for _, stored in trained):
@@ -108,19 +117,33 @@ def frozen_bytes(model: ModelSpec, numerics: Numerics) -> int:
     return sum(in_blocks(group_storage(group, numerics).plane_bytes["weights"]) for group in frozen)
 
 
-KINDS = ("weights", "grads", "states")
+KINDS = ("weights", "grads", "kept", "states")
 """Those that cross a drive most often in a step first: weights twice in every round, gradients nearly as often."""
 
 
-def planes_on_host(problem: Problem, plan: Plan, groups: Iterable[int], kinds: Iterable[str] = KINDS) -> Plan:
-    """The plan with planes of some kinds and groups, in this order, on the host instead of a drive, as far as it has
-    room."""
+def orders_of_kinds(plan: Plan) -> list[tuple[str, ...]]:
+    """Orders in which kinds of planes may come to the host: weights first, or what backward leaves, or needs."""
+    found = [KINDS]
+    if any(home.grads == "drive" for home in plan.groups):
+        found.append(("grads", "weights", "kept", "states"))
+    if plan.keeps_on_drive:
+        found.append(("kept", "weights", "grads", "states"))
+    return found
+
+
+def planes_on_host(problem: Problem, plan: Plan, kinds: Iterable[str] = KINDS, *, last_first: bool = False) -> Plan:
+    """The plan with planes of some kinds, in this order, on the host instead of a drive, as far as it has room; of a
+    kind those of the first layers first, or of the last ones. `kept`: what layers keep from forward to backward."""
     if not plan.uses_drive:
         return plan
-    layout, homes, groups = problem.layout(plan), list(plan.groups), list(groups)
+    layout, homes, layers = problem.layout(plan), list(plan.groups), list(plan.layers)
+    step = -1 if last_first else 1
     room = problem.room(layout).host_bytes
     for kind in kinds:
-        for group in groups:
+        if kind == "kept":
+            room = _kept_on_host(layout, layers, room, step)
+            continue
+        for group in range(len(homes))[::step]:
             home, planes = homes[group], layout.groups[group].plane_bytes
             waits = kind == "states" and "drive" in (home.weights, home.grads)
             if waits or getattr(home, kind) != "drive":
@@ -130,5 +153,14 @@ def planes_on_host(problem: Problem, plan: Plan, groups: Iterable[int], kinds: I
             num_bytes //= plan.request.ranks  # each counts its part of what all have there
             if num_bytes <= room:
                 homes[group], room = moved, room - num_bytes
-    fewer = replace(plan, groups=tuple(homes))
+    fewer = replace(plan, groups=tuple(homes), layers=tuple(layers))
     return fewer if fewer != plan and problem.fits(problem.layout(fewer)) else plan
+
+
+def _kept_on_host(layout: Layout, layers: list[LayerPlan], room: int, step: int) -> int:
+    """Have layers keep on the host what they keep on a drive, as far as it has room; returns what is left of that."""
+    for layer in range(len(layers))[::step]:
+        num_bytes = layout.kept_chunks * sum(align(size) for size in kept_sizes(layout, layer))
+        if num_bytes and num_bytes <= room:
+            layers[layer], room = replace(layers[layer], on_drive=False), room - num_bytes
+    return room

@@ -38,7 +38,7 @@ class Problem:
 
     streams_adapters: what is trained beside frozen groups lives on the host, too. Of ranks of a node it does so always.
     on_drive: optimizer states of what is not on the GPU altogether may lie on a drive. all_on_drive: so may weights and
-    gradients of blocks.
+    gradients of blocks. kept_on_drive: so does what blocks keep from forward to backward and the GPU does not.
     """
 
     model: ModelSpec
@@ -48,6 +48,7 @@ class Problem:
     streams_adapters: bool = False
     on_drive: bool = False
     all_on_drive: bool = False
+    kept_on_drive: bool = False
 
     @property
     def may_update_by_cpu(self) -> bool:

@@ -28,7 +28,7 @@ from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import process_bytes
 from flexengine.planner.cost.save_sets import SaveSets, frontier, side_by_side
 from flexengine.planner.feasibility.shortage import Feasibility
-from flexengine.planner.on_drive import KINDS, planes_on_host
+from flexengine.planner.on_drive import orders_of_kinds, planes_on_host
 from flexengine.planner.problem import Problem
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_search import SizeSearch
@@ -214,13 +214,10 @@ class Search:
 
     def off_the_drive(self, plan: Plan, estimate: StepEstimate) -> Priced:
         """Keep what the host has room for there: of what forward needs first, or of what backward ends; weights first,
-        or gradients."""
-        best, numbers = (plan, estimate), range(len(plan.groups))
-        both = (
-            (KINDS, ("grads", "weights", "states")) if any(home.grads == "drive" for home in plan.groups) else (KINDS,)
-        )
-        for groups, kinds in product((numbers, numbers[::-1]), both):
-            fewer = planes_on_host(self.problem, plan, groups, kinds)
+        or other kinds."""
+        best = (plan, estimate)
+        for last_first, kinds in product((False, True), orders_of_kinds(plan)):
+            fewer = planes_on_host(self.problem, plan, kinds, last_first=last_first)
             if fewer is not plan:
                 found = self.pricer.step(self.problem.layout(fewer))
                 best = (fewer, found) if found.step_s < best[1].step_s else best

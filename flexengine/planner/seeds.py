@@ -22,6 +22,7 @@ from flexengine.planner.cost.stream_loads import BC, BD, BH, BI, FC, FD, FH, FI,
 from flexengine.planner.dynamic_program import frontier_of
 from flexengine.planner.size_tables import COMPUTE_AND_ISSUE, NUM_RESIDENCIES, STREAMS_WEIGHTS
 from flexengine.planner.surrogate import Surrogate
+from flexengine.schedule.kept_on_drive import staged_kept_bytes
 
 PHASES = ((FC, FH, FD, FI), (BC, BH, BD, BI), (UC, UH, UD))
 """Columns of loads that run side by side; phases follow each other."""
@@ -100,6 +101,7 @@ class Seeder:
         gpu_fixed = int(self.memory.fixed_gpu_bytes(USUAL_SLOTS, *self._shared_bytes(choices))[edge])
         host_fixed = tables.activations.host_bytes + int(self.memory.edge_host[edge])
         host_fixed += self.buffers.cpu_update_host_bytes
+        host_fixed += staged_kept_bytes(int(tables.option_drive_slot.largest[tables.choice_option[choices]].max()))
         return [
             (np.append(cpu_s, under), 0.0),
             (np.append(gpu / request.max_gpu_bytes, np.zeros(3)), 1 - gpu_fixed / request.max_gpu_bytes),
@@ -214,7 +216,7 @@ class Seeder:
         tables = self.tables
         staged = tables.option_staged.largest
         alike = tables.chunks_per_round * tables.option_gpu.total + staged + tables.option_scratch.largest
-        on_host = tables.of_blocks(lambda kind: kind.options.host_bytes).total
+        on_host = tables.of_blocks(lambda kind: kind.options.sent_bytes).total
         again_s = tables.of_blocks(lambda kind: kind.recompute_s).total
         own = (tables.option_gpu.total, on_host, again_s, staged, alike)
         table = np.column_stack(own).astype(float)

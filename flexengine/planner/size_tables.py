@@ -25,6 +25,7 @@ from flexengine.planner.cost.stream_loads import (
     chunk_seconds,
     group_loads,
     issue_s,
+    kept_slowdowns,
     plane_bytes_in,
     round_seconds,
     with_decoding,
@@ -122,6 +123,11 @@ class SizeTables:
     def option_staged(self) -> PerKind:
         """Bytes [O] that an offload slot must hold."""
         return self.of_blocks(lambda kind: kind.options.staged_bytes)
+
+    @cached_property
+    def option_drive_slot(self) -> PerKind:
+        """Bytes [O] that a slot of the host for what is on its way to or from a drive must hold."""
+        return self.of_blocks(lambda kind: kind.options.drive_slot_bytes)
 
     @cached_property
     def option_scratch(self) -> PerKind:
@@ -268,7 +274,7 @@ class BlockTables:
     def copies(self) -> np.ndarray:
         """Copies [O] of a chunk's tensors in one direction: the input's and the kept outputs'."""
         staged = self.options.staged_bytes
-        return (self.options.host_bytes > staged).astype(float) + (staged > 0)
+        return (self.options.sent_bytes > staged).astype(float) + (staged > 0)
 
     @cached_property
     def option_loads(self) -> np.ndarray:
@@ -276,8 +282,10 @@ class BlockTables:
         p, options = self.cost.profile, self.options
         chunks, fetches = self.full_rounds * len(self.shape.chunks), 2 if self.sliced else 1
         table = np.zeros((len(options.plans), NUM_LOADS))
-        forward, again = options.host_bytes - self.again_bytes[1], self.again_bytes[1]
-        fetched = fetches * options.host_bytes + self.kind.runs_again * forward
+        forward, again = options.sent_bytes - self.again_bytes[1], self.again_bytes[1]
+        fetched = fetches * options.sent_bytes + self.kind.runs_again * forward
+        slower = np.where(options.drive_bytes > 0, np.array([kept_slowdowns(self.cost)]).T, 1.0)
+        forward, fetched = forward * slower[1], fetched * slower[0]
         if self.again_on_host:
             again = again + self.kind.runs_again * self.hidden_bytes
             fetched = fetched + self.kind.again * (fetches + self.kind.runs_again) * self.hidden_bytes

@@ -26,6 +26,7 @@ from flexengine.planner.cost.stream_loads import (
     gpu_update_s,
     grad_slowdowns,
     issue_s,
+    kept_slowdowns,
     tile_times,
     tile_times_in_round,
 )
@@ -168,7 +169,8 @@ class Surrogate:
         copy_s, chunks, planes = issue_s(cost, "copy"), len(tables.shape.chunks), kind.group.plane_bytes
         staged = options.staged_bytes[option]
         gradients = kind.use.gradients + sum(one.use.gradients for one in kind.adapters)
-        inputs = options.host_bytes[option] - staged
+        inputs = options.sent_bytes[option] - staged
+        up, down = np.where(options.drive_bytes[option] > 0, np.array([kept_slowdowns(cost)]).T, 1.0)
         slowdowns = np.array([drive_slowdown(home, cost) for home in kind.residencies])
         weights = STREAMS_WEIGHTS[residency] * slowdowns[residency] * planes["weights"]
         streams = tables.streams_grads.by_kind[number][residency]
@@ -178,10 +180,10 @@ class Surrogate:
         backward_s = sum(s.backward_issue_s for s in kind.seconds) / chunks + kind.issue_s[option]
         return ChoiceCosts(
             recompute_s=kind.recompute_s[option] / chunks,
-            input_d2h_s=self._copy_s(inputs, False),
-            save_d2h_s=self._copy_s(staged, False),
-            input_h2d_s=self._copy_s(inputs, True),
-            save_h2d_s=self._copy_s(staged, True),
+            input_d2h_s=self._copy_s(inputs * down, False),
+            save_d2h_s=self._copy_s(staged * down, False),
+            input_h2d_s=self._copy_s(inputs * up, True),
+            save_h2d_s=self._copy_s(staged * up, True),
             weights_h2d_s=self._copy_s(weights, True) + beside.weights_s,
             grad_h2d_s=self._copy_s(streams * slower[0] * planes["grad"], True) + beside.grads_h2d_s,
             grad_d2h_s=self._copy_s(streams * slower[1] * planes["grad"], False) + beside.grads_d2h_s,

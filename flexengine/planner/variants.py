@@ -52,7 +52,8 @@ LEAST_LEFT_GAIN = 0.02
 """Second planes are counted in a search where they have no room and would gain more than this share."""
 
 LEAST_ALL_ON_DRIVE_GAIN = 0.05
-"""Weights and gradients lie on a drive where optimizer states are enough, which wears it more, for this share alone."""
+"""Weights and gradients lie on a drive where optimizer states are enough, which wears it more, for this share alone;
+kept activations, too, where these are enough."""
 
 
 class Found(NamedTuple):
@@ -365,6 +366,12 @@ ALL_ON_DRIVE = Variant[Problem, Found](
     lambda problem, _: fastest(OF_STORED, replace(problem, on_drive=True, all_on_drive=True)),
     LEAST_ALL_ON_DRIVE_GAIN,
 )
+KEPT_ON_DRIVE = Variant[Problem, Found](
+    _all_on_drive_applies,
+    lambda problem, _: fastest(OF_STORED, replace(problem, on_drive=True, all_on_drive=True, kept_on_drive=True)),
+    LEAST_ALL_ON_DRIVE_GAIN,
+)
+"""The same of kept activations."""
 
 # -- clipped gradients that are not stored -----------------------------------------------------------------------------
 
@@ -381,4 +388,4 @@ def _norm_first(problem: Problem, _: Found | None) -> Found | None:
 
 
 NORM_FIRST = Variant[Problem, Found](_norm_first_applies, _norm_first)
-OF_ONE_RANK = (*OF_STORED, ON_DRIVE, ALL_ON_DRIVE, NORM_FIRST)
+OF_ONE_RANK = (*OF_STORED, ON_DRIVE, ALL_ON_DRIVE, KEPT_ON_DRIVE, NORM_FIRST)

@@ -6,7 +6,6 @@ from flexengine.schedule.commands import DRIVE_WRITES, Command, Program, Stream,
 from flexengine.schedule.drive import BLOCK_BYTES
 from flexengine.schedule.program_error import ProgramError
 
-
 LEFT_FOR_DRIVE = ((Stream.CPU, "staged"), (Stream.D2H, "staged_grads"), (Stream.D2H, "staged_kept"))
 """Who leaves what in slots of the host that goes to a drive."""
 

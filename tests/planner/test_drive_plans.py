@@ -59,7 +59,7 @@ def test_the_host_keeps_what_it_has_room_for():
     first = sum(layout.groups[0].plane_bytes[kind] for kind in layout.groups[0].state_kinds)
     room = host_required_bytes(layout, PROFILE) + first + MIB
     problem = Problem(MODEL, replace(REQUEST, max_host_bytes=room, max_drive_bytes=GIB), PROFILE)
-    found = planes_on_host(problem, plan, range(len(plan.groups)))
+    found = planes_on_host(problem, plan)
     assert [home.states for home in found.groups] == ["host", *["drive"] * (len(plan.groups) - 1)]
     assert problem.fits(problem.layout(found))
     assert not Problem(MODEL, replace(problem.request, max_drive_bytes=MIB), PROFILE).fits(layout)

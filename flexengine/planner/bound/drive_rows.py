@@ -13,7 +13,7 @@ class DriveRows:
 
     Weights are read for every use that the GPU does not hold them for, gradients written and read between rounds, and
     what an update changes is read and written once. units: bytes and seconds of one. earlier: terms and seconds, in
-    units, of the backward passes that no update may begin in.
+    units, of the backward passes that no update may begin in. round_share: of what all rounds keep, one's.
     """
 
     def __init__(
@@ -23,17 +23,21 @@ class DriveRows:
         rounds: int,
         units: tuple[float, float],
         earlier: tuple[Moved, float],
+        round_share: float,
     ) -> None:
         (unit_bytes, unit_s), self._earlier = units, earlier
         self._lp, self._step, self._rounds = lp, step, rounds
         self._scale = unit_s / unit_bytes
         self._members = step.parameters if step.request.max_drive_bytes else ()
+        self.kept = {"drive kept": 1.0} if self._members else {}  # over all rounds, of what is not on the GPU
         for p in self._members:
             for kind, num_bytes in (("w", p.weights), ("g", p.grads), ("s", p.states)):
                 name, total = f"drive {kind} {p.name}", num_bytes / unit_bytes
                 lp.at_most(f"{name} there", {lp.variable(name): 1.0, f"{kind} {p.name}": 1.0}, total)
         if self._members:
-            lp.at_most("size of the drive", self.there("wgs"), step.request.max_drive_bytes / unit_bytes)
+            lp.at_most("kept on drive", {lp.variable("drive kept"): 1.0, "on host": -1.0}, 0.0)
+            there = self.there("wgs") | dict.fromkeys(self.kept, round_share)
+            lp.at_most("size of the drive", there, step.request.max_drive_bytes / unit_bytes)
             self._move()
 
     def there(self, kinds: str, factor: float = 1.0) -> Moved:
@@ -48,6 +52,7 @@ class DriveRows:
         reads |= {"hold turn": -float(r), "hold between": 1.0 - r, "hold end": -1.0, **self._states(1.0)}
         reads |= {f"drive g {p.name}": r - 1.0 for p in trained}
         writes = {**updated, **{f"drive g {p.name}": r - 1.0 for p in trained}}
+        reads, writes = reads | self.kept, writes | self.kept
         self._seconds("all", "T", reads, writes)
         # beside what an update moves, the next forward's weights, and the last backward's
         beside = {f"drive w {p.name}": 1.0 + once * p.trained for p in self._members} | {"hold end": -1.0}
@@ -55,6 +60,7 @@ class DriveRows:
             self._seconds("update", "V", {**updated, **beside}, updated)
             return
         beside |= {f"drive w {p.name}": 1.0 + once * p.trained + p.twice for p in self._members} | {"hold turn": -1.0}
+        beside |= self.kept if r == 1 else {}
         if r > 1:
             beside |= {f"drive g {p.name}": 1.0 for p in trained}
         self._seconds("update", "VB", {**updated, **beside}, updated, self._earlier)

@@ -68,7 +68,8 @@ class Relaxation:
         self._stream_rows()
         self._part_rows()
         self._gpu_rows()
-        self.drive = DriveRows(self.lp, self.step, self.rounds, (self.unit_bytes, self.unit_s), self._earlier())
+        units, share = (self.unit_bytes, self.unit_s), self.size.round_share
+        self.drive = DriveRows(self.lp, self.step, self.rounds, units, self._earlier(), share)
         self._host_rows()
         links = ("link h2d", "link d2h", "link both")
         found = self.lp.minimise({"T": 1.0, **dict.fromkeys(links, LINK_PRICE)})
@@ -293,6 +294,7 @@ class Relaxation:
         budget = (self.step.request.max_host_bytes - host_overhead_bytes(self.step.profile)) / self.unit_bytes
         states, grads = self._total("w") / self.ranks + self._total("s"), self._total("g") / self.ranks
         away, kept = self._at_home("ws", factor=-1.0), {"on host": self.size.round_share}
+        kept |= dict.fromkeys(self.drive.kept, -self.size.round_share)
         away |= self.drive.there("ws", -1.0)
         stored = {**self._at_home("g", factor=-1.0), **self.drive.there("g", -1.0)}
         if self.rounds > 1:

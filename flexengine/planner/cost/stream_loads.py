@@ -133,6 +133,11 @@ def grad_slowdowns(home: GroupPlan, cost: CostModel) -> tuple[float, float]:
     return max(1.0, link.h2d_duplex_bytes_per_s / up), max(1.0, link.d2h_duplex_bytes_per_s / down)
 
 
+def kept_slowdowns(cost: CostModel) -> tuple[float, float]:
+    """The same of what a drive brings and takes of activations."""
+    return grad_slowdowns(GroupPlan("drive", "drive", "drive", "cpu"), cost)
+
+
 def _in_round(group: GroupStorage, home: GroupPlan, cost: CostModel) -> bool:
     """Whether the GPU updates a group inside the last round."""
     return cost.updates_in_round and home.update == "gpu" and len(group.parts) == 1

@@ -46,12 +46,12 @@ class Least(NamedTuple):
 class Try(NamedTuple):
     """How a changed request is judged: whether anything fits whose steps run once, and the least it takes.
 
-    drive_bytes: of all that may lie on a drive.
+    drive_bytes: of all planes that may lie on a drive, and with what layers keep of a step.
     """
 
     fits: Callable[[Request], bool]
     least: Callable[[Request], Least]
-    drive_bytes: int = 0
+    drive_bytes: tuple[int, ...] = ()
 
 
 def remedies(request: Request, least: Least, judge: Try) -> Iterator[Remedy]:
@@ -141,12 +141,14 @@ def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
 
 
 def _drive(request: Request, judge: Try) -> Iterator[Remedy]:
-    """A drive for planes, where nobody has given one."""
-    if judge.drive_bytes and not request.max_drive_bytes and request.may_use_drive:
-        gib = gib_text(judge.drive_bytes)
+    """A drive for planes, and for what layers keep where these are not enough, where nobody has given one."""
+    if request.max_drive_bytes or not request.may_use_drive:
+        return
+    for gib in (gib_text(num_bytes) for num_bytes in judge.drive_bytes if num_bytes):
         changed = replace(request, max_drive_bytes=bytes_of(gib))
         if judge.fits(changed):
             yield Remedy(f"--offload-dir DIR --max-disk-gib {gib}", changed)
+            return
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------

@@ -149,12 +149,14 @@ def shortage(problem: Problem) -> ShortageError:
     """The error that explains why there is no plan."""
     request, profile = problem.request, problem.profile
     known: dict[Request, Feasibility] = {}
-    longest = segment_lengths(problem.model)[-1:]
+    longest, drive_bytes = segment_lengths(problem.model)[-1:], bytes_for_drive(problem)
 
     def feasibility(changed: Request) -> Feasibility:
         if changed not in known:
             there = changed.max_drive_bytes > 0
-            known[changed] = Feasibility(replace(problem, request=changed, on_drive=there, all_on_drive=there))
+            kept = there and changed.max_drive_bytes >= drive_bytes[-1]
+            asked = replace(problem, request=changed, on_drive=there, all_on_drive=there, kept_on_drive=kept)
+            known[changed] = Feasibility(asked)
         return known[changed]
 
     def ways(changed: Request) -> Iterator[Request]:
@@ -179,7 +181,7 @@ def shortage(problem: Problem) -> ShortageError:
 
     least_gpu, least_host = smallest(request)
     least = Least(least_gpu.gpu_bytes, None if least_host is None else least_host.host_bytes)
-    judge = Try(lambda r: any(feasibility(way).fits() for way in ways(r)), least_bytes, bytes_for_drive(problem))
+    judge = Try(lambda r: any(feasibility(way).fits() for way in ways(r)), least_bytes, drive_bytes)
     fitting = remedies(request, least, judge)
     found = tuple(r._replace(note=r.note or remedy_note(r.request, request, profile)) for r in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY
