@@ -153,7 +153,7 @@ def _options(
         found = [(number, (), "gpu") for number, _, _ in found]
     input_on_gpu = np.array([home == "gpu" for _, _, home in found])
     sent = staged + np.where(input_on_gpu, 0, hidden_bytes)
-    there = on_drive * (sent - (staged if kind.runs_again else 0))
+    there = on_drive * (np.where(staged > 0, 0, sent) if kind.runs_again else sent)
     return KeepOptions(
         plans=tuple(
             LayerPlan(on_gpu, tuple(x for x in sets[s] if x not in on_gpu), home, kind.again, drive > 0)

@@ -102,8 +102,8 @@ CAUSE_WORDS = {
     "relay_out": "what is handed to other ranks",
     "drive_in": "the drive, for updates",
     "drive_out": "the drive, which is written,",
-    "drive_fetch": "the drive, for weights",
-    "drive_store": "the drive, for gradients",
+    "drive_fetch": "the drive, for what the GPU reads",
+    "drive_store": "the drive, for what the GPU leaves",
     "comm": "exchanges between GPUs",
     ISSUE: "the host to issue commands",
 }

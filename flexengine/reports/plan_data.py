@@ -132,7 +132,8 @@ def layer_rows(picture: Picture) -> list[dict[str, Any]]:
         if layer.kind == "block":
             places = {op.name: output_place(op.name, kept) for op in layer.ops if layer.keeps}
             home = input_place(kept) if layer.keeps else None
-            row |= {"input": home, "gpu": list(kept.keep_gpu), "host": list(kept.keep_host)}
+            away = "drive" if kept.on_drive else "host"
+            row |= {"input": home, "gpu": list(kept.keep_gpu), "host": [], away: list(kept.keep_host)}
             row["recomputed"] = [name for name, place in places.items() if place == "recomputed"]
         rows.append(row)
     return rows

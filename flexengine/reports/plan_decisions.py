@@ -239,20 +239,22 @@ def kept_words(kept: LayerPlan | None) -> str:
         return "forward only, as nothing is trained there or below"
     place = input_place(kept)
     on_gpu = [*(["input"] if place == "gpu" else []), *kept.keep_gpu]
-    on_host = [*(["input"] if place == "host" else []), *kept.keep_host]
+    away = [*(["input"] if place in ("host", "drive") else []), *kept.keep_host]
     texts = [f"GPU keeps {', '.join(on_gpu)}"] if on_gpu else []
-    texts += [f"host keeps {', '.join(on_host)}"] if on_host else []
+    texts += [f"{'drive' if kept.on_drive else 'host'} keeps {', '.join(away)}"] if away else []
     texts += ["the block before makes the input again"] if place == "recomputed" else []
     return "; ".join([*texts, "the rest is recomputed"])
 
 
 def input_place(kept: LayerPlan) -> str:
-    """Say where a layer's input is between forward and backward: "gpu", "host" or "recomputed"."""
-    return "recomputed" if kept.input_again else kept.input_home
+    """Say where a layer's input is between forward and backward: "gpu", "host", "drive" or "recomputed"."""
+    away = "drive" if kept.on_drive else "host"
+    return "recomputed" if kept.input_again else away if kept.input_home == "host" else "gpu"
 
 
 def output_place(op_name: str, kept: LayerPlan) -> str:
-    """Say where an op's outputs are between forward and backward: "gpu", "host" or "recomputed"."""
+    """Say where an op's outputs are between forward and backward: "gpu", "host", "drive" or "recomputed"."""
     if op_name in kept.keep_gpu:
         return "gpu"
-    return "host" if op_name in kept.keep_host else "recomputed"
+    away = "drive" if kept.on_drive else "host"
+    return away if op_name in kept.keep_host else "recomputed"

@@ -23,7 +23,10 @@ from flexengine.reports.plan_text import bound_line
 from flexengine.reports.text_format import join_words, largest_first, number_ranges, percent, positions_by_value
 from flexengine.schedule.save_sets import savable_ops
 
-HOME_WORDS = {"gpu": "GPU", "host": "host", "dealt": "divided", "shard": "shards", "none": "not stored", None: "frozen"}
+HOME_WORDS = {
+    "gpu": "GPU", "host": "host", "drive": "drive", "dealt": "divided", "shard": "shards", "none": "not stored",
+    None: "frozen",
+}  # fmt: skip
 SOURCE_WORDS = {"preset": "published (preset)", "measured": "measured on this machine"}
 
 

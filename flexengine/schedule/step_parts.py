@@ -262,8 +262,8 @@ LIMIT_WORDS = {
     "comm": "exchange between GPUs",
     "drive_in": "the drive, which is read,",
     "drive_out": "the drive, which is written,",
-    "drive_fetch": "the drive, which weights are read from,",
-    "drive_store": "the drive, which gradients are written to,",
+    "drive_fetch": "the drive, which is read for the GPU,",
+    "drive_store": "the drive, which takes what the GPU leaves,",
     ISSUE: "the host, which issues commands,",
 }
 COMPUTE_BOUND_SHARE = 0.9

@@ -16,9 +16,10 @@ from flexengine.planner.cost.stream_loads import ON_DRIVE
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.on_drive import planes_on_host
 from flexengine.planner.problem import Problem
-from flexengine.planner.variants import ALL_ON_DRIVE
+from flexengine.planner.variants import ALL_ON_DRIVE, KEPT_ON_DRIVE
 from flexengine.reports.charts.streams import STREAM_NAMES
-from flexengine.reports.picture import CAUSE_WORDS
+from flexengine.reports.picture import CAUSE_WORDS, Picture
+from flexengine.reports.plan_page import html_page
 from flexengine.reports.plan_text import describe
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.drive import drive_bytes, drive_kinds
@@ -85,7 +86,7 @@ def test_frozen_blocks_are_read_from_a_drive():
     assert "which steps only read" in describe(frozen, model)
     slow = step_seconds(layout, PROFILE.changed(**shared_drive(1e6, 1e6).values()))
     assert slow.step_s > 1.9 * layout.drive_bytes / 1e6
-    assert "the drive, which weights are read from" in limiter(slow)
+    assert "the drive, which is read for the GPU" in limiter(slow)
 
 
 def test_weights_and_gradients_lie_there_where_states_are_not_enough():
@@ -105,6 +106,31 @@ def test_weights_and_gradients_lie_there_where_states_are_not_enough():
     assert host_required_bytes(layout, PROFILE) <= tight.max_host_bytes
     assert layout.drive_bytes <= tight.max_drive_bytes
     assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    slow = step_seconds(layout, PROFILE.changed(**shared_drive(1e6, 1e6).values()))
+    assert slow.step_s > 1.9 * layout.drive_bytes / 1e6
+
+
+def test_kept_activations_lie_there_where_planes_are_not_enough():
+    """Within all budgets, counted among what is written, with a bound below and a page that shows them."""
+    model = small_model(blocks=6, hidden=512, vocab=512)
+    asked = replace(REQUEST, max_global_batch_tokens=8192, round_tokens=8192, max_drive_bytes=GIB)
+    least = Feasibility(Problem(model, asked, PROFILE, on_drive=True, all_on_drive=True)).least_host()
+    assert least is not None
+    asked = replace(asked, max_host_bytes=least.host_bytes - 8 * MIB)
+    with pytest.raises(PlanError, match=r"--max-disk-gib"):
+        planner.make_plan(model, replace(asked, max_drive_bytes=0), PROFILE)
+    found = KEPT_ON_DRIVE.planned(Problem(model, asked, PROFILE), None)
+    assert found is not None
+    plan, layout = found.plan, Layout(model, found.plan)
+    assert plan.keeps_on_drive
+    assert host_required_bytes(layout, PROFILE) == plan.predicted.host_bytes <= asked.max_host_bytes
+    assert layout.drive_bytes <= asked.max_drive_bytes
+    on_host = replace(plan, layers=tuple(replace(kept, on_drive=False) for kept in plan.layers))
+    kept = sum(kept.on_drive for kept in plan.layers) * 8192 * 512 * 2
+    assert layout.drive_written_bytes - Layout(model, on_host).drive_written_bytes == kept
+    assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    assert "drive keeps input" in describe(plan, model)
+    assert "on the drive" in html_page(Picture(plan, model, PROFILE), "flexengine plan")
     slow = step_seconds(layout, PROFILE.changed(**shared_drive(1e6, 1e6).values()))
     assert slow.step_s > 1.9 * layout.drive_bytes / 1e6
 

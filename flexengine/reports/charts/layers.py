@@ -9,9 +9,11 @@ from html import escape
 from flexengine.reports.charts.svg import RIGHT, TOP, legend, svg
 
 PLACE_FILLS = {
-    "gpu": "#1f9d55", "shard": "#2a9d8f", "dealt": "#8fc74a", "host": "#e0a526", "recomputed": "rgba(139,147,161,0.4)",
+    "gpu": "#1f9d55", "shard": "#2a9d8f", "dealt": "#8fc74a", "host": "#e0a526", "drive": "#c2562d",
+    "recomputed": "rgba(139,147,161,0.4)",
 }  # fmt: skip
-OVER_GPUS = {"dealt": "divided over the GPUs", "shard": "in shards on all GPUs"}
+WHERE_USED = {"dealt": "divided over the GPUs", "shard": "in shards on all GPUs", "drive": "on the drive"}
+"""Words of places that the legend names where a plan has them."""
 ROW_HEIGHT, NAMES_WIDTH = 17, 150
 
 
@@ -39,6 +41,6 @@ def layer_chart(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str |
         )
     words = {"gpu": "on the GPU", "host": "in host memory", "recomputed": "recomputed in backward"}
     used = {place for _, places in rows for place in places}
-    words |= {place: text for place, text in OVER_GPUS.items() if place in used}
+    words |= {place: text for place, text in WHERE_USED.items() if place in used}
     key = legend((words[place], fill) for place, fill in PLACE_FILLS.items() if place in words)
     return svg(TOP + ROW_HEIGHT * len(rows) + 6, elements, "where everything lives, by layer") + key
