@@ -14,13 +14,13 @@ class GroupPlan:
     gradients and no states. Several ranks may divide the optimizer rule's states ("dealt"): each keeps on its GPU those
     of the elements that it updates, and the rest, masters' lower halves too, stays on the host. speculative: with
     clipping the CPU updates the group inside the last backward pass, as if nothing were clipped, into second planes,
-    which take the place of the first ones where nothing is. grads "none": in a step of one round the GPU updates from
-    the gradient as backward leaves it, so that it has no home; with clipping once an earlier run has found the norm.
-    states "drive": masters' lower halves and the rule's states lie on a drive, from which the CPU's update brings them.
-    weights "drive": they are read from a drive whenever the GPU uses them. grads "drive": by way of the host what a
-    round leaves goes there. Of what is trained both need states on the drive, too, as the update brings and writes all.
-    "shard": each of several ranks keeps its share of weights, gradients and states on its GPU, which updates it there;
-    of what is frozen, of the weights.
+    which take the place of the first ones where nothing is; on a drive where weights and states lie there. grads
+    "none": in a step of one round the GPU updates from the gradient as backward leaves it, so that it has no home; with
+    clipping once an earlier run has found the norm. states "drive": masters' lower halves and the rule's states lie on
+    a drive, from which the CPU's update brings them. weights "drive": they are read from a drive whenever the GPU uses
+    them. grads "drive": by way of the host what a round leaves goes there. Of what is trained both need states on the
+    drive, too, as the update brings and writes all. "shard": each of several ranks keeps its share of weights,
+    gradients and states on its GPU, which updates it there; of what is frozen, of the weights.
     """
 
     weights: Literal["gpu", "host", "drive", "shard"] = "host"
@@ -40,8 +40,10 @@ class GroupPlan:
             raise ValueError("an update on the CPU needs weights, gradients and optimizer states on the host")
         if self.states == "gpu" and self.weights != "gpu":
             raise ValueError("optimizer states on the GPU need the weights there too")
-        if self.states == "drive" and (self.update != "cpu" or self.speculative):
-            raise ValueError("optimizer states on a drive need an update on the CPU that waits for the norm")
+        if self.states == "drive" and self.update != "cpu":
+            raise ValueError("optimizer states on a drive need an update on the CPU")
+        if self.speculative and "drive" in (self.weights, self.states) and self.weights != self.states:
+            raise ValueError("what is updated speculatively has weights and optimizer states on one memory")
         if self.trained and "drive" in (self.weights, self.grads) and self.states != "drive":
             raise ValueError("weights and gradients of what is trained lie on a drive only beside its optimizer states")
         if self.grads == "drive" and not self.trained:

@@ -15,7 +15,7 @@ from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import StepPricer
 from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.second_planes import second_plane_bytes
+from flexengine.schedule.second_planes import second_drive_bytes, second_plane_bytes
 from flexengine.schedule.step_parts import StepEstimate
 
 FIRST_SHARES, OTHER_SHARES = (1.0, 0.75), (0.5, 0.25)
@@ -71,9 +71,11 @@ class Speculation:
             self._try(self._layout, OTHER_SHARES)
 
     def has_room(self, plan: Plan) -> bool:
-        """Whether host memory is left for the second planes of all that a plan has the CPU update."""
+        """Whether memory is left for the second planes of all that a plan has the CPU update."""
         layout = self._problem.layout(plan)
-        return sum(map(second_plane_bytes, layout.groups, plan.groups)) <= self._problem.room(layout).host_bytes
+        room, of = self._problem.room(layout), (layout.groups, plan.groups)
+        on_host, there = (sum(map(num_bytes, *of)) for num_bytes in (second_plane_bytes, second_drive_bytes))
+        return on_host <= room.host_bytes and there <= max(0, room.drive_bytes)
 
     @property
     def mean_s(self) -> float:
@@ -81,9 +83,9 @@ class Speculation:
         return mean_s(self.best[1].step_s, self._waiting_s)
 
     def _try(self, layout: Layout, shares: Sequence[float]) -> None:
-        spare_bytes = self._problem.room(layout).host_bytes
+        room = self._problem.room(layout)
         waiting_s = self._waiting_s if layout is self._layout else None
-        for plan in speculating_plans(layout, spare_bytes, shares):
+        for plan in speculating_plans(layout, room.host_bytes, shares, room.drive_bytes):
             estimate = self._pricer.step(self._problem.layout(plan))
             if estimate.step_s > self._problem.limits.far * self.best[1].step_s:  # fewer groups gain no more than that
                 break
@@ -106,9 +108,12 @@ def mean_s(speculating_s: float, waiting_s: float) -> float:
     return speculating_s + AFTER_CLIPPING * (waiting_s - speculating_s)
 
 
-def speculating_plans(layout: Layout, spare_bytes: int, shares: Sequence[float]) -> Iterator[Plan]:
-    """A layout's plan with groups updated speculatively: shares of those whose second planes fit `spare_bytes`."""
-    fitting = _fitting(layout, spare_bytes)
+def speculating_plans(
+    layout: Layout, spare_bytes: int, shares: Sequence[float], drive_bytes: int = 0
+) -> Iterator[Plan]:
+    """A layout's plan with groups updated speculatively: shares of those whose second planes fit `spare_bytes` of the
+    host, or a drive's."""
+    fitting = _fitting(layout, spare_bytes, drive_bytes)
     for count in dict.fromkeys(round(share * len(fitting)) for share in shares):
         chosen = set(fitting[:count])
         if chosen:
@@ -116,16 +121,17 @@ def speculating_plans(layout: Layout, spare_bytes: int, shares: Sequence[float])
             yield replace(layout.plan, groups=groups)
 
 
-def _fitting(layout: Layout, spare_bytes: int) -> list[int]:
+def _fitting(layout: Layout, spare_bytes: int, drive_bytes: int) -> list[int]:
     """Groups that may be speculative, in the order of backward, as far as their second planes fit."""
     found = list[int]()
     for group in completed_order(layout.model):
         stored = layout.groups[group]
-        second_bytes = second_plane_bytes(stored, layout.plan.groups[group])
-        if not second_bytes:
+        home = layout.plan.groups[group]
+        second_bytes, there = second_plane_bytes(stored, home), second_drive_bytes(stored, home)
+        if not second_bytes + there:
             continue
-        spare_bytes -= second_bytes
-        if spare_bytes < 0:
+        spare_bytes, drive_bytes = spare_bytes - second_bytes, drive_bytes - there
+        if spare_bytes < 0 or (there and drive_bytes < 0):
             break
         found.append(group)
     return found

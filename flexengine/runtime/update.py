@@ -144,7 +144,8 @@ class UpdateRunner:
     def update(self, command: Command, slots: tuple, settings: UpdateSettings) -> None:
         """Update one tile, or on the CPU a whole segment, by its rule. slots: the program's slot table.
 
-        In place; what is updated speculatively goes to its targets, with the factor where nothing is clipped.
+        In place; what is updated speculatively goes to its targets, if it has any, with the factor where nothing is
+        clipped.
         """
         tile: UpdateTile = command.args
         segment, s = self.segments[tile.group, tile.segment], settings
@@ -166,7 +167,7 @@ class UpdateRunner:
             matrices=segment.matrices_in(tile.start, tile.count),
             scratch=self._scratch(tile, slots),
         )
-        if tile.targets is None:
+        if not tile.targets:
             segment.rule.update(update)
         else:
             planes, computed = apart(self._views(segment, tile.count, tile.targets, slots))

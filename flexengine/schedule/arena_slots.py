@@ -63,6 +63,10 @@ def _add_drive(sizes: PlannedSizes, slots: list[Slot]) -> int:
         if kinds:
             slots += drive_slots(spec.name, stored, kinds, end, sizes.plan)
             end += drive_bytes(stored, kinds)
+            if home.speculative and sizes.plan.speculates:
+                second = tuple(second_kinds(stored))
+                slots += drive_slots(spec.name, stored, second, end, sizes.plan, index=SECOND)
+                end += drive_bytes(stored, second)
         elif home.weights == "drive":
             slots += frozen_on_drive(spec.name, stored, end, sizes.plan)
             end += in_blocks(stored.plane_bytes["weights"])
@@ -131,7 +135,7 @@ class _HostSlots:
                     self._homes.add_pieces(self._places_of_pieces(group))
                 else:
                     self._homes.add_plane(kind, spec.name, stored, category)
-            if home.speculative and self._sizes.plan.speculates:
+            if home.speculative and self._sizes.plan.speculates and home.states == "host":
                 for kind in second_kinds(stored):
                     self._homes.add(kind, stored.plane_bytes[kind], "second planes", spec.name, SECOND)
 

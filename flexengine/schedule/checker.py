@@ -256,7 +256,7 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
         read |= {place.slot for place in args.bounds}
     elif isinstance(args, UpdateTile):
         read |= {plane.slot for plane in args.planes.values()}
-        places = args.planes if args.targets is None else args.targets
+        places = args.targets or args.planes
         written |= {plane.slot for kind, plane in places.items() if kind != "grad"}
     return read, written
 

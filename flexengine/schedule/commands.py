@@ -248,7 +248,8 @@ class FinishGradient(NamedTuple):
 class UpdateTile(NamedTuple):
     """Arguments of `update`: elements [start, start + count) of a group's segment, with the places of their planes.
 
-    targets: where new values go, by the CPU, if not where old ones are. urgent: for prices, work of an earlier program
+    targets: where new values go, by the CPU, as if nothing were clipped; none of what a drive then takes from where it
+    was updated to second planes. None: in place. urgent: for prices, work of an earlier program
     that the CPU ends first.
     """
 

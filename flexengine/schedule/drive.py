@@ -97,12 +97,14 @@ def staged_offsets(groups: Iterable[tuple[GroupStorage, Kinds]], most: int) -> d
     return {**offsets, "end": end}
 
 
-def drive_slots(owner: str, stored: GroupStorage, kinds: Kinds, start: int, plan: Plan) -> Iterator[Slot]:
+def drive_slots(
+    owner: str, stored: GroupStorage, kinds: Kinds, start: int, plan: Plan, *, index: int = -1
+) -> Iterator[Slot]:
     """The slots of a trained group's planes on a drive from a byte on, each with those of its tiles behind it, and of
-    the blocks of its parts."""
+    the blocks of its parts. index: of their keys."""
     for kind in kinds:
         num_bytes = drive_plane_bytes(stored, kind)
-        whole = Slot(SlotKey(kind, owner, memory="drive"), start, num_bytes, _CATEGORIES.get(kind, "optimizer states"))
+        whole = Slot(SlotKey(kind, owner, index, "drive"), start, num_bytes, _CATEGORIES.get(kind, "optimizer states"))
         yield whole
         for segment in stored.segments:
             for plane in drive_planes(segment, (kind,)):

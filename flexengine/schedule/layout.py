@@ -152,6 +152,10 @@ class Layout(PlannedSizes):
         """The slot on a drive of a tile of a plane."""
         return self._index[SlotKey(kind, self.model.groups[group].name, memory="drive", within=(segment, start))]
 
+    def second_tile(self, first: int) -> int:
+        """The slot on a drive of a tile of a second plane, by that of the first one."""
+        return self._index[second_key(self.slots[first].key)]
+
     def tiles_on_drive(self, kind: PlaneKind, group: int) -> list[int]:
         """The slots on a drive of all tiles of a plane."""
         kinds, segments = drive_kinds(self.groups[group], self.plan.groups[group]), self.groups[group].segments

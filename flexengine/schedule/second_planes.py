@@ -1,14 +1,15 @@
 """Second planes: where the CPU puts what it updates before it is known whether gradients are clipped.
 
-A group that is updated speculatively has its weights, remainder and states twice on the host. Inside the last backward
-pass the CPU updates from the first planes into the second ones. When the norm is known and nothing is clipped, they
-change places: what were second planes are the first from then on. Else the update runs again, from the first planes,
-which nothing has touched. One norm decides for all groups, so that all change places together.
+A group that is updated speculatively has its weights, remainder and states twice on the host, or on a drive. Inside
+the last backward pass the CPU updates from the first planes into the second ones. When the norm is known and nothing is
+clipped, they change places: what were second planes are the first from then on. Else the update runs again, from the
+first planes, which nothing has touched. One norm decides for all groups, so that all change places together.
 """
 
 from __future__ import annotations
 
 from flexengine.plan import GroupPlan
+from flexengine.schedule.drive import drive_bytes
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, SlotKey
@@ -21,7 +22,8 @@ def may_speculate(stored: GroupStorage, home: GroupPlan) -> bool:
     """Whether a group can be updated speculatively: by the CPU, element by element, all of it stored as it is."""
     rules = [segment.rule for segment in stored.segments]
     able = all(rule is not None and rule.native is not None for rule in rules)
-    return home.update == "cpu" and home.states == "host" and able and stored.stored is None
+    together = home.states == "host" or home.weights == home.states == "drive"
+    return home.update == "cpu" and together and able and stored.stored is None
 
 
 def second_kinds(stored: GroupStorage) -> list[PlaneKind]:
@@ -30,8 +32,17 @@ def second_kinds(stored: GroupStorage) -> list[PlaneKind]:
 
 
 def second_plane_bytes(stored: GroupStorage, home: GroupPlan) -> int:
-    """Bytes of a group's second planes, as slots; 0 where it cannot be updated speculatively."""
-    return sum(align(stored.plane_bytes[kind]) for kind in second_kinds(stored)) if may_speculate(stored, home) else 0
+    """Host bytes of a group's second planes, as slots; 0 where it cannot be updated speculatively."""
+    if not may_speculate(stored, home) or home.states == "drive":
+        return 0
+    return sum(align(stored.plane_bytes[kind]) for kind in second_kinds(stored))
+
+
+def second_drive_bytes(stored: GroupStorage, home: GroupPlan) -> int:
+    """The same on a drive."""
+    if not may_speculate(stored, home) or home.states != "drive":
+        return 0
+    return drive_bytes(stored, tuple(second_kinds(stored)))
 
 
 def second_key(first: SlotKey) -> SlotKey:
@@ -52,4 +63,4 @@ def swapped_slots(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
 
 def _may_be_first(key: SlotKey) -> bool:
     """Whether a slot may be a whole first plane: rings of the GPU have slots 1, too."""
-    return key.memory in HOST_SIDE and key.index == -1 and not key.within
+    return key.memory in (*HOST_SIDE, "drive") and key.index == -1 and not key.within

@@ -33,13 +33,14 @@ NUMERICS = {
     "stochastic": Numerics(master="stochastic", state="bfloat16"),
 }
 BY_CPU, SPECULATIVE = GroupPlan(update="cpu"), GroupPlan(update="cpu", speculative=True)
+ON_DRIVE = GroupPlan("drive", "drive", "drive", "cpu", speculative=True)
 LENGTHS = (48, 20, 7, 33, 48, 48)  # several rounds
 
 
-def plans(spec, numerics, which):
+def plans(spec, numerics, which, home=SPECULATIVE):
     """A plan that updates some groups speculatively, and the same without speculation."""
     others = [GroupPlan("gpu", "host", "gpu"), BY_CPU, GroupPlan("gpu", "gpu", "gpu")]
-    groups = [SPECULATIVE if which(i) else others[i % 3] for i in range(len(spec.groups))]
+    groups = [home if which(i) else others[i % 3] for i in range(len(spec.groups))]
     plan = make_plan(spec, numerics=numerics, groups=groups, blocks=[LayerPlan()] * len(spec.blocks))
     return plan, plan.after_clipping()
 
@@ -70,15 +71,21 @@ def norm_of_step(engine, seed):
 
 
 @pytest.mark.parametrize(
-    ("numerics", "tied", "every"),
+    ("numerics", "tied", "every", "home"),
     cases(
-        [("float32", False, 1), ("float64", True, 2), ("split", False, 2), ("stochastic", True, 1)],
-        [("split", False, 2), ("stochastic", True, 1)],
+        [
+            ("float32", False, 1, SPECULATIVE),
+            ("float64", True, 2, SPECULATIVE),
+            ("split", False, 2, SPECULATIVE),
+            ("split", False, 2, ON_DRIVE),
+            ("stochastic", True, 1, SPECULATIVE),
+        ],
+        [("split", False, 2, ON_DRIVE), ("stochastic", True, 1, SPECULATIVE)],
     ),
 )
-def test_bits_of_a_run_without_speculation(monkeypatch, tmp_path, numerics, tied, every):
+def test_bits_of_a_run_without_speculation(monkeypatch, tmp_path, numerics, tied, every, home):
     source = random_weights(tiny_config(num_hidden_layers=2, tie_word_embeddings=tied))
-    plan, plain = plans(source.spec, NUMERICS[numerics], lambda i: i % every == 0)
+    plan, plain = plans(source.spec, NUMERICS[numerics], lambda i: i % every == 0, home)
     steps = Steps(monkeypatch)
     bold, cautious = build_engine(source, plan), build_engine(source, plain)
     for seed, limit in enumerate((1e9, 1e9, 1e-3, 1e9, 1e9)):

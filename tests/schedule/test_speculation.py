@@ -9,7 +9,7 @@ import pytest
 from flexengine.plan import GroupPlan
 from flexengine.planner.speculation import completed_order
 from flexengine.schedule.checker import check_program
-from flexengine.schedule.commands import Program
+from flexengine.schedule.commands import Access, Program, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.kinds import UpdateKind, UpdateWay
 from flexengine.schedule.programs import lower_round, lower_update
@@ -19,14 +19,15 @@ from flexengine.schedule.speculation_checker import SpeculationError, check_spec
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
 SPECULATIVE = GroupPlan(update="cpu", speculative=True)
+ON_DRIVE = GroupPlan("drive", "drive", "drive", "cpu", speculative=True)
 
 
-def speculating_program() -> tuple[Program, Layout]:
+def speculating_program(home: GroupPlan = SPECULATIVE) -> tuple[Program, Layout]:
     """A last round in which the CPU updates all groups but the first before the norm is known."""
     model = small_model(blocks=2)
     plan = random_plan(Random(0), model, sliced=False)
-    groups = [GroupPlan(update="cpu", speculative=group > 0) for group in range(len(model.groups))]
-    layout = Layout(model, replace(plan, groups=tuple(groups)))
+    groups = [replace(home, speculative=group > 0) for group in range(len(model.groups))]
+    layout = Layout(model, replace(plan, groups=tuple(groups), drive_tile=4096))
     return lower_round(layout, full_round(layout), first=True, updates="speculative"), layout
 
 
@@ -35,7 +36,8 @@ def test_programs_of_random_plans_are_accepted_on_both_sides(seed):
     random = Random(seed)
     model = small_model(blocks=random.randint(1, 3), tied=seed % 2 == 1)
     plan = random_plan(random, model, sliced=seed % 3 == 0)
-    by_cpu = [GroupPlan(update="cpu", speculative=random.random() < 0.7) for _ in plan.groups]
+    homes = (SPECULATIVE, ON_DRIVE, replace(ON_DRIVE, grads="host"))
+    by_cpu = [replace(homes[(seed + i) % 3], speculative=random.random() < 0.7) for i in range(len(plan.groups))]
     groups = [cpu if random.random() < 0.6 else home for cpu, home in zip(by_cpu, plan.groups, strict=True)]
     layout = Layout(model, replace(plan, groups=(*groups[:-1], SPECULATIVE)))
     for side in (layout, layout.swapped()):
@@ -43,7 +45,7 @@ def test_programs_of_random_plans_are_accepted_on_both_sides(seed):
         rounds = [lower_round(side, shape, first, updates="speculative") for first in (True, False)]
         updates = [lower_update(side, UpdateKind(way)) for way in get_args(UpdateWay)]
         for program in (*rounds, *updates):
-            check_program(program, side.gpu_bytes, side.host_bytes)
+            check_program(program, side.gpu_bytes, side.host_bytes, drive_bytes=side.drive_bytes)
 
 
 def test_factors_that_the_last_round_left_are_not_computed_again():
@@ -95,6 +97,25 @@ def test_rejects_what_a_speculation_would_lose(where):
     broken = replace(program, commands=tuple(changed.get(c.index, c) for c in program.commands))
     with pytest.raises(SpeculationError):
         check_speculation(broken, overlapping_slots(broken.slots))
+
+
+@pytest.mark.parametrize("grads", ["drive", "host"])
+def test_rejects_what_a_speculation_on_a_drive_would_lose(grads):
+    """A tile written where it was read, to another tile's place, and a second plane that is read, for every tile."""
+    program, layout = speculating_program(replace(ON_DRIVE, grads=grads))
+    check_program(program, layout.gpu_bytes, layout.host_bytes, drive_bytes=layout.drive_bytes)
+    writes = [c for c in program.commands if c.stream is Stream.DRIVE_OUT]
+    assert {c.args.group for c in writes} == set(range(1, len(layout.groups)))
+    keys, norm = {slot.key: i for i, slot in enumerate(program.slots)}, program.commands[-1]
+    for command, other in zip(writes, [*writes[1:], writes[0]], strict=True):
+        first = [c._replace(target=keys[program.slots[c.target].key._replace(index=-1)]) for c in command.copies]
+        elsewhere = [a._replace(target=b.target) for a, b in zip(command.copies, other.copies, strict=True)]
+        wrong = [replace(command, copies=tuple(copies)) for copies in (first, elsewhere)]
+        wrong = [replace(c, writes=tuple(Access(r.target, "x") for r in c.copies)) for c in wrong]
+        for changed in (*wrong, replace(norm, reads=(*norm.reads, command.writes[0]))):
+            commands = tuple(changed if c.index == changed.index else c for c in program.commands)
+            with pytest.raises(SpeculationError):
+                check_speculation(replace(program, commands=commands), overlapping_slots(program.slots))
 
 
 @pytest.mark.parametrize("tied", [False, True])

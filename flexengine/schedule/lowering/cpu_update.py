@@ -111,6 +111,8 @@ def lower_speculative_update(
     this one of several ranks has stored, which it updates; None = all. Returns the index of the last command, -1 where
     there is none.
     """
+    if layout.plan.groups[group].states == "drive":
+        return _speculate_by_tiles(builder, layout, group, grads)
     name, kinds = layout.model.groups[group].name, second_kinds(layout.groups[group])
     first = {kind: layout.plane_slot(kind, group) for kind in kinds}
     second = {kind: layout.second_slot(kind, group) for kind in kinds}
@@ -133,6 +135,23 @@ def lower_speculative_update(
             builder.add("update", CommandName("speculate", owner=label), Stream.CPU, reads, writes, work, args=args)
             last = len(builder.commands) - 1
     return last
+
+
+def _speculate_by_tiles(builder: ProgramBuilder, layout: Layout, group: int, grads: Sequence[Access]) -> int:
+    """The same of a group that a drive holds: tiles are read from its first planes, updated in their slots of the host,
+    and written to its second ones."""
+    on_drive, home = DriveTiles(builder, layout, group), layout.plan.groups[group]
+    for segment, start, count in _pieces(layout, group, ALONE):
+        staged = on_drive.fetch(segment, start)
+        planes = dict(staged.planes)
+        if home.grads == "host":
+            [grad] = [plane for plane in segment.planes if plane.kind == "grad"]
+            planes["grad"] = SlotOffset(layout.plane_slot("grad", group), grad.start + grad.num_bytes(start))
+        args = UpdateTile(group, segment.name, start, count, planes, targets={})
+        work, label = Work(memory_bytes=_touched_bytes(segment, count)), CommandName("speculate", owner=staged.name)
+        builder.add("update", label, Stream.CPU, [*grads, staged.read], [staged.updated], work, args=args)
+        on_drive.write_back(staged, to_second=True)
+    return len(builder.commands) - 1
 
 
 def _within(segment: Segment, own: Sequence[OwnRange] | None) -> Iterator[tuple[int, int, SlotOffset | None]]:

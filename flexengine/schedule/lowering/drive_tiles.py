@@ -54,10 +54,12 @@ class DriveTiles:
         builder.add_copy(label, Stream.DRIVE_IN, reads, [read], regions, self._args)
         return StagedTile(name, read, updated, {kind: SlotOffset(staging, offsets[kind]) for kind in kinds})
 
-    def write_back(self, tile: StagedTile) -> None:
-        """Write an updated tile to where it was read."""
+    def write_back(self, tile: StagedTile, *, to_second: bool = False) -> None:
+        """Write an updated tile to where it was read, or to the same places of second planes."""
         regions, slots = self._tiles[tile.name], self._builder.slots
         back = tuple(region.reversed for region in regions if slots[region.source].key.role != "grad")
+        if to_second:
+            back = tuple(region._replace(target=self._layout.second_tile(region.target)) for region in back)
         writes = [Access(region.target, f"updated states of {tile.name}") for region in back]
         label = CommandName("write", "tile", tile.name)
         self._builder.add_copy(label, Stream.DRIVE_OUT, [tile.updated], writes, back, self._args)
