@@ -4,7 +4,8 @@
 
 A job (`bench.random_cases`: families, adapters, experts, optimizers, numerics) is trained for two steps under its plan
 of one rank, and again with states, weights and gradients of random groups on a drive, in random tiles and slots, by one
-rank or by two that relay or split. Losses, norms and all weights have to be equal in every bit.
+rank or by two that relay or split; of one rank some are updated before the norm is known, and random blocks keep what
+they keep there. Losses, norms and all weights have to be equal in every bit.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flexengine.models import blocks
 from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner.on_drive import home_on_drive, numbers_on_drive
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.second_planes import may_speculate
 
 
 def on_drive(planned: PlannedRun, random: Random) -> PlannedRun:
@@ -42,10 +44,13 @@ def on_drive(planned: PlannedRun, random: Random) -> PlannedRun:
         elif not group.frozen:
             there = home_on_drive(group, True, plan.request.ranks)
             kept = tuple(kind for kind in ("weights", "grads") if random.random() < 0.3)
-            homes[i] = there.off_the_drive(kept)
+            there = there.off_the_drive(kept)
+            alone = plan.request.ranks == 1
+            bold = alone and plan.may_speculate and may_speculate(stored, there) and random.random() < 0.5
+            homes[i] = replace(there, speculative=bold)
     tile, slots = random.choice((1, 3000)), random.randint(1, 4)
     layers = tuple(
-        _kept_on_drive(kept, random) if layer.kind == "block" else kept
+        _kept_on_drive(kept, random) if layer.kind == "block" and plan.request.ranks == 1 else kept
         for kept, layer in zip(plan.layers, model.layers, strict=True)
     )
     moved = replace(plan, groups=tuple(homes), layers=layers, touched_only=False, drive_tile=tile, drive_slots=slots)

@@ -17,8 +17,9 @@ class DriveOptions:
     offload_dir: Annotated[
         str | None,
         Option(
-            "folder on a drive for optimizer states, weights and gradients that the host has no room for; the GPUs of a"
-            " node share one file there, which has no name and is gone when the run ends (default: no drive)",
+            "folder on a drive for optimizer states, weights, gradients and, of one GPU, kept activations that the host has"
+            " no room for; the GPUs of a node share one file there, which has no name and is gone when the run ends"
+            " (default: no drive)",
             decides_plan=False,
         ),
     ] = None

@@ -107,8 +107,6 @@ class Plan:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if self.uses_drive and self.shares_node:
             _check_drive_of_ranks(self)
-        if self.keeps_on_drive and self.shares_node:
-            raise ValueError("activations lie on a drive only where one rank trains")
         if any(home.speculative for home in self.groups) and not self.may_speculate:
             raise ValueError("updates are speculative on one rank, and on ranks of one node that walk layers together")
         if self.touched_only and not self.in_parts:
@@ -194,12 +192,7 @@ class Plan:
     @property
     def uses_drive(self) -> bool:
         """True when planes of some group lie on a drive, or what some layer keeps."""
-        return self.keeps_on_drive or any(home.uses_drive for home in self.groups)
-
-    @property
-    def keeps_on_drive(self) -> bool:
-        """True when what some layer keeps lies on a drive."""
-        return any(kept.on_drive for kept in self.layers)
+        return any(kept.on_drive for kept in self.layers) or any(home.uses_drive for home in self.groups)
 
     @property
     def reads_weights(self) -> bool:
@@ -326,3 +319,5 @@ def _check_drive_of_ranks(plan: Plan) -> None:
         raise ValueError(f"planes lie on a drive on ranks of one node that {' or '.join(SHARES_DRIVE)}")
     if any(home.grads == "drive" for home in plan.groups):
         raise ValueError("several ranks add up gradients in the node's memory, so none lie on a drive")
+    if plan.keeps_on_drive or any(home.speculative and home.states == "drive" for home in plan.groups):
+        raise ValueError("of one rank alone activations lie on a drive, and updates before the norm reach it")

@@ -18,6 +18,7 @@ from flexengine.planner.cost.stream_loads import (
     UPDATED_BY_CPU,
 )
 from flexengine.planner.problem import Problem
+from flexengine.planner.sizes import chunk_sizes
 from flexengine.schedule.arena_slots import STAGED_GRADS, STAGED_WEIGHTS
 from flexengine.schedule.drive import (
     BLOCK_BYTES,
@@ -31,6 +32,7 @@ from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_s
 from flexengine.schedule.kept_on_drive import kept_sizes
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.segments import may_go_by_chunk
 from flexengine.schedule.slots import PlaneKind
 
 TILES_ON_DRIVE, LEAST_DRIVE_TILE = 256, 1 << 18
@@ -117,6 +119,21 @@ def frozen_bytes(model: ModelSpec, numerics: Numerics) -> int:
     return sum(in_blocks(group_storage(group, numerics).plane_bytes["weights"]) for group in frozen)
 
 
+def inputs_may_fit(problem: Problem) -> bool:
+    """Whether GPU and host may hold what plans that keep nothing on a drive must keep of the longest sequence: its
+    hidden states, and of each of the best segments the first input, and one segment's others. Asked where there is a
+    drive, as searching takes longer; not where segments may run chunk by chunk, which keeps less."""
+    model, request = problem.model, problem.request
+    longest = request.max_seq_len
+    by_chunk = may_go_by_chunk(model) and any(chunk >= longest for chunk, _ in chunk_sizes(request))
+    if not request.max_drive_bytes or problem.kept_on_drive or by_chunk:
+        return True
+    blocks = sum(layer.keeps for layer in model.blocks)
+    inputs = min((-(-blocks // length) + length - 1 for length in range(1, blocks + 1)), default=0)
+    num_bytes = (1 + inputs) * longest * model.hidden_size * DTYPE_BYTES[request.numerics.compute]
+    return num_bytes <= request.max_gpu_bytes + request.max_host_bytes
+
+
 KINDS = ("weights", "grads", "kept", "states")
 """Those that cross a drive most often in a step first: weights twice in every round, gradients nearly as often."""
 
@@ -126,7 +143,7 @@ def orders_of_kinds(plan: Plan) -> list[tuple[str, ...]]:
     found = [KINDS]
     if any(home.grads == "drive" for home in plan.groups):
         found.append(("grads", "weights", "kept", "states"))
-    if plan.keeps_on_drive:
+    if any(kept.on_drive for kept in plan.layers):
         found.append(("kept", "weights", "grads", "states"))
     return found
 

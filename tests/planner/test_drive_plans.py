@@ -122,7 +122,7 @@ def test_kept_activations_lie_there_where_planes_are_not_enough():
     found = KEPT_ON_DRIVE.planned(Problem(model, asked, PROFILE), None)
     assert found is not None
     plan, layout = found.plan, Layout(model, found.plan)
-    assert plan.keeps_on_drive
+    assert any(kept.on_drive for kept in plan.layers)
     assert host_required_bytes(layout, PROFILE) == plan.predicted.host_bytes <= asked.max_host_bytes
     assert layout.drive_bytes <= asked.max_drive_bytes
     on_host = replace(plan, layers=tuple(replace(kept, on_drive=False) for kept in plan.layers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexengine.planner.bound.linear_program import LinearProgram
-from flexengine.planner.bound.unavoidable import Unavoidable
+from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
 
 Moved = dict[str, float]
 
@@ -13,20 +13,19 @@ class DriveRows:
 
     Weights are read for every use that the GPU does not hold them for, gradients written and read between rounds, and
     what an update changes is read and written once. units: bytes and seconds of one. earlier: terms and seconds, in
-    units, of the backward passes that no update may begin in. round_share: of what all rounds keep, one's.
+    units, of the backward passes that no update may begin in.
     """
 
     def __init__(
         self,
         lp: LinearProgram,
         step: Unavoidable,
-        rounds: int,
+        size: SizeWork,
         units: tuple[float, float],
         earlier: tuple[Moved, float],
-        round_share: float,
     ) -> None:
         (unit_bytes, unit_s), self._earlier = units, earlier
-        self._lp, self._step, self._rounds = lp, step, rounds
+        self._lp, self._step, self._rounds = lp, step, size.rounds
         self._scale = unit_s / unit_bytes
         self._members = step.parameters if step.request.max_drive_bytes else ()
         self.kept = {"drive kept": 1.0} if self._members else {}  # over all rounds, of what is not on the GPU
@@ -36,7 +35,7 @@ class DriveRows:
                 lp.at_most(f"{name} there", {lp.variable(name): 1.0, f"{kind} {p.name}": 1.0}, total)
         if self._members:
             lp.at_most("kept on drive", {lp.variable("drive kept"): 1.0, "on host": -1.0}, 0.0)
-            there = self.there("wgs") | dict.fromkeys(self.kept, round_share)
+            there = self.there("wgs") | dict.fromkeys(self.kept, size.round_share)
             lp.at_most("size of the drive", there, step.request.max_drive_bytes / unit_bytes)
             self._move()
 

@@ -68,8 +68,7 @@ class Relaxation:
         self._stream_rows()
         self._part_rows()
         self._gpu_rows()
-        units, share = (self.unit_bytes, self.unit_s), self.size.round_share
-        self.drive = DriveRows(self.lp, self.step, self.rounds, units, self._earlier(), share)
+        self.drive = DriveRows(self.lp, self.step, self.size, (self.unit_bytes, self.unit_s), self._earlier())
         self._host_rows()
         links = ("link h2d", "link d2h", "link both")
         found = self.lp.minimise({"T": 1.0, **dict.fromkeys(links, LINK_PRICE)})
@@ -293,8 +292,8 @@ class Relaxation:
         """Everything that is not at home on the GPU, and a round's kept activations."""
         budget = (self.step.request.max_host_bytes - host_overhead_bytes(self.step.profile)) / self.unit_bytes
         states, grads = self._total("w") / self.ranks + self._total("s"), self._total("g") / self.ranks
-        away, kept = self._at_home("ws", factor=-1.0), {"on host": self.size.round_share}
-        kept |= dict.fromkeys(self.drive.kept, -self.size.round_share)
+        away, share = self._at_home("ws", factor=-1.0), self.size.round_share
+        kept = {"on host": share, **dict.fromkeys(self.drive.kept, -share)}
         away |= self.drive.there("ws", -1.0)
         stored = {**self._at_home("g", factor=-1.0), **self.drive.there("g", -1.0)}
         if self.rounds > 1:
