@@ -119,19 +119,38 @@ def frozen_bytes(model: ModelSpec, numerics: Numerics) -> int:
     return sum(in_blocks(group_storage(group, numerics).plane_bytes["weights"]) for group in frozen)
 
 
-def inputs_may_fit(problem: Problem) -> bool:
-    """Whether GPU and host may hold what plans that keep nothing on a drive must keep of the longest sequence: its
-    hidden states, and of each of the best segments the first input, and one segment's others. Asked where there is a
-    drive, as searching takes longer; not where segments may run chunk by chunk, which keeps less."""
+def memory_may_hold(problem: Problem) -> bool:
+    """Whether GPU and host may hold what a kind of plans keeps on no drive, where there is one: searching for what
+    cannot fit takes longer."""
+    request = problem.request
+    if not request.max_drive_bytes or request.shares_node:
+        return True
+    num_bytes = _least_of_planes(problem) + (0 if problem.kept_on_drive else _least_of_inputs(problem))
+    return num_bytes <= request.max_gpu_bytes + request.max_host_bytes
+
+
+def _least_of_planes(problem: Problem) -> int:
+    """Bytes of weights and optimizer states that plans keep on no drive."""
+    found = 0
+    for group in problem.model.groups:
+        planes, there = group_storage(group, problem.request.numerics).plane_bytes, problem.on_drive
+        weights_there = there and group.slot_class in BLOCK_CLASSES and (group.frozen or problem.all_on_drive)
+        found += 0 if weights_there and not group.adapter else planes["weights"]
+        states = sum(num_bytes for kind, num_bytes in planes.items() if kind not in ("weights", "grad"))
+        found += 0 if there and not group.adapter else states
+    return found
+
+
+def _least_of_inputs(problem: Problem) -> int:
+    """Bytes of the longest sequence's hidden states, and of the first input of each of the best segments with one
+    segment's others; nothing where segments may run chunk by chunk, which keeps less."""
     model, request = problem.model, problem.request
     longest = request.max_seq_len
-    by_chunk = may_go_by_chunk(model) and any(chunk >= longest for chunk, _ in chunk_sizes(request))
-    if not request.max_drive_bytes or problem.kept_on_drive or by_chunk:
-        return True
+    if may_go_by_chunk(model) and any(chunk >= longest for chunk, _ in chunk_sizes(request)):
+        return 0
     blocks = sum(layer.keeps for layer in model.blocks)
     inputs = min((-(-blocks // length) + length - 1 for length in range(1, blocks + 1)), default=0)
-    num_bytes = (1 + inputs) * longest * model.hidden_size * DTYPE_BYTES[request.numerics.compute]
-    return num_bytes <= request.max_gpu_bytes + request.max_host_bytes
+    return (1 + inputs) * longest * model.hidden_size * DTYPE_BYTES[request.numerics.compute]
 
 
 KINDS = ("weights", "grads", "kept", "states")

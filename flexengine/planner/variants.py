@@ -20,7 +20,7 @@ from flexengine.planner.bound.speed_of_light import size_bounds
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.stream_loads import issue_s
 from flexengine.planner.feasibility.shortage import Feasibility
-from flexengine.planner.on_drive import inputs_may_fit
+from flexengine.planner.on_drive import memory_may_hold
 from flexengine.planner.problem import Problem
 from flexengine.planner.search import MOST_TOUCHED, Search
 from flexengine.planner.sizes import chunk_sizes, hidden_on_host, may_wait_on_host, segment_lengths, ways_of
@@ -329,11 +329,11 @@ def _adapters_take(problem: Problem) -> float:
 
 def _streamed_may_pay(problem: Problem, best: Found | None) -> bool:
     share = _adapters_take(problem)
-    return share > 0 and (best is None or share > LARGE_ADAPTERS) and inputs_may_fit(problem)
+    return share > 0 and (best is None or share > LARGE_ADAPTERS) and memory_may_hold(problem)
 
 
 ADAPTERS_ON_GPU = Variant[Problem, Found](
-    lambda problem, _: _adapters_take(problem) < 1 and inputs_may_fit(problem),
+    lambda problem, _: _adapters_take(problem) < 1 and memory_may_hold(problem),
     lambda problem, _: fastest(OF_ONE_HOME, problem),
 )
 ADAPTERS_ON_HOST = Variant[Problem, Found](

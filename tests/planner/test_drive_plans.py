@@ -14,7 +14,7 @@ from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.cost.memory import host_required_bytes
 from flexengine.planner.cost.stream_loads import ON_DRIVE
 from flexengine.planner.feasibility.shortage import Feasibility
-from flexengine.planner.on_drive import planes_on_host
+from flexengine.planner.on_drive import memory_may_hold, planes_on_host
 from flexengine.planner.problem import Problem
 from flexengine.planner.variants import ALL_ON_DRIVE, KEPT_ON_DRIVE
 from flexengine.reports.charts.streams import STREAM_NAMES
@@ -23,6 +23,7 @@ from flexengine.reports.plan_page import html_page
 from flexengine.reports.plan_text import describe
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.drive import drive_bytes, drive_kinds
+from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.step_parts import LIMIT_WORDS, limiter
 from tests.schedule.small_plans import small_model
@@ -133,6 +134,26 @@ def test_kept_activations_lie_there_where_planes_are_not_enough():
     assert "on the drive" in html_page(Picture(plan, model, PROFILE), "flexengine plan")
     slow = step_seconds(layout, PROFILE.changed(**shared_drive(1e6, 1e6).values()))
     assert slow.step_s > 1.9 * layout.drive_bytes / 1e6
+
+
+def test_what_no_memory_holds_is_not_searched():
+    """Worked by hand: weights and states but for what a drive has; two inputs and hidden states of a long sequence."""
+    planes = [group_storage(group, REQUEST.numerics).plane_bytes for group in MODEL.groups]
+    blocks = [group.slot_class == "block" for group in MODEL.groups]
+    weights = [plane["weights"] for plane in planes]
+    states = sum(n for plane in planes for kind, n in plane.items() if kind not in ("weights", "grad"))
+    edges, inputs = sum(n for n, block in zip(weights, blocks, strict=True) if not block), 3 * 4096 * 512 * 2
+    for num_bytes, there in (
+        (sum(weights) + states + inputs, {}),
+        (sum(weights) + inputs, {"on_drive": True}),
+        (edges + inputs, {"on_drive": True, "all_on_drive": True}),
+        (edges, {"on_drive": True, "all_on_drive": True, "kept_on_drive": True}),
+    ):
+        for lack, holds in ((0, True), (1, False)):
+            asked = replace(REQUEST, max_seq_len=4096, max_global_batch_tokens=4096, round_tokens=4096)
+            asked = replace(asked, max_gpu_bytes=1, max_host_bytes=num_bytes - 1 - lack, max_drive_bytes=GIB)
+            assert memory_may_hold(Problem(MODEL, asked, PROFILE, **there)) == holds
+            assert memory_may_hold(Problem(MODEL, replace(asked, max_drive_bytes=0), PROFILE, **there))
 
 
 def test_every_stream_has_its_words():
