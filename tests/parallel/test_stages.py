@@ -279,6 +279,17 @@ def test_experts_with_adapters_cross_one_link_once_in_each_pass():
         assert {group for group, home in enumerate(layout.homes) if home.trained} == {len(spec.layers) + rank}
 
 
+def test_adapters_that_gpus_have_no_room_for_live_on_the_host():
+    spec = open_model("preset:qwen3-30b-a3b").spec
+    spec = with_lora(spec.with_layers([0, 1, 2, 3, 4, len(spec.layers) - 1]), LoRA("all-experts", rank=64))
+    asked = Request(
+        1024, 4096, 4 * GIB, 60 * GIB, chunk_tokens=1024, round_tokens=2048, ranks=2, transport="stages"
+    )  # fmt: skip
+    plan = plan_for_ranks(spec, asked, with_gpus(preset("rtx5090"), 2))
+    assert {home.weights for home in plan.groups[len(spec.layers) :]} == {"host"}
+    assert plan.predicted.gpu_bytes <= 4 * GIB
+
+
 def test_a_simulated_step_runs_every_layer_once_for_every_chunk_in_order(planned):
     spec, plan = planned
     layouts = layouts_of(spec, plan)

@@ -19,11 +19,12 @@ from flexengine.models.freezing import freeze_groups
 from flexengine.models.registry import build_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, PlanError, PlanReason, Prediction, Request
+from flexengine.planner.adapter_groups import resident_adapter_bytes
 from flexengine.planner.cost.memory import gpu_required_bytes, host_categories, host_required_bytes
 from flexengine.planner.problem import Problem, Room
 from flexengine.planner.ranks.price import bytes_planned, priced_together
 from flexengine.planner.sizes import check_sizes, filled
-from flexengine.planner.variants import OF_WHOLE_EXPERTS, fastest
+from flexengine.planner.variants import LARGE_ADAPTERS, OF_WHOLE_EXPERTS, fastest
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.stages import Stage, why_no_stages
@@ -76,15 +77,15 @@ def fastest_in_stages(model: ModelSpec, request: Request, profile: HardwareProfi
     """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so."""
     check_sizes(request)
     search = _Search(model, request, profile)
-    found = list[tuple[Plan, StageSize]]()
+    found = list[tuple[Plan, StageSize, Way]]()
     for sizes in stage_sizes(request):
-        plans = ((search.planned(size), size) for size in sizes)
-        found += [(plan, size) for plan, size in plans if plan is not None][:1]
+        plans = ((search.planned(size, way), size, way) for size in sizes for way in search.first_ways)
+        found += [(plan, size, way) for plan, size, way in plans if plan is not None][:1]
     if not found:
         return None
-    _, size = min(found, key=lambda pair: pair[0].predicted.step_s)
-    plans = [*(plan for plan, _ in found), search.planned(size, share_edges=False)]
-    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.predicted.step_s)
+    best, size, way = min(found, key=lambda one: one[0].predicted.step_s)
+    others = (search.planned(size, other) for other in search.others(way))
+    return min((best, *filter(None, others)), key=lambda plan: plan.predicted.step_s)
 
 
 class StageSize(NamedTuple):
@@ -124,6 +125,13 @@ def _chunks(request: Request) -> list[int]:
     return sorted(large) or sorted({min(request.max_seq_len, most), most})
 
 
+class Way(NamedTuple):
+    """Whether slots of embedding and head lie over those of blocks, and whether adapters live on the host."""
+
+    share_edges: bool = True
+    streamed: bool = False
+
+
 class _Search:
     """Plans of one request. Searches of equal blocks are made once."""
 
@@ -135,25 +143,34 @@ class _Search:
         self._of_rank = self._of_one.changed(cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
         self._judge = Problem(model, request.of_rank, self._of_rank)
         self._plans: dict[tuple, _Blocks | None] = {}
-        self._reserved: dict[bool, tuple[int, int]] = {}  # by `share_edges`, what the last plan that fits left free
+        self._reserved: dict[Way, tuple[int, int]] = {}  # what the last plan that fits left free
+        adapters = resident_adapter_bytes(model, request) / self._size  # on a GPU, if they live there
+        self._may_stream = adapters > LARGE_ADAPTERS * request.max_gpu_bytes
         stored = [group_storage(group, request.numerics) for group in model.groups]
         self._state_bytes = [sum(group.plane_bytes.values()) for group in stored]
 
-    def planned(self, size: StageSize, share_edges: bool = True) -> Plan | None:
-        """The plan of all ranks with these sizes, priced; None where none fits.
+    @property
+    def first_ways(self) -> list[Way]:
+        """Of which the first that fits is planned: large adapters go to the host where GPUs have no room for them."""
+        return [Way(), Way(streamed=True)] if self._may_stream else [Way()]
 
-        share_edges: slots of embedding and head lie over those of blocks.
-        """
-        reserved = self._reserved.get(share_edges, (0, 0))
+    def others(self, way: Way) -> list[Way]:
+        """What is worth a look with the best sizes, beside the way of their plan. Large adapters on GPUs leave little
+        room for weights that are to come."""
+        return [way._replace(share_edges=False), *(other for other in self.first_ways if other.streamed > way.streamed)]
+
+    def planned(self, size: StageSize, way: Way) -> Plan | None:
+        """The plan of all ranks with these sizes, priced; None where none fits."""
+        reserved = self._reserved.get(way, (0, 0))
         limits = self._judge.limits
         for _ in range(limits.searches):  # the first one begins with what the size before needed
-            plan = self._assembled(size, share_edges, reserved)
+            plan = self._assembled(size, way, reserved)
             if plan is None:
                 return None
             layouts = layouts_of(self._model, plan)
             room = Room(*map(min, zip(*map(self._judge.room, layouts), strict=True)))
             if room.fits:
-                self._reserved[share_edges] = reserved
+                self._reserved[way] = reserved
                 return self._priced(layouts)
             gpu, host = room.lacks(limits.spare_bytes)
             reserved = reserved[0] + gpu, reserved[1] + host
@@ -165,13 +182,13 @@ class _Search:
     def _blocks(self, rank: int) -> list[int]:
         return [layer for layer in range(1, len(self._model.layers) - 1) if self._stage(rank).owns(layer)]
 
-    def _assembled(self, size: StageSize, share_edges: bool, reserved: tuple[int, int]) -> Plan | None:
+    def _assembled(self, size: StageSize, way: Way, reserved: tuple[int, int]) -> Plan | None:
         """The plan of the whole model from those of all ranks' blocks, which share what is not of a block."""
         model, num_layers = self._model, len(self._model.layers)
         layers, homes, plans = [LayerPlan()] * num_layers, [GroupPlan()] * len(model.groups), list[Plan]()
         for rank in range(self._size):
             blocks = self._blocks(rank)
-            found = self._plan_of(blocks, size, reserved)
+            found = self._plan_of(blocks, size, way, reserved)
             if found is None:
                 return None
             plans.append(found.plan)
@@ -194,7 +211,7 @@ class _Search:
             save_slots=max(plan.save_slots for plan in plans),
             optimizer_slots=max(plan.optimizer_slots for plan in plans),
             optimizer_tile=min(plan.optimizer_tile for plan in plans),
-            share_edge_slots=share_edges,
+            share_edge_slots=way.share_edges,
             transport="stages",
         )
 
@@ -206,7 +223,7 @@ class _Search:
         stored = group_storage(self._model.groups[group], self._request.numerics)
         return GroupPlan(update="cpu" if on_cpu and not stored.on_gpu_only else "gpu")
 
-    def _plan_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> _Blocks | None:
+    def _plan_of(self, blocks: Sequence[int], size: StageSize, way: Way, reserved: tuple[int, int]) -> _Blocks | None:
         """Plan a rank's blocks, or those of the rank with most, if these begin alike: then one search does."""
         most = self._blocks(0)
         kinds = [[self._model.layers[layer].ops for layer in layers] for layers in (blocks, most)]
@@ -215,10 +232,11 @@ class _Search:
         request = self._request_of(blocks, size, reserved)
         if request is None:
             return None
-        key = tuple(blocks), request
+        key = tuple(blocks), request, way.streamed
         if key not in self._plans:
             model = self._small.with_layers([0, *blocks, len(self._model.layers) - 1])
-            found = fastest(OF_WHOLE_EXPERTS, Problem(model, request, self._of_rank))
+            problem = Problem(model, request, self._of_rank, streams_adapters=way.streamed)
+            found = fastest(OF_WHOLE_EXPERTS, problem)
             self._plans[key] = None if found is None else _Blocks.of(model, found.plan)
         return self._plans[key]
 
