@@ -130,10 +130,10 @@ def graphs_may_pay(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> bo
     """Whether the host spends so much of a plan's step on blocks' commands that a plan which replays them may win."""
     if plan.request.shares_node or profile.device_type != "cuda" or plan.slices_sequences or not may_replay(model):
         return False
-    return _issue_s(model, plan, profile) >= LEAST_ISSUE_SHARE * plan.predicted.step_s
+    return issue_seconds(model, plan, profile) >= LEAST_ISSUE_SHARE * plan.predicted.step_s
 
 
-def _issue_s(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> float:
+def issue_seconds(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> float:
     """Host seconds to issue all blocks' commands of a step."""
     cost, seconds = CostModel.of(plan.request, profile, plan.chunk_tokens), 0.0
     for layer, kept in zip(model.layers, plan.layers, strict=True):

@@ -20,7 +20,7 @@ from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
 from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
-from flexengine.models.registry import open_model
+from flexengine.models.registry import build_model, open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, Request
 from flexengine.planner.cost.cost_model import CostModel
@@ -290,6 +290,17 @@ def test_adapters_that_gpus_have_no_room_for_live_on_the_host():
     assert plan.predicted.gpu_bytes <= 4 * GIB
 
 
+def test_rounds_of_one_chunk_spare_the_host_that_issues_many_commands():
+    """Blocks of many experts compute for less time than their commands take to issue."""
+    config = open_model("preset:qwen3-30b-a3b").spec.hf_config
+    spec = build_model("few blocks", {**config, "num_hidden_layers": 6, "vocab_size": 1024})
+    asked = Request(2048, 8192, 100 * GIB, 200 * GIB, ranks=2, transport="stages")
+    plan = plan_for_ranks(spec, asked, with_gpus(preset("h200"), 2))
+    assert (plan.chunk_tokens, plan.chunks_per_round) == (4096, 1)
+    of_two = plan_for_ranks(spec, replace(asked, chunk_tokens=2048), with_gpus(preset("h200"), 2))
+    assert plan.predicted.step_s < of_two.predicted.step_s
+
+
 def test_a_simulated_step_runs_every_layer_once_for_every_chunk_in_order(planned):
     spec, plan = planned
     layouts = layouts_of(spec, plan)
@@ -319,7 +330,7 @@ def test_a_simulated_step_runs_every_layer_once_for_every_chunk_in_order(planned
 
 def test_sizes_are_those_that_are_pinned():
     asked = request(2, 4096, transport="stages")
-    assert stage_sizes(asked) == [[(2048, 2), (2048, 1)]]
+    assert stage_sizes(asked) == [[(2048, 2), (2048, 1)], [(4096, 1)]]
     assert stage_sizes(replace(asked, chunk_tokens=1024)) == [[(1024, 4), (1024, 2)]]
     assert stage_sizes(replace(asked, chunk_tokens=2048, round_tokens=2048)) == [[(2048, 1)]]
     with pytest.raises(PlanError, match="not a multiple"):

@@ -24,7 +24,7 @@ from flexengine.planner.cost.memory import gpu_required_bytes, host_categories, 
 from flexengine.planner.problem import Problem, Room
 from flexengine.planner.ranks.price import bytes_planned, priced_together
 from flexengine.planner.sizes import check_sizes, filled
-from flexengine.planner.variants import LARGE_ADAPTERS, OF_WHOLE_EXPERTS, fastest
+from flexengine.planner.variants import LARGE_ADAPTERS, LEAST_ISSUE_SHARE, OF_WHOLE_EXPERTS, fastest, issue_seconds
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.stages import Stage, why_no_stages
@@ -77,15 +77,26 @@ def fastest_in_stages(model: ModelSpec, request: Request, profile: HardwareProfi
     """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so."""
     check_sizes(request)
     search = _Search(model, request, profile)
-    found = list[tuple[Plan, StageSize, Way]]()
+    found = list[_Found]()
     for sizes in stage_sizes(request):
+        if found and sizes[0].chunks_per_round == 1 and not _issues_long(min(found, key=_step_s).plan, model, profile):
+            continue
         plans = ((search.planned(size, way), size, way) for size in sizes for way in search.first_ways)
-        found += [(plan, size, way) for plan, size, way in plans if plan is not None][:1]
+        found += [_Found(plan, size, way) for plan, size, way in plans if plan is not None][:1]
     if not found:
         return None
-    best, size, way = min(found, key=lambda one: one[0].predicted.step_s)
+    best, size, way = min(found, key=_step_s)
     others = (search.planned(size, other) for other in search.others(way))
     return min((best, *filter(None, others)), key=lambda plan: plan.predicted.step_s)
+
+
+def _step_s(found: _Found) -> float:
+    return found.plan.predicted.step_s
+
+
+def _issues_long(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> bool:
+    """Whether a rank's host issues blocks' commands for so long that fewer, larger chunks may be worth idle ranks."""
+    return issue_seconds(model, plan, profile) / plan.request.ranks > LEAST_ISSUE_SHARE * plan.predicted.step_s
 
 
 class StageSize(NamedTuple):
@@ -97,10 +108,9 @@ class StageSize(NamedTuple):
 
 def stage_sizes(request: Request) -> list[list[StageSize]]:
     """Sizes worth a look, which the request may pin: for each size of a chunk, those with the fewest waves first, of
-    which the first that fits is taken. One chunk a round comes last, and only where no size of a chunk allows more."""
+    which the first that fits is taken. Those of which a round has one chunk come last."""
     found = [sizes for chunk in _chunks(request) if (sizes := _of_chunk(request, chunk))]
-    several = [sizes for sizes in found if sizes[0].chunks_per_round > 1]
-    return several or found
+    return sorted(found, key=lambda sizes: sizes[0].chunks_per_round == 1)
 
 
 def _of_chunk(request: Request, chunk: int) -> list[StageSize]:
@@ -130,6 +140,14 @@ class Way(NamedTuple):
 
     share_edges: bool = True
     streamed: bool = False
+
+
+class _Found(NamedTuple):
+    """A plan with its sizes and its way."""
+
+    plan: Plan
+    size: StageSize
+    way: Way
 
 
 class _Search:
