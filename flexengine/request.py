@@ -19,7 +19,7 @@ from flexengine.metrics import GIB, format_bytes
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import forward_only, with_frozen
 from flexengine.models.group_factors import group_factors
-from flexengine.models.keep_dtype import with_keep_dtype
+from flexengine.models.keep_dtype import with_coded_inputs, with_keep_dtype
 from flexengine.models.lora import with_lora
 from flexengine.models.lora_files import unread_by_peft
 from flexengine.models.matmul_dtype import with_matmul_dtype
@@ -53,7 +53,8 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     This is the order of the passes, each of which finds what those before it made: products, as adapters come before
     or behind them by their kind; rounding of gated units, of whose codes layers read in backward, which adapters then
     read, too; adapters or freezing, which takes weight halves from ops that nobody replaces any more; forward alone,
-    where nothing is trained; the base dtype, which is for frozen groups.
+    where nothing is trained; the base dtype, which is for frozen groups; codes between layers, which have a backward
+    where these have one.
 
     Warns when sequences may be longer than the model was made for, and of adapters that PEFT will not read. Raises
     ValueError where it cannot take them, or as `with_matmul_dtype`, `with_keep_dtype`, `with_frozen` and
@@ -66,7 +67,8 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     if job.trains and (unread := unread_by_peft(model)):
         logger.warning(unread)
     model = model if job.trains else forward_only(model)
-    model = with_calls_up_to(with_base_dtype(model, job.stored_base), job.max_seq_len)
+    model = with_coded_inputs(with_base_dtype(model, job.stored_base), job.keep_dtype)
+    model = with_calls_up_to(model, job.max_seq_len)
     check_sequence_length(model, job.max_seq_len)
     for option in ("lr_groups", "weight_decay_groups"):
         group_factors(model, option, getattr(job, option))

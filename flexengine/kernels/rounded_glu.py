@@ -93,9 +93,13 @@ def _launch(codes: Tensor, scales: Tensor, tokens: int, width: int, activation: 
     together = min(_BLOCKS, next_power_of_2(blocks))
     return {
         "width": width, "blocks": blocks, "tiles": cdiv(blocks, together), "GELU": activation == "gelu_tanh",
-        "NATIVE": not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= NATIVE_SINCE,
-        "BLOCKS": together, "num_warps": 4,
+        "NATIVE": is_native(codes), "BLOCKS": together, "num_warps": 4,
     }  # fmt: skip
+
+
+def is_native(codes: Tensor) -> bool:
+    """Whether the card of these codes has the instructions, or Triton's interpreter stands for them."""
+    return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= NATIVE_SINCE
 
 
 @triton.jit

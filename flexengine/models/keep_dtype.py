@@ -1,11 +1,14 @@
-"""Describes a model whose blocks keep the largest activation, the output of the gate and up projection, in FP8."""
+"""Describes a model whose layers keep in FP8 their inputs, or the largest activation, the output of the gate and up
+projection."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from flexengine.models.spec import LayerSpec, ModelSpec
-from flexengine.ops.base import Op
+from flexengine.ops.base import Op, TensorSpec
+from flexengine.ops.coded_rows import ReadCodes, WriteCodes
 from flexengine.ops.experts.experts import WeightedGLU
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
@@ -13,22 +16,60 @@ from flexengine.ops.rounded_glu import Codes, GLUFromCodes, RoundedGLU, RoundGat
 
 
 def check_keep_dtype(model: ModelSpec, keep: str) -> None:
-    """Raise ValueError unless the blocks keep what numerics say: `compute` or `fp8`."""
+    """Raise ValueError unless the layers keep what numerics say: `compute`, `fp8`, `fp8-inputs` or `fp8-all`."""
     # A plan priced for one must not run with the other: its seconds and bytes would be wrong.
-    found = "fp8" if any(isinstance(op, RoundGateUp) for layer in model.blocks for op in layer.ops) else "compute"
+    gate_up = any(isinstance(op, RoundGateUp) for layer in model.blocks for op in layer.ops)
+    found = _VALUES[gate_up, model.hidden.dtype == "uint8"]
     if found != keep:
-        raise ValueError(f"{model.name} keeps gate and up in {found}, but numerics ask for {keep}")
+        raise ValueError(f"{model.name} keeps for backward what keep_dtype={found} says, but numerics ask for {keep}")
+
+
+_VALUES = {(False, False): "compute", (True, False): "fp8", (False, True): "fp8-inputs", (True, True): "fp8-all"}
+"""The option by whether gate and up, and whether inputs, are rounded."""
+
+
+def with_coded_inputs(model: ModelSpec, keep: str) -> ModelSpec:
+    """Let every layer write its output as FP8 codes, which the next one reads, where `keep` covers inputs.
+
+    Layers that shared their ops share the new ones. Those without a backward have none either: freezing comes before.
+    """
+    if keep not in ("fp8-inputs", "fp8-all"):
+        return model
+    known: dict[tuple[tuple[Op, ...], int], tuple[tuple[Op, ...], TensorSpec | None]] = {}
+    layers, entering = list[LayerSpec](), dict[str, Any]()
+    for layer in model.layers:
+        key = layer.ops, layer.input_width
+        if key not in known:
+            known[key] = _coded(layer)
+        ops, output = known[key]
+        layers.append(replace(layer, ops=ops, output=output and output.name, **entering))
+        if output is not None:
+            entering = {"input": "x.codes", "input_width": output.shape[0], "input_dtype": output.dtype}
+    return replace(model, layers=tuple(layers))
+
+
+def _coded(layer: LayerSpec) -> tuple[tuple[Op, ...], TensorSpec | None]:
+    """A layer's ops between one that reads its input from codes and one that writes its output as some; these codes."""
+    ops, rows, output = list(layer.ops), layer.input_spec, None
+    if rows is not None:
+        ops.insert(0, ReadCodes("read_codes", rows, "x.codes"))
+    if layer.output is not None:
+        found = next(spec for op in ops for spec in op.outputs if spec.name == layer.output)
+        ops.append(WriteCodes("write_codes", found, "y.codes"))
+        output = ops[-1].outputs[0]
+    return tuple(ops if layer.has_backward else [op.forward_only() for op in ops]), output
 
 
 def with_keep_dtype(model: ModelSpec, keep: str) -> ModelSpec:
-    """Let backward of the blocks' gated units read gate and up rounded to FP8, whatever a plan keeps.
+    """Let backward of the blocks' gated units read gate and up rounded to FP8, whatever a plan keeps, where `keep`
+    covers them.
 
     Blocks that shared their ops share the new ones. Raises: ValueError for a model without gated units, or with
     experts.
     """
-    if keep == "compute":
+    if keep not in ("fp8", "fp8-all"):
         return model
-    leave = "leave --keep-dtype out"
+    leave = f"leave {'--keep-dtype out' if keep == 'fp8' else 'it at fp8-inputs'}"
     ops = [op for layer in model.blocks for op in layer.ops]
     if any(isinstance(op, WeightedGLU) for op in ops):
         raise ValueError(f"keep_dtype={keep} is for dense gated FFNs, and {model.name} has experts; {leave}")

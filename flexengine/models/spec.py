@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from flexengine.ops.base import Op
+from flexengine.ops.base import DType, Op, TensorSpec
 from flexengine.ops.experts.balance import Balancing
 from flexengine.ops.formats.weight_format import Storage
 from flexengine.ops.given_rows import GivenRows, PlaceRows, placing
@@ -164,7 +164,7 @@ class LayerSpec:
     `params` maps the names that the ops use to (group index, parameter name), and `buffers` to tensors of the
     checkpoint that nothing trains: a few numbers, which stay on the device and are exported unchanged. Blocks of one
     kind share the same `ops` tuple, so that whatever is derived from the ops is derived once. input_width: elements per
-    token of `input`, which no op of the layer writes and so none declares.
+    token of `input`, which no op of the layer writes and so none declares; input_dtype: uint8 where they are codes.
     """
 
     name: str
@@ -175,6 +175,7 @@ class LayerSpec:
     output: str | None
     input_width: int = 0
     buffers: tuple[tuple[str, WeightSource], ...] = ()
+    input_dtype: DType = "compute"
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
@@ -188,6 +189,11 @@ class LayerSpec:
             return self.groups
         read = {name for op in self.ops if isinstance(op, PlaceRows) for name in op.backward_params}
         return tuple(dict.fromkeys(group for local, group, _ in self.params if local in read))
+
+    @property
+    def input_spec(self) -> TensorSpec | None:
+        """The tensor that it reads of the layer before; None for the embedding."""
+        return None if self.input is None else TensorSpec(self.input, (self.input_width,), self.input_dtype)
 
     @property
     def has_backward(self) -> bool:
@@ -234,6 +240,17 @@ class ModelSpec:
     """What gives rows to tokens that are no text, such as images, if anything does."""
     groups: tuple[GroupSpec, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
+
+    @property
+    def hidden(self) -> TensorSpec:
+        """The tensor between layers: rows, or the codes that stand for them (`ops/coded_rows.py`)."""
+        head = self.layers[-1]
+        return self.hidden_rows if head.input_dtype == "compute" else replace(head.input_spec, name="hidden")
+
+    @property
+    def hidden_rows(self) -> TensorSpec:
+        """Its rows, as which its gradient is stored in any case."""
+        return TensorSpec("hidden", (self.hidden_size,))
 
     @property
     def num_labels(self) -> int | None:

@@ -73,22 +73,30 @@ class Codes(NamedTuple):
 
 def round_rows(gate_up: Tensor, codes: Tensor, scales: Tensor) -> None:
     """codes, scales = gate_up rounded: the plain path, for some rows."""
-    rows, blocks = len(gate_up), scales.shape[1] // 2
-    halves = wide(gate_up).view(rows, 2, -1)
-    x = torch.nn.functional.pad(halves, (0, blocks * COLUMNS - halves.shape[2])).view(rows, 2, blocks, COLUMNS)
+    round_blocks(*(tensor.view(len(gate_up), 2, -1) for tensor in (gate_up, codes, scales)))
+
+
+def round_blocks(x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """codes [R, P, D], scales [R, P, B] = x [R, P, D] rounded, whose D columns begin blocks of their own: the plain
+    path."""
+    rows, parts, width = x.shape
+    x = torch.nn.functional.pad(wide(x), (0, scales.shape[2] * COLUMNS - width)).view(rows, parts, -1, COLUMNS)
     absmax = x.abs().nan_to_num_(0.0, torch.inf).amax(-1, keepdim=True).clamp_(min=LEAST_ABSMAX)
-    scales.view(rows, 2, blocks, 1).copy_(absmax / LARGEST)
+    scales.copy_((absmax / LARGEST).squeeze(-1))
     factor = torch.full_like(absmax, LARGEST).div_(absmax)  # torch would divide a number by rounding twice
-    scaled = (x * factor).clamp_(-LARGEST, LARGEST).view(rows, 2, -1)[..., : halves.shape[2]]
-    codes.view(rows, 2, -1).copy_(scaled.to(FORWARD_DTYPE).view(torch.uint8))
+    scaled = (x * factor).clamp_(-LARGEST, LARGEST).view(rows, parts, -1)[..., :width]
+    codes.copy_(scaled.to(FORWARD_DTYPE).view(torch.uint8))
 
 
 def rounded_rows(codes: Tensor, scales: Tensor) -> Tensor:
     """What the codes of some rows stand for, wide [T, 2F]: the plain path."""
-    rows, width = len(codes), codes.shape[1] // 2
-    values = codes.view(FORWARD_DTYPE).to(scales.dtype).view(rows, 2, width)
-    by_column = scales.view(rows, 2, -1).repeat_interleave(COLUMNS, dim=2)[..., :width]
-    return (values * by_column).view(rows, 2 * width)
+    return rounded_blocks(*(tensor.view(len(codes), 2, -1) for tensor in (codes, scales))).view(codes.shape)
+
+
+def rounded_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """What `round_blocks` has rounded, in the dtype of the scales."""
+    by_column = scales.repeat_interleave(COLUMNS, dim=2)[..., : codes.shape[2]]
+    return codes.view(FORWARD_DTYPE).to(scales.dtype) * by_column
 
 
 class RoundGateUp(Op):

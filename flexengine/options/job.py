@@ -17,7 +17,7 @@ from flexengine.options.images import ImageOptions
 from flexengine.options.option import KeywordWords, Need, Option, Words, check_each_once, check_needs, options_of
 from flexengine.options.ranks import RankOptions
 from flexengine.options.task import TaskOptions
-from flexengine.plan import MOST_ROUNDED, MatmulDtype, Numerics, rounds_of_step
+from flexengine.plan import MOST_ROUNDED, KeepDtype, MatmulDtype, Numerics, rounds_of_step
 
 ComputeDtype = Literal["bfloat16", "float16", "float32", "float64"]
 GradDtype = Literal["bfloat16", "float32", "float64"]
@@ -34,6 +34,7 @@ MOST_GIB = 2**20
 LARGEST_SEED = 2**32 - 1
 FOR_WIDE = (Need("dtype", ("float64",), of=("float64",)),)
 FOR_BF16 = (Need("dtype", ("bfloat16",), of=("bfloat16", "bf16", "fp8")),)
+FP8_KEPT = tuple(name for name in get_args(KeepDtype) if name != "compute")
 FP8_PRODUCTS = tuple(name for name in get_args(MatmulDtype) if name != "compute")
 FOR_FP8 = (
     Need("dtype", ("bfloat16",), of=FP8_PRODUCTS),
@@ -123,12 +124,13 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions, RankOptions):
         ),
     ] = "compute"
     keep_dtype: Annotated[
-        Literal["compute", "fp8"],
+        KeepDtype,
         Option(
-            "what the gated FFNs' gate and up, the largest activations, are kept as for backward: compute = --dtype,"
-            " fp8 = FP8 scaled per row and 128 columns, half the bytes; backward reads the rounded values, with what"
-            " adapters add to them, whatever is kept",
-            needs=(Need("dtype", ("bfloat16", "float32", "float64"), of=("fp8",)),),
+            "what is kept for backward as FP8, scaled per row and 128 columns, in half the bytes of --dtype: fp8 = gate"
+            " and up of gated FFNs, the largest activations, which backward reads rounded, with what adapters add;"
+            " fp8-inputs = inputs of layers, which long sequences need most, rounded in forward, too; fp8-all = both;"
+            " values are rounded whatever is kept",
+            needs=(Need("dtype", ("bfloat16", "float32", "float64"), of=FP8_KEPT),),
         ),
     ] = "compute"
     freeze: Annotated[

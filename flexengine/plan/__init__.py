@@ -2,7 +2,7 @@
 
 from flexengine.plan.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan, rounds_of_step
 from flexengine.plan.prediction import CACHES, Prediction
-from flexengine.plan.request import MatmulDtype, Numerics, PlanError, PlanReason, Request
+from flexengine.plan.request import KeepDtype, MatmulDtype, Numerics, PlanError, PlanReason, Request
 
 __all__ = [
     "CACHES",
@@ -10,6 +10,7 @@ __all__ = [
     "GroupPlan",
     "Home",
     "LayerPlan",
+    "KeepDtype",
     "MatmulDtype",
     "Numerics",
     "Plan",

@@ -23,6 +23,7 @@ class PlanError(ValueError):
         self.reason, self.required_bytes, self.budget_bytes = reason, required_bytes, budget_bytes
 
 
+KeepDtype = Literal["compute", "fp8", "fp8-inputs", "fp8-all"]
 MatmulDtype = Literal["compute", "fp8", "fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp"]
 
 
@@ -35,7 +36,8 @@ class Numerics:
     with gradients computed times a loss scale); grad and state: storage dtypes; matmul: what the linear layers of
     blocks multiply, `compute` or FP8 with a scheme of scales; optimizer: the name of what updates, which decides the
     rules of all parameters; base: what frozen linear layers of blocks are stored in, `compute` or a format of fewer
-    bytes; keep: what backward reads gate and up of gated FFNs in, `compute` or `fp8`.
+    bytes; keep: what backward reads gate and up of gated FFNs in (`fp8`), what lies between layers (`fp8-inputs`), or
+    both (`fp8-all`), else `compute`.
     """
 
     compute: str = "bfloat16"
@@ -45,7 +47,7 @@ class Numerics:
     matmul: MatmulDtype = "compute"
     optimizer: str = "adamw"
     base: Literal["compute", "fp8", "nf4", "int8", "mxfp4"] = "compute"
-    keep: Literal["compute", "fp8"] = "compute"
+    keep: KeepDtype = "compute"
 
     @property
     def scales_loss(self) -> bool:

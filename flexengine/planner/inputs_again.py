@@ -22,7 +22,7 @@ class InputsAgain:
 
     def __init__(self, model: ModelSpec, request: Request, kinds: Sequence[BlockKind], kind_of: np.ndarray) -> None:
         self._request, self._kinds, self._kind_of = request, kinds, kind_of
-        self._token_bytes = model.hidden_size * DTYPE_BYTES[request.numerics.compute]
+        self._token_bytes = model.hidden.num_bytes(1, DTYPE_BYTES[request.numerics.compute])
 
     @cached_property
     def places(self) -> np.ndarray:

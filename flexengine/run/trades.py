@@ -28,6 +28,15 @@ LARGER = 1.5
 ROUNDED = "rounds the optimizer's moments"
 
 
+_GATE_UP, _INPUTS = "rounds what backward reads of gate and up", "rounds inputs of layers, also in forward"
+_KEPT = {
+    "compute": [("fp8", _GATE_UP), ("fp8-inputs", _INPUTS)],
+    "fp8": [("fp8-all", _INPUTS)],
+    "fp8-inputs": [("fp8-all", _GATE_UP)],
+}
+"""By what is kept in FP8 already, what else might be, and what that changes."""
+
+
 class Change(NamedTuple):
     """Other values of a job's options, the same as flags, and what they change of the result or ask of the machine."""
 
@@ -55,8 +64,9 @@ Case = tuple[ModelSpec, Request]
 def changes_of(job: Job, profile: HardwareProfile, largest: Request) -> Iterator[Change]:
     """List what a job might give up, by what it has not given up yet. largest: the request of all free memory."""
     numerics = job.numerics
-    if numerics.compute == "bfloat16" and numerics.keep == "compute":
-        yield Change("--keep-dtype fp8", {"keep_dtype": "fp8"}, "rounds what backward reads of gate and up")
+    if numerics.compute == "bfloat16":
+        for keep, changes in _KEPT.get(numerics.keep, ()):
+            yield Change(f"--keep-dtype {keep}", {"keep_dtype": keep}, changes)
     if profile.matmul.fp8_flops_per_s and numerics.matmul == "compute":
         changes = "multiplies the blocks' linear layers in FP8, scaled per tensor"
         yield Change("--matmul-dtype fp8", {"matmul_dtype": "fp8"}, changes)

@@ -178,7 +178,7 @@ class _HostSlots:
     def _offloaded_activations(self) -> None:
         sizes, region = self._sizes, self._region
         for c in range(sizes.plan.num_chunks) if sizes.plan.request.hidden_on_host else ():
-            region.add("hidden", sizes.hidden_bytes, "offloaded activations", index=c)
+            region.add("hidden", sizes.either_hidden_bytes, "offloaded activations", index=c)
         for layer, (kept, program) in enumerate(zip(sizes.plan.layers, sizes.programs, strict=True)):
             if not (sizes.model.layers[layer].keeps and sizes.trains(layer)):
                 continue
@@ -341,13 +341,14 @@ class _GpuSlots:
 
     def _activation_slots(self, region: Region) -> None:
         sizes, chunks = self._sizes, range(self._plan.num_chunks)
+        hidden_bytes = sizes.either_hidden_bytes if sizes.segments.by_chunk else sizes.hidden_bytes
         for k in range(sizes.num_hidden_slots):
-            region.add("hidden", sizes.hidden_bytes, "hidden states", index=k)
+            region.add("hidden", hidden_bytes, "hidden states", index=k)
         for k in range(sizes.places.head_inputs(self._plan)):
             region.add("head_input", sizes.hidden_bytes, "hidden states", index=k)
         carried = max(p.carry_bytes for p in sizes.all_programs)
         for k in range(sizes.num_hidden_gradients):
-            region.add("grad_hidden", sizes.hidden_bytes, "hidden states", index=k)
+            region.add("grad_hidden", sizes.hidden_grad_bytes, "hidden states", index=k)
             if carried:
                 region.add("carry", carried, "hidden states", index=k)
         bounds = max(p.bounds_bytes for p in sizes.all_programs)

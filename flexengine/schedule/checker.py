@@ -163,8 +163,10 @@ def _check_direction(program: Program, command: Command) -> None:
         slot, start = (c.source, c.source_offset) if from_host else (c.target, c.target_offset)
         covered.setdefault(slot, []).append((start, start + c.num_bytes))
     for slot, parts in covered.items():
-        reached = 0
-        for start, end in [*sorted(parts), (program.slots[slot].num_bytes, 0)]:
+        reached, role = 0, program.slots[slot].key.role
+        # Of a hidden state and its gradient, which take turns in a place, one may be smaller.
+        filled = 0 if role in ("hidden", "handed") else program.slots[slot].num_bytes
+        for start, end in [*sorted(parts), (filled, 0)]:
             if start - reached >= ALIGNMENT:
                 raise ProgramError(f"{command.label} leaves bytes {reached}..{start} of {program.slots[slot].name} out")
             reached = max(reached, end)

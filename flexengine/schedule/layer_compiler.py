@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op, TensorSpec
+from flexengine.ops.coded_rows import CodedRows
 from flexengine.schedule.layer_program import Area, Half, LayerProgram, OpStep, Place, Stage, align
 from flexengine.schedule.save_sets import halves_of, in_pairs, keepable_ops, makers, read_by_parts, savable_ops
 
@@ -42,8 +43,7 @@ def compile_layer(
     unknown = (set(keep_gpu) | set(keep_host)) - set(keepable_ops(layer.ops))
     if unknown:
         raise ValueError(f"layer {layer.name} has no op {sorted(unknown)} to keep; its ops: {keepable_ops(layer.ops)}")
-    x = None if layer.input is None else TensorSpec(layer.input, (layer.input_width,))
-    return _compile(layer.ops, x, layer.output, keep_gpu, keep_host, chunk_tokens, compute_bytes)
+    return _compile(layer.ops, layer.input_spec, layer.output, keep_gpu, keep_host, chunk_tokens, compute_bytes)
 
 
 def _renamed(ops: tuple[Op, ...]) -> dict[str, str]:
@@ -99,7 +99,7 @@ class _Compiler:
         chunk_tokens: int,
         compute_bytes: int,
     ) -> None:
-        self.ops, self.has_input, self.output = ops, x is not None, output
+        self.ops, self.input, self.output = ops, "" if x is None else x.name, output
         self.keep_gpu, self.keep_host = keep_gpu, keep_host
         self.tokens, self.compute_bytes = chunk_tokens, compute_bytes
         self.specs = {spec.name: spec for op in ops for spec in op.outputs}
@@ -110,6 +110,9 @@ class _Compiler:
         assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
         if x is not None:
             self.specs[x.name] = x
+        coded = [op for op in ops if isinstance(op, CodedRows)]
+        self.grad_specs = {**self.specs, **{op.codes.name: op.rows for op in coded}}
+        self.entering = {self.input, *(op.rows.name for op in coded if op.codes.name == self.input)}
         self.in_parts = tuple(op for op in ops if op.num_parts > 1)
         self.before = ops[: len(ops) - len(self.in_parts)]
         assert all(op.num_parts == 1 for op in self.before), "ops in parts end a layer"
@@ -141,14 +144,14 @@ class _Compiler:
             window_workspace_bytes=max(op.window_workspace_bytes(*sizes) for op in self.ops),
             plain_workspace_bytes=max(op.plain_workspace_bytes(*sizes) for op in self.ops),
             plain_window_workspace_bytes=max(op.plain_window_workspace_bytes(*sizes) for op in self.ops),
-            is_block=self.has_input and self.output is not None,
+            is_block=bool(self.input) and self.output is not None,
         )
 
     def _home(self, name: str) -> Place | None:
         """The fixed place of a tensor outside scratch, if it has one."""
         name = self.renamed.get(name, name)
-        if name == "x" and self.has_input:
-            return Place("input", 0, self.specs["x"])
+        if name == self.input:
+            return Place("input", 0, self.specs[name])
         if name == self.output:
             return Place("output", 0, self.specs[name])
         return self.saved.get(name)
@@ -157,7 +160,7 @@ class _Compiler:
         """Begin a list of steps: only what the layer was given and what it kept is at hand."""
         self.stage, self.ends = 0, list[tuple[int, tuple[int, ...]]]()
         self.live: dict[str, Place | _Temporary] = {}
-        self.available = {"x", *self.saved}
+        self.available = {self.input, *self.saved}
 
     def _end_stage(self, steps: list[_DraftStep], parts: tuple[int, ...] = (0,)) -> None:
         """Make a stage of the steps since the last end, unless there are none."""
@@ -211,7 +214,7 @@ class _Compiler:
         self._begin()
         self.grads: dict[str, Place | _Temporary] = {}
         if self.output is not None:
-            self.grads[self.output] = Place("grad", 0, self.specs[self.output])
+            self.grads[self.output] = Place("grad", 0, self.grad_specs[self.output])
         steps: list[_DraftStep] = []
         if self.in_parts and any(op.has_input_half or op.has_weight_half for op in self.in_parts):
             carried = self._recompute_for_parts(steps)
@@ -239,7 +242,7 @@ class _Compiler:
     def _forget_all_but(self, carried: set[str]) -> None:
         """Forget what a stage recomputed: the next one has only what is carried."""
         self.live = {name: place for name, place in self.live.items() if name in carried}
-        self.available = {"x", *self.saved, *carried}
+        self.available = {self.input, *self.saved, *carried}
 
     def _add_backward(self, ops: tuple[Op, ...], steps: list[_DraftStep]) -> None:
         """Append both halves of every op, last to first, each after what recomputes the tensors that it needs."""
@@ -280,7 +283,7 @@ class _Compiler:
             if name in aliases:
                 assert name not in self.grads, f"{op.name}: the gradient of {name} already holds a value"
                 place = self.grads[aliases[name]]
-                self.grads[name] = place._replace(spec=self.specs[name]) if isinstance(place, Place) else place
+                self.grads[name] = place._replace(spec=self.grad_specs[name]) if isinstance(place, Place) else place
             elif name in self.grads:
                 accumulate.add(name)
             else:
@@ -293,9 +296,9 @@ class _Compiler:
         """A place for a gradient's first value: in place over the output's, over a dying tensor, or fresh."""
         if op.in_place and op.in_place[0] == name:
             return self.grads[op.in_place[1]]
-        if name == "x" and self.has_input:
+        if name in self.entering:
             assert self.output is None, "a layer whose input gradient is not the residual's needs its own slot"
-            return Place("grad", 0, self.specs["x"])
+            return Place("grad", 0, self.grad_specs[name])
         if name in op.grad_over:
             return tensors[name]
         return _Temporary(self.specs[name], step, self.stage)

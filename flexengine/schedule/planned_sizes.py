@@ -112,7 +112,17 @@ class PlannedSizes:
     @property
     def hidden_bytes(self) -> int:
         """Bytes of one chunk of the tensor between layers."""
-        return self.plan.chunk_tokens * self.model.hidden_size * self.compute_bytes
+        return self.model.hidden.num_bytes(self.plan.chunk_tokens, self.compute_bytes)
+
+    @property
+    def hidden_grad_bytes(self) -> int:
+        """Bytes of the gradient of its rows."""
+        return self.model.hidden_rows.num_bytes(self.plan.chunk_tokens, self.compute_bytes)
+
+    @property
+    def either_hidden_bytes(self) -> int:
+        """Bytes of a place that holds the one and later the other."""
+        return max(self.hidden_bytes, self.hidden_grad_bytes)
 
     def most_saved(self, layer: int) -> tuple[int, int]:
         """GPU and host bytes of a chunk that a layer keeps at most, or another that shares its slots."""

@@ -217,9 +217,9 @@ class SizeWork:
     @cached_property
     def blocks(self) -> tuple[BlockKind, ...]:
         """The blocks that have a backward, by their ops."""
-        tokens, width = self.step.request.max_global_batch_tokens, self.step.model.hidden_size
+        tokens = self.step.request.max_global_batch_tokens
         blocks = [(layer, count) for layer, count in self.step.layer_counts if layer.keeps]
-        inputs = float(tokens * width * self.step.compute_bytes)
+        inputs = float(self.step.model.hidden.num_bytes(tokens, self.step.compute_bytes))
         return tuple(BlockKind(count, inputs, self._keeps(block), self._again_s(blocks)) for block, count in blocks)
 
     def _again_s(self, blocks: list[tuple[LayerSpec, int]]) -> float | None:
@@ -261,7 +261,8 @@ class SizeWork:
         buffers."""
         head = self.step.model.layers[-1]
         program = compile_layer(head, (), (), self._largest_chunk, self.step.compute_bytes)
-        return self._accumulator_bytes(head) + 2 * self._hidden_bytes + self._widest_step(program)
+        hidden = self.step.model.hidden.num_bytes(self._largest_chunk, self.step.compute_bytes)
+        return self._accumulator_bytes(head) + hidden + self._hidden_grad_bytes + self._widest_step(program)
 
     @property
     def block_bytes(self) -> int:
@@ -274,7 +275,7 @@ class SizeWork:
         window = 0
         if self.shape.chunks[0].is_slice:
             window = window_places(block.ops, self.step.request.max_seq_len, self.chunk_tokens, width).total_bytes
-        operands = self._accumulator_bytes(block) + self._decoded_bytes(block) + self._hidden_bytes
+        operands = self._accumulator_bytes(block) + self._decoded_bytes(block) + self._hidden_grad_bytes
         return operands + window + self._widest_step(program)
 
     def _decoded_bytes(self, layer: LayerSpec) -> int:
@@ -293,8 +294,8 @@ class SizeWork:
         return max(c.tokens for c in self.shape.chunks)
 
     @property
-    def _hidden_bytes(self) -> int:
-        return self._largest_chunk * self.step.model.hidden_size * self.step.compute_bytes
+    def _hidden_grad_bytes(self) -> int:
+        return self.step.model.hidden_rows.num_bytes(self._largest_chunk, self.step.compute_bytes)
 
     def _widest_step(self, program: LayerProgram) -> int:
         """Scratch bytes of the op call in backward that has the most operands there, whatever else is kept."""

@@ -260,11 +260,12 @@ class _Search:
 
     def _request_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Request | None:
         """What a rank is asked: all tokens of a step for its blocks, within what its budgets leave for them."""
-        request, width = self._request, DTYPE_BYTES[self._request.numerics.compute]
+        request, width, model = self._request, DTYPE_BYTES[self._request.numerics.compute], self._model
         wave = self._size * size.chunks_per_round * size.chunk_tokens
-        handed = (len(self._model.layers) - 2) * wave * self._model.hidden_size * width
+        either = max(spec.num_bytes(wave, width) for spec in (model.hidden, model.hidden_rows))
+        handed = (len(model.layers) - 2) * either
         # a rank's own state is counted once more, by the search, if it is on the host
-        own = sum(self._state_bytes[group] for block in blocks for group in self._model.layers[block].groups)
+        own = sum(self._state_bytes[group] for block in blocks for group in model.layers[block].groups)
         host = (request.max_host_bytes - sum(self._state_bytes) - handed) // self._size + own - reserved[1]
         gpu = request.max_gpu_bytes - reserved[0]
         if min(host, gpu) <= 0:

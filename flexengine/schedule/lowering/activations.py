@@ -23,7 +23,6 @@ class ActivationLowering:
         self._hidden = SlotRing(self._layout.ring("hidden"))
         self._staging = SlotRing(self._layout.ring("save_host"))
         self._gradients = SlotRing(self._layout.ring("grad_hidden"))
-        self._hidden_spec = TensorSpec("hidden", (context.model.hidden_size,))
         self._drive = DriveKept(context)
         self._over_hidden: dict[int, int] = {}  # chunk -> slot of a hidden state that its gradient lies in
         self._inputs: dict[tuple[int, int], int] = {}  # (layer, chunk) -> slot
@@ -216,8 +215,12 @@ class ActivationLowering:
         number = self._context.number_kept(c)
         return self._layout.slot_of(self._layout.segments.key_of_saved("save", index, number, memory, num_bytes))
 
-    def _hidden_bytes(self, c: int) -> int:
-        return self._context.shape.chunks[c].tokens * self._context.model.hidden_size * self._layout.compute_bytes
+    def _hidden_bytes(self, c: int, subject: str) -> int:
+        """Bytes of a chunk's hidden state, or of its gradient."""
+        return self._hidden_spec(subject).num_bytes(self._context.shape.chunks[c].tokens, self._layout.compute_bytes)
+
+    def _hidden_spec(self, subject: str) -> TensorSpec:
+        return self._context.model.hidden_rows if subject == "grad" else self._context.model.hidden
 
     # -- copies of the rows that a chunk really has ------------------------------------------------------------------
 
@@ -226,8 +229,8 @@ class ActivationLowering:
         beside: tuple[Access, ...] = (),
     ) -> None:  # fmt: skip
         """Append a copy of a chunk's hidden state, or of its gradient. beside: what it writes with its target."""
-        region = CopyRegion(source, 0, target, 0, self._hidden_bytes(name.chunk))
-        rows = RowCopy(name.chunk, ((region, self._hidden_spec),), self._layout.compute_bytes)
+        region = CopyRegion(source, 0, target, 0, self._hidden_bytes(name.chunk, name.subject))
+        rows = RowCopy(name.chunk, ((region, self._hidden_spec(name.subject)),), self._layout.compute_bytes)
         self._append(name, stream, content, [region], rows, beside)
 
     def _copy_saved(

@@ -36,7 +36,7 @@ class Sizes(Protocol):
     compute_bytes: int
 
     @property
-    def hidden_bytes(self) -> int: ...
+    def either_hidden_bytes(self) -> int: ...
     @property
     def window_rows(self) -> int: ...
     @property
@@ -236,7 +236,7 @@ class StagePlaces(RelayPlaces):
         _add_squares(sizes, node)
         for layer in range(2, len(sizes.model.layers)):  # block 0 is with the embedding
             for c in range(sizes.plan.num_chunks):
-                node.add("handed", sizes.hidden_bytes, "handed over", layer, c)
+                node.add("handed", sizes.either_hidden_bytes, "handed over", layer, c)
 
     def lends_accumulator(self, sizes: Sizes, streamed: Sequence[int]) -> bool:
         """A rank streams blocks of others to evaluate, while nothing is added up; but its own, if they are frozen."""

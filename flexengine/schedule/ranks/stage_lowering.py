@@ -107,7 +107,7 @@ class StageActivations(ActivationLowering):
         if not self._lies_in_node(index):
             return super()._fetch_input(index, c)
         slot, place, content = self._hidden.take(), self._place(index, c), f"input {index} {c}"
-        regions = [CopyRegion(place, 0, slot, 0, self._hidden_bytes(c))]
+        regions = [CopyRegion(place, 0, slot, 0, self._hidden_bytes(c, "input"))]
         self._builder.copy(self._name("fetch", "input", index, c), Stream.H2D, content, regions)
         return slot
 
@@ -122,16 +122,16 @@ class StageActivations(ActivationLowering):
 
     def _leave(self, what: HandedOver, access: Access) -> None:
         """Copy a chunk to its place in the node's memory, and say so."""
-        region = CopyRegion(access.slot, 0, self._place(*what[:2]), 0, self._hidden_bytes(what.chunk))
         name = self._name("offload", "grad" if what.back else "input", *what[:2])
+        region = CopyRegion(access.slot, 0, self._place(*what[:2]), 0, self._hidden_bytes(what.chunk, name.subject))
         target = [Access(region.target, access.content)]
         self._builder.add_copy(name, Stream.RELAY_OUT, [access], target, (region,), args=what)
         self._builder.between_ranks(-1, signals=(self._stages.semaphores.handed(what),))
 
     def _take(self, what: HandedOver, access: Access, giver: int) -> None:
         """Fetch a chunk from its place when another rank has left it there."""
-        region = CopyRegion(self._place(*what[:2]), 0, access.slot, 0, self._hidden_bytes(what.chunk))
         name = self._name("fetch", "grad" if what.back else "input", *what[:2])
+        region = CopyRegion(self._place(*what[:2]), 0, access.slot, 0, self._hidden_bytes(what.chunk, name.subject))
         # told as a write of the place, too: another rank has changed what it holds
         writes = [access, Access(region.source, access.content)]
         self._builder.add_copy(name, Stream.RELAY_IN, [], writes, (region,), args=what)
