@@ -1,10 +1,11 @@
-"""Does training with FP8 products learn what training without learns? The same model on the same batches.
+"""Does training with FP8 products, or kept in FP8, learn what training without learns? The same model and batches.
 
     python -m bench.fp8_loss --dataset gsm8k_train.jsonl --lr 3e-4 1e-3 --json out.json
     python -m bench.fp8_loss --layers 1 --device cpu --steps 20 --modes fp8-blockwise    # the bundled data
+    python -m bench.fp8_loss --preset demo --dataset docs --modes keep-fp8-inputs        # the text of docs/
 
-Runs `train` for every value of --matmul-dtype, bfloat16 first, which measures the machine, then the others at once, and
-compares each with bfloat16:
+Runs `train` for values of --matmul-dtype and of --keep-dtype, bfloat16 first, which measures the machine, then the
+others at once, and compares each with bfloat16:
 the loss of a held-out part of the data after the last step, and the mean training loss of every WINDOW steps; float32
 says how far rounding moves a run anyway. The model has a preset's shape with so many layers, random weights and the
 bundled tokenizer. Exit status 0: with fp8-blockwise the held-out loss is within MOST_DIFFERENCE of bfloat16's.
@@ -20,35 +21,50 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 from bench.environment import write_json
 from bench.plan_accuracy import write_config
 from flexengine.ops.fp8 import SCALINGS
 from flexengine.options.train_config import EVAL_LOG_FILE, LOG_FILE
+from flexengine.plan import KeepDtype
 
 WINDOW = 20
 MOST_DIFFERENCE = 0.003
-DEMO = Path(__file__).resolve().parent.parent / "flexengine" / "assets" / "demo"
+ROOT = Path(__file__).resolve().parent.parent
+DEMO, DOCS = ROOT / "flexengine" / "assets" / "demo", ROOT / "docs"
+PAGES = "{}/pages.jsonl"
 OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 MODES = {
     "bfloat16": ["--dtype=bfloat16"],
     "float32": ["--dtype=float32"],
     **{name: ["--dtype=bfloat16", f"--matmul-dtype={name}"] for name in SCALINGS},
+    **{f"keep-{name}": ["--dtype=bfloat16", f"--keep-dtype={name}"] for name in get_args(KeepDtype)[1:]},
 }
 
 
 def write_model(preset: str, layers: int | None, folder: Path) -> None:
     """Write a folder with a preset's shape and the bundled tokenizer, whose vocabulary is that of the embedding."""
     bundled = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
-    write_config(preset, layers, folder, {name: bundled[name] for name in OF_TOKENIZER if name in bundled})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    if preset != "demo":
+        write_config(preset, layers, folder, {name: bundled[name] for name in OF_TOKENIZER if name in bundled})
+    for name in ("tokenizer.json", "tokenizer_config.json", *(["config.json"] if preset == "demo" else [])):
         shutil.copy(DEMO / name, folder / name)
+
+
+def write_pages(file: Path) -> None:
+    """Write the sections of the pages of docs/ as records of text."""
+    pages = (page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")))
+    sections = [section for page in pages for section in page.split("\n## ")]
+    file.write_text("".join(json.dumps({"text": section}) + "\n" for section in sections), encoding="utf-8")
 
 
 def start(args: argparse.Namespace, model: Path, folder: Path, mode: str, lr: float) -> subprocess.Popen[bytes]:
     """Start one run."""
+    dataset = PAGES.format(folder.parent) if args.dataset == "docs" else args.dataset
     flags = {
-        "model": model, "init": "random", "dataset": args.dataset, "val-fraction": 0.05, "eval-steps": args.steps,
+        "model": model, "init": "random", "dataset": dataset,
+        "val-fraction": 0.05, "eval-steps": args.steps,
         "max-seq-len": args.max_seq_len, "max-global-batch-tokens": args.max_global_batch_tokens, "steps": args.steps,
         "lr": lr, "seed": args.seed, "device": args.device, "output-dir": folder,
         "chunk-tokens": args.max_global_batch_tokens // 2, "round-tokens": args.max_global_batch_tokens,
@@ -81,9 +97,12 @@ def run_all(args: argparse.Namespace, lr: float) -> dict[str, tuple[list[float],
         model = Path(name) / "model"
         model.mkdir()
         write_model(args.preset, args.layers, model)
+        if args.dataset == "docs":
+            write_pages(Path(PAGES.format(name)))
         modes = ["bfloat16", *(mode for mode in args.modes if mode != "bfloat16")]
         failed = []
-        for some in (modes[:1], modes[1:]):  # those at once find the rates that the first one measured
+        # those at once find the rates that the first one measured, which on a CPU decide nothing
+        for some in (modes[:1], modes[1:]) if args.device != "cpu" else (modes,):
             runs = {mode: start(args, model, Path(name) / mode, mode, lr) for mode in some}
             failed += [mode for mode, run in runs.items() if run.wait()]
         if failed:
@@ -95,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen3-0.6b", help="whose shape is trained")
     parser.add_argument("--layers", type=int, help="so many layers of it")
-    parser.add_argument("--dataset", default=str(DEMO / "demo_instructions.jsonl"))
+    parser.add_argument("--dataset", default=str(DEMO / "demo_instructions.jsonl"), help="a file, or docs")
     parser.add_argument("--max-seq-len", type=int, default=512)
     parser.add_argument("--max-global-batch-tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=300)

@@ -20,6 +20,7 @@ from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, with_gpus
 from flexengine.hardware.presets import PRESETS, named_profile, with_memory
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import GIB, format_bytes
+from flexengine.models.keep_dtype import with_coded_inputs
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.options.job import Job
@@ -164,7 +165,8 @@ def _does_not_fit(asked: Asked, profile: HardwareProfile, error: ShortageError) 
 
 def _planned(asked: Asked, profile: HardwareProfile, remedy: Remedy) -> Plan | None:
     try:
-        return plan_for_ranks(asked.model, remedy.request, profile, _network_bytes_per_s(asked.flags))
+        model = with_coded_inputs(asked.model, remedy.request.numerics.keep)
+        return plan_for_ranks(model, remedy.request, profile, _network_bytes_per_s(asked.flags))
     except PlanError:
         return None
 

@@ -29,11 +29,12 @@ _VALUES = {(False, False): "compute", (True, False): "fp8", (False, True): "fp8-
 
 
 def with_coded_inputs(model: ModelSpec, keep: str) -> ModelSpec:
-    """Let every layer write its output as FP8 codes, which the next one reads, where `keep` covers inputs.
+    """Let every layer write its output as FP8 codes, which the next one reads, where `keep` covers inputs and they do
+    not yet.
 
     Layers that shared their ops share the new ones. Those without a backward have none either: freezing comes before.
     """
-    if keep not in ("fp8-inputs", "fp8-all"):
+    if keep not in ("fp8-inputs", "fp8-all") or model.hidden.dtype == "uint8":
         return model
     known: dict[tuple[tuple[Op, ...], int], tuple[tuple[Op, ...], TensorSpec | None]] = {}
     layers, entering = list[LayerSpec](), dict[str, Any]()

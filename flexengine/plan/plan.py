@@ -319,5 +319,6 @@ def _check_drive_of_ranks(plan: Plan) -> None:
         raise ValueError(f"planes lie on a drive on ranks of one node that {' or '.join(SHARES_DRIVE)}")
     if any(home.grads == "drive" for home in plan.groups):
         raise ValueError("several ranks add up gradients in the node's memory, so none lie on a drive")
-    if any(kept.on_drive for kept in plan.layers) or any(home.speculative and home.states == "drive" for home in plan.groups):
+    early = any(home.speculative and home.states == "drive" for home in plan.groups)
+    if early or any(kept.on_drive for kept in plan.layers):
         raise ValueError("of one rank alone activations lie on a drive, and updates before the norm reach it")

@@ -369,7 +369,7 @@ ALL_ON_DRIVE = Variant[Problem, Found](
     LEAST_ALL_ON_DRIVE_GAIN,
 )
 KEPT_ON_DRIVE = Variant[Problem, Found](
-    _all_on_drive_applies,
+    lambda problem, best: not problem.request.shares_node and _all_on_drive_applies(problem, best),
     lambda problem, _: fastest(OF_STORED, replace(problem, on_drive=True, all_on_drive=True, kept_on_drive=True)),
     LEAST_ALL_ON_DRIVE_GAIN,
 )

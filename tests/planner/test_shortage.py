@@ -7,6 +7,7 @@ import pytest
 
 from flexengine.hardware.presets import preset, with_memory
 from flexengine.models.freezing import with_frozen
+from flexengine.models.keep_dtype import with_coded_inputs
 from flexengine.models.registry import open_model
 from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies
@@ -120,3 +121,17 @@ def test_states_of_8_bits_and_adapters_are_among_the_remedies():
     with pytest.raises(ShortageError) as error:
         make_plan(frozen, less, profile)
     assert "adapters" not in str(error.value)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_inputs_in_fp8_are_among_the_remedies_of_long_sequences():
+    profile, model, tokens = preset("cpu-test"), small_model(hidden=256), 1 << 15
+    request = Request(tokens, tokens, 160 << 20, 1 << 40, 4096, tokens)
+    needs = Feasibility(Problem(model, request, profile)).least_host()
+    assert needs is not None
+    tight = replace(request, max_host_bytes=needs.host_bytes * 99 // 100, segment_blocks=1)
+    with pytest.raises(ShortageError) as error:
+        make_plan(model, tight, profile)
+    (found,) = [remedy for remedy in error.value.remedies if remedy.flags == "--keep-dtype fp8-inputs"]
+    plan = make_plan(with_coded_inputs(model, "fp8-inputs"), found.request, profile)
+    assert plan.predicted.host_bytes <= tight.max_host_bytes

@@ -173,7 +173,7 @@ def test_refuses_what_has_no_dense_gated_units(config, message):
 
 def test_refuses_plans_for_another_dtype():
     assert Job(dtype="float32", keep_dtype="fp8").numerics == Numerics("float32", "full", "float32", keep="fp8")
-    with pytest.raises(ValueError, match="keeps gate and up in compute, but numerics ask for fp8"):
+    with pytest.raises(ValueError, match="what keep_dtype=compute says, but numerics ask for fp8"):
         check_keep_dtype(small_model(), "fp8")
-    with pytest.raises(ValueError, match="keeps gate and up in fp8, but numerics ask for compute"):
+    with pytest.raises(ValueError, match="what keep_dtype=fp8 says, but numerics ask for compute"):
         check_keep_dtype(with_keep_dtype(small_model(), "fp8"), "compute")

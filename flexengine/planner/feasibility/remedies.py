@@ -19,6 +19,8 @@ NUM_RAISES = 6
 """Budgets tried above the least conceivable one, each a twelfth larger than the one before."""
 IN_BLOCKS = ("adamw", "muon")
 """Optimizers whose states may be 8-bit codes in blocks."""
+LONG_TOKENS = 1 << 15
+"""Inputs of layers take much of the memory where sequences are as long."""
 LARGEST_CARD_BYTES = 288 * GIB
 """No GPU has more memory, so that no such budget is advised."""
 
@@ -249,6 +251,9 @@ def _type_changes(request: Request) -> Iterator[_Change]:
         yield _Change("--grad-dtype bfloat16", {"grad": "bfloat16"})
     if numerics.master == "split":
         yield _Change("--master-dtype bfloat16", {"master": "stochastic"})
+    keep = {"compute": "fp8-inputs", "fp8": "fp8-all"}.get(numerics.keep)
+    if keep and request.max_seq_len >= LONG_TOKENS and not request.whole_sequences and not numerics.scales_loss:
+        yield _Change(f"--keep-dtype {keep}", {"keep": keep})
     waits = request.clipping and not numerics.scales_loss
     if waits and request.whole_steps and not request.shares_node:
         yield _Change("--max-grad-norm 0", {}, clipping=False)

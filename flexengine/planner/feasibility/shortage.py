@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.metrics import format_bytes
+from flexengine.models.keep_dtype import with_coded_inputs
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.memory import process_bytes
@@ -153,10 +154,10 @@ def shortage(problem: Problem) -> ShortageError:
 
     def feasibility(changed: Request) -> Feasibility:
         if changed not in known:
-            there = changed.max_drive_bytes > 0
-            kept = there and changed.max_drive_bytes >= drive_bytes[-1]
-            asked = replace(problem, request=changed, on_drive=there, all_on_drive=there, kept_on_drive=kept)
-            known[changed] = Feasibility(asked)
+            there, model = changed.max_drive_bytes > 0, with_coded_inputs(problem.model, changed.numerics.keep)
+            kept = there and changed.max_drive_bytes >= drive_bytes[-1] and not changed.shares_node
+            other = replace(problem, model=model, request=changed)
+            known[changed] = Feasibility(replace(other, on_drive=there, all_on_drive=there, kept_on_drive=kept))
         return known[changed]
 
     def ways(changed: Request) -> Iterator[Request]:
