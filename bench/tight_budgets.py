@@ -1,24 +1,27 @@
 """Plans within budgets that leave little: models in full and long sequences, as a table of speeds.
 
 python -m bench.tight_budgets --json out.json
+python -m bench.tight_budgets --rows 9 10    # the last two alone
 
 Full fine-tuning with 8-bit states and rounded masters, without clipping; every step is one call. Some rows of sequences
-are exact but for bf16 states, with clipping; one trains adapters of rank 16.
+are exact but for bf16 states, with clipping; some train adapters of rank 16; some keep inputs of layers in FP8.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from bench.environment import write_json
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
+from flexengine.models.keep_dtype import with_coded_inputs
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.options.lora import LoRA
-from flexengine.plan import Numerics, PlanError, Request
+from flexengine.plan import KeepDtype, Numerics, PlanError, Request
 from flexengine.planner.planner import make_plan
 
 
@@ -33,6 +36,7 @@ class Row(NamedTuple):
     seq_len: int
     small: bool = True
     mode: str = "full"
+    keep: KeepDtype = "compute"
 
 
 ROWS = (
@@ -45,12 +49,15 @@ ROWS = (
     Row("llama-3.1-8b", "h200", 24, 110, 262144, 262144, small=False),
     Row("llama-3.1-8b", "h200", 24, 110, 524288, 524288),
     Row("llama-3.1-8b", "h200", 24, 110, 1 << 20, 1 << 20, small=False, mode="lora"),
+    Row("llama-3.1-8b", "h200", 24, 110, 524288, 524288, small=False, keep="fp8-inputs"),
+    Row("llama-3.1-8b", "h200", 24, 110, 1 << 20, 1 << 20, small=False, mode="lora", keep="fp8-inputs"),
 )
 
 
 def planned(row: Row) -> dict[str, object]:
     """What the planner finds for a row, or what it says."""
-    numerics = Numerics(master="stochastic", state="int8") if row.small else Numerics(state="bfloat16")
+    small, exact = Numerics(master="stochastic", state="int8"), Numerics(state="bfloat16")
+    numerics = replace(small if row.small else exact, keep=row.keep)
     budgets = int(row.gpu_gib * GIB), int(row.host_gib * GIB)
     request = Request(
         row.seq_len, row.tokens, *budgets, numerics=numerics, clipping=not row.small, whole_steps=row.small
@@ -58,7 +65,8 @@ def planned(row: Row) -> dict[str, object]:
     began = time.process_time()
     model = open_model(f"preset:{row.model}", needs_weights=False).spec
     try:
-        plan = make_plan(with_lora(model, LoRA()) if row.mode == "lora" else model, request, preset(row.card))
+        model = with_coded_inputs(with_lora(model, LoRA()) if row.mode == "lora" else model, row.keep)
+        plan = make_plan(model, request, preset(row.card))
     except PlanError as error:
         return {**row._asdict(), "says": str(error)}
     found = plan.predicted
@@ -79,12 +87,12 @@ def planned(row: Row) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", metavar="FILE")
-    rows = []
-    path = parser.parse_args().json
-    for row in ROWS:
-        rows.append(planned(row))
+    parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)), help="numbers of rows")
+    rows, args = [], parser.parse_args()
+    for number in args.rows:
+        rows.append(planned(ROWS[number]))
         print(rows[-1], flush=True)
-    write_json(path, {"rows": rows})
+    write_json(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -245,7 +245,8 @@ class ModelSpec:
     def hidden(self) -> TensorSpec:
         """The tensor between layers: rows, or the codes that stand for them (`ops/coded_rows.py`)."""
         head = self.layers[-1]
-        return self.hidden_rows if head.input_dtype == "compute" else replace(head.input_spec, name="hidden")
+        coded = head.input_dtype != "compute"
+        return TensorSpec("hidden", (head.input_width,), head.input_dtype) if coded else self.hidden_rows
 
     @property
     def hidden_rows(self) -> TensorSpec:

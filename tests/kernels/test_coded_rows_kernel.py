@@ -1,11 +1,15 @@
 """Rows as FP8 codes: kernels bit for bit against the plain path of the op, whose rounding others check."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from flexengine.kernels import coded_rows
 from flexengine.ops.base import OpEnv, TensorSpec
 from flexengine.ops.coded_rows import ReadCodes, WriteCodes
+
+NO_CHUNK: Any = None
 
 
 def both(x, monkeypatch, kernels):
@@ -15,8 +19,8 @@ def both(x, monkeypatch, kernels):
     write, read = WriteCodes("write", rows, "codes"), ReadCodes("read", rows, "codes")
     codes = torch.full((len(x), *write.codes.shape), 0x7F, dtype=torch.uint8, device=x.device)
     again = torch.full_like(x, float("nan"))
-    write.forward(OpEnv({"x": x, "codes": codes}, {}, {}, {}, None))
-    read.forward(OpEnv({"x": again, "codes": codes}, {}, {}, {}, None))
+    write.forward(OpEnv({"x": x, "codes": codes}, {}, {}, {}, NO_CHUNK))
+    read.forward(OpEnv({"x": again, "codes": codes}, {}, {}, {}, NO_CHUNK))
     return codes, again
 
 

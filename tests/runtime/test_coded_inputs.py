@@ -1,6 +1,7 @@
 """Inputs of layers kept in FP8: forward and backward of a model that rounds between layers, the same under any plan."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from flexengine.schedule.save_sets import savable_ops
 from tests.schedule.small_plans import small_model
 
 LENGTHS = [[48, 3, 17], [21]]
-SIZES = {"chunk_tokens": 20, "chunks_per_round": 3, "max_seq_len": 48}
+SIZES: dict[str, Any] = {"chunk_tokens": 20, "chunks_per_round": 3, "max_seq_len": 48}
 
 
 def coded(spec):
@@ -68,7 +69,7 @@ def test_equals_transformers_with_rounding_between_layers(tmp_path):
     for module in (model.model.embed_tokens, *model.model.layers):
         module.register_forward_hook(lambda _, __, out: Straight.apply(out))
     ids = random_batch(1, [31, 9], config["vocab_size"])
-    loss = reference_loss(model, ids, ids)
+    loss = torch.as_tensor(reference_loss(model, ids, ids))
     loss.backward()
     source = open_model(tmp_path)
     spec = coded(source.spec)
