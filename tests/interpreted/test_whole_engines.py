@@ -29,12 +29,12 @@ from thorough import cases
 
 from flexengine import LoRA
 from flexengine.models.base_dtype import with_base_dtype
-from flexengine.models.keep_dtype import with_keep_dtype
+from flexengine.models.keep_dtype import with_coded_inputs, with_keep_dtype
 from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Numerics, Plan
+from flexengine.plan import KeepDtype, Numerics, Plan
 
 BF16 = Numerics("bfloat16", "split", "bfloat16", "float32")
 WIDE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
@@ -73,9 +73,9 @@ def stored(base: str, **options) -> Whole:
     return changed(whole, with_base_dtype(whole.source.spec, base))
 
 
-def kept() -> Whole:
-    whole = Whole(random_weights(tiny_config()), replace(BF16, keep="fp8"))
-    return changed(whole, with_keep_dtype(whole.source.spec, "fp8"))
+def kept(keep: KeepDtype = "fp8") -> Whole:
+    whole = Whole(random_weights(tiny_config()), replace(BF16, keep=keep))
+    return changed(whole, with_coded_inputs(with_keep_dtype(whole.source.spec, keep), keep))
 
 
 def without_fp8() -> Whole:
@@ -110,7 +110,7 @@ KINDS: dict[str, Callable[[], Whole]] = {
     "fp8 products": fp8,
     "fp8 products by rows": lambda: fp8("fp8-rowwise-gw-hp"),
     "fp8 products by blocks": lambda: fp8("fp8-blockwise"),
-    "activations kept in fp8": kept,
+    "activations and inputs kept in fp8": lambda: kept("fp8-all"),
     "lora, activations kept in fp8": lambda: with_adapters(kept()),
     "experts in parts": in_parts,
 }
@@ -120,7 +120,7 @@ MORE = (
     "deepseek_v2",
     "gpt_oss, two layers",
     "qwen2_moe",
-    "activations kept in fp8",
+    "activations and inputs kept in fp8",
     "experts in parts",
 )
 """They run most kernels in the least time; those of FP8 products alone take minutes, and other formats of a base differ
