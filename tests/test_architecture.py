@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"checkpoint", "native", "ops", "options", "wording"},
     "request": {"checkpoint", "hardware", "metrics", "models", "options", "plan", "wording"},
     "schedule": {"models", "ops", "optim", "plan"},
-    "planner": {"hardware", "metrics", "models", "ops", "plan", "schedule"},
+    "planner": {"hardware", "metrics", "models", "native", "ops", "plan", "schedule"},
     "runtime": {
         "checkpoint",
         "hardware",

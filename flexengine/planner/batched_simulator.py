@@ -12,95 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.planner.round_costs import Batch, ChoiceCosts, EdgeCosts, LinkRates, RoundCosts
 from flexengine.schedule.simulator import LEAST_CPU_SHARE
-
-
-class ChoiceCosts(NamedTuple):
-    """What the rows (keep option x level) of a block cost: arrays [K], or [L, P] for placements.
-
-    Seconds on the streams, copies at the rates of a busy link: recompute_s to save_h2d_s per chunk, weights_h2d_s to
-    grad_d2h_s per layer, 0 where nothing is copied. The four issue_s are what the host takes to issue a chunk's and a
-    layer's commands. cpu_update_s, and update_h2d_s to update_issue_s of the GPU: updates inside the last round.
-    """
-
-    recompute_s: np.ndarray
-    input_d2h_s: np.ndarray
-    save_d2h_s: np.ndarray
-    input_h2d_s: np.ndarray
-    save_h2d_s: np.ndarray
-    weights_h2d_s: np.ndarray
-    grad_h2d_s: np.ndarray
-    grad_d2h_s: np.ndarray
-    forward_issue_s: np.ndarray
-    backward_issue_s: np.ndarray
-    fetch_issue_s: np.ndarray
-    finish_issue_s: np.ndarray
-    cpu_update_s: np.ndarray
-    update_h2d_s: np.ndarray
-    update_s: np.ndarray
-    update_d2h_s: np.ndarray
-    update_issue_s: np.ndarray
-
-
-class EdgeCosts(NamedTuple):
-    """Embedding or head in a round: seconds, or arrays [P] of them; copies are 0 where resident.
-
-    again_h2d_s: the part of grad_h2d_s that even a first round fetches (a tied embedding's, which the head stored).
-    update_h2d_s, update_s, update_d2h_s: of updates by the GPU inside the last round.
-    """
-
-    forward_s: float
-    backward_s: float
-    finish_s: float
-    forward_issue_s: float
-    backward_issue_s: float
-    weights_h2d_s: np.ndarray
-    grad_h2d_s: np.ndarray
-    grad_d2h_s: np.ndarray
-    again_h2d_s: np.ndarray
-    update_h2d_s: np.ndarray
-    update_s: np.ndarray
-    update_d2h_s: np.ndarray
-
-
-class RoundCosts(NamedTuple):
-    """What all placements of a round have in common.
-
-    forward_s, backward_s: compute of the blocks [L, chunks], without recomputation; finish_s: rounding their gradients
-    [L]. refill: sliced sequences fetch every chunk's kept tensors once more to rebuild the key/value window; in_parts
-    [L]: blocks that fetch them once more to make anew what their parts read.
-    forward_only: so many of the first blocks have no backward.
-    """
-
-    forward_s: np.ndarray
-    backward_s: np.ndarray
-    finish_s: np.ndarray
-    refill: bool
-    in_parts: np.ndarray
-    forward_only: int = 0
-
-
-class Batch(NamedTuple):
-    """Placements [P] to estimate.
-
-    slots: [3, P] weight, gradient and offload slots. Edge slots may lie over the blocks', their gradients over their
-    weights; refilled: so that weights are there in forward; grads_share: so that the head's gradient is there, too.
-    accumulating: rounds that add to earlier gradients.
-    """
-
-    rows: ChoiceCosts
-    embedding: EdgeCosts
-    head: EdgeCosts
-    slots: np.ndarray
-    share_edge_slots: np.ndarray
-    grads_over_weights: np.ndarray
-    refilled: np.ndarray
-    grads_share: np.ndarray
-    accumulating: np.ndarray
-    updating: np.ndarray
-    pending_s: np.ndarray
-    done_s: np.ndarray
 
 
 class _Pick(NamedTuple):
@@ -149,7 +62,7 @@ class _Layer:
     """One layer's rows [P], its compute by chunk, which of its copies exist, and so which slots it takes."""
 
     def __init__(self, number: int, simulator: BatchedSimulator) -> None:
-        costs, rounds = ChoiceCosts(*(column[number] for column in simulator.batch.rows)), simulator.costs
+        costs, rounds = ChoiceCosts(*(column[number] for column in simulator.rows)), simulator.costs
         self.number, self.costs, self.in_parts = number, costs, bool(rounds.in_parts[number])
         self.forward_s, self.backward_s = rounds.forward_s[number].tolist(), rounds.backward_s[number].tolist()
         self.finish_s = float(rounds.finish_s[number])
@@ -163,32 +76,25 @@ class _Layer:
 class BatchedSimulator:
     """The clocks of one batch of rounds: three streams, the host, and the slots between them."""
 
-    def __init__(self, round_costs: RoundCosts, batch: Batch, profile: HardwareProfile, state_dtype: str) -> None:
-        self.costs, self.batch = round_costs, batch
+    def __init__(self, round_costs: RoundCosts, batch: Batch, link: LinkRates) -> None:
+        self.costs, self.batch, self.link, self.rows = round_costs, batch, link, batch.rows()
         size = len(batch.share_edge_slots)
         self.compute, self.h2d, self.d2h, self.host = (np.zeros(size) for _ in range(4))
         self.h2d_busy, self.d2h_busy = np.zeros(size), np.zeros(size)
         self.h2d_rate, self.d2h_rate = np.ones(size), np.ones(size)  # of that of a busy link
-        self.h2d_gain = profile.link.h2d_bytes_per_s / profile.link.h2d_duplex_bytes_per_s - 1
-        self.d2h_gain = profile.link.d2h_bytes_per_s / profile.link.d2h_duplex_bytes_per_s - 1
         self.since = np.zeros(size)
         self.cpu, self.cpu_share = -batch.done_s, np.ones(size)
         self.left = batch.pending_s.sum(axis=0)
         self.any_pending = self.any_pending_left = bool(self.left.any())
         self.any_updating = bool(batch.updating.any())
         self.work, self.worked_until, self.worked = np.zeros(batch.pending_s.shape), np.zeros(size), np.zeros(size)
-        self.h2d_beside = profile.link.h2d_beside_cpu_bytes_per_s / profile.link.h2d_duplex_bytes_per_s
-        self.d2h_beside = profile.link.d2h_beside_cpu_bytes_per_s / profile.link.d2h_duplex_bytes_per_s
-        host_rate = profile.host_rate(state_dtype)  # of which each direction takes a share from the CPU
-        self.h2d_share = min(1.0, self.h2d_beside) * profile.link.h2d_duplex_bytes_per_s / host_rate
-        self.d2h_share = min(1.0, self.d2h_beside) * profile.link.d2h_duplex_bytes_per_s / host_rate
         self.chunks = round_costs.forward_s.shape[1]
         self.weights, self.grads, self.saves = (_Ring(count) for count in batch.slots)
         self.hidden = _Ring(np.full(size, self.chunks + 2))
         self.everyone = self.hidden.pick(np.ones(size, dtype=bool))
-        self.layers = [_Layer(i, self) for i in range(len(batch.rows.recompute_s))]
+        self.layers = [_Layer(i, self) for i in range(len(self.rows.recompute_s))]
         self.offloaded: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
-        self.updates_on_gpu = self.any_updating and bool(batch.rows.update_s.any())
+        self.updates_on_gpu = self.any_updating and bool(self.rows.update_s.any())
         self.waiting: ChoiceCosts | None = None  # of the layer whose update by the GPU is to come
 
     def run(self) -> tuple[np.ndarray, np.ndarray]:
@@ -237,8 +143,8 @@ class BatchedSimulator:
         """Mean rate of each direction in the next layer, by how busy the other was in this one."""
         elapsed = np.maximum(self.compute - self.since, 1e-30)
         h2d_busy, d2h_busy = np.minimum(1.0, self.h2d_busy / elapsed), np.minimum(1.0, self.d2h_busy / elapsed)
-        self.h2d_rate = 1 + self.h2d_gain * (1 - d2h_busy)
-        self.d2h_rate = 1 + self.d2h_gain * (1 - h2d_busy)
+        self.h2d_rate = 1 + self.link.h2d_gain * (1 - d2h_busy)
+        self.d2h_rate = 1 + self.link.d2h_gain * (1 - h2d_busy)
         if self.any_updating or self.any_pending_left:
             self._measure_cpu(elapsed, h2d_busy, d2h_busy)
         self.h2d_busy, self.d2h_busy, self.since = np.zeros_like(elapsed), np.zeros_like(elapsed), self.compute
@@ -251,9 +157,11 @@ class BatchedSimulator:
             return
         busy = np.clip(np.maximum(ends, self.worked / self.cpu_share) / elapsed, 0.0, 1.0)
         self.worked = np.zeros_like(elapsed)
-        self.h2d_rate -= busy * np.maximum(self.h2d_rate - self.h2d_beside, 0.0)
-        self.d2h_rate -= busy * np.maximum(self.d2h_rate - self.d2h_beside, 0.0)
-        self.cpu_share = np.maximum(LEAST_CPU_SHARE, 1 - h2d_busy * self.h2d_share - d2h_busy * self.d2h_share)
+        self.h2d_rate -= busy * np.maximum(self.h2d_rate - self.link.h2d_beside, 0.0)
+        self.d2h_rate -= busy * np.maximum(self.d2h_rate - self.link.d2h_beside, 0.0)
+        self.cpu_share = np.maximum(
+            LEAST_CPU_SHARE, 1 - h2d_busy * self.link.h2d_share - d2h_busy * self.link.d2h_share
+        )
 
     def _update(self, first: int, until: np.ndarray) -> None:
         """Lets the CPU work on the gradients that have arrived, of blocks from `first` on, the lowest block first."""

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan
+from flexengine.planner.block_totals import BlockTables, BlockTotals
 from flexengine.planner.cost.stream_loads import group_loads, plane_bytes_in
 from flexengine.planner.shared_buffers import SlotCounts
-from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, SizeTables
+from flexengine.planner.size_tables import NUM_RESIDENCIES, SizeTables
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import GroupUse
 from flexengine.schedule.kept_on_drive import staged_kept_bytes
@@ -129,62 +130,65 @@ class CandidateMemory:
         fixed = activations.fixed_gpu_bytes + activations.round_gpu_bytes + self.round_tile_bytes
         return fixed + max(activations.scratch_floor, scratch_bytes) + self.edge_gpu + region
 
-    def block_slot_bytes(self, candidates: Candidates) -> np.ndarray:
+    @cached_property
+    def block_tables(self) -> BlockTables:
+        """What blocks take by their choices."""
+        return BlockTables(self.tables)
+
+    def totals(self, candidates: Candidates) -> BlockTotals:
+        """What the blocks of candidates take together."""
+        return self.block_tables.of(candidates.choices)
+
+    def block_slot_bytes(self, candidates: Candidates, totals: BlockTotals | None = None) -> np.ndarray:
         """Bytes [P] of the blocks' weight, accumulator and gradient slots, no more of them than parts need."""
-        buffers, residencies = self.buffers, candidates.choices % NUM_RESIDENCIES
-        total = np.full(len(residencies), buffers.accumulator_bytes)
-        sizes = buffers.slot_bytes[:, buffers.kind_of]
-        streams = STREAMS_WEIGHTS[residencies], self.tables.stages_grads.at(residencies)
-        for size, count, streamed in zip(sizes, self.slot_counts(candidates)[:2], streams, strict=True):
-            total = total + np.minimum(count, streamed @ buffers.parts_of_blocks) * (size * streamed).max(axis=1)
-        return total
+        blocks, (weight, grad, _) = totals or self.totals(candidates), self.slot_counts(candidates)
+        weights = np.minimum(weight, blocks.weight_parts) * blocks.weight_slot
+        return self.buffers.accumulator_bytes + weights + np.minimum(grad, blocks.grad_parts) * blocks.grad_slot
 
     def slot_counts(self, candidates: Candidates) -> np.ndarray:
         """Weight, gradient and offload slots [3, P] with those that are held."""
         return candidates.slots.T + np.array([[self.held], [self.held], [0]])
 
-    def region_bytes(self, candidates: Candidates) -> np.ndarray:
+    def region_bytes(self, candidates: Candidates, totals: BlockTotals | None = None) -> np.ndarray:
         """Bytes [P] of a round's slots, over which optimizer tiles lie."""
-        tables, options = self.tables, candidates.choices // NUM_RESIDENCIES
-        block, edges = self.block_slot_bytes(candidates), self.edge_slots[0][candidates.edges]
+        tables, blocks = self.tables, totals or self.totals(candidates)
+        block, edges = self.block_slot_bytes(candidates, blocks), self.edge_slots[0][candidates.edges]
         slots = np.where(self.share[candidates.edges], np.maximum(block, edges), block + edges)
-        staging = candidates.slots[:, 2] * aligned(tables.option_staged.at(options).max(axis=1))
-        scratch = np.maximum(tables.activations.scratch_floor, tables.option_scratch.at(options).max(axis=1))
-        kept = tables.chunks_per_round * tables.option_gpu.at(options).sum(axis=1) + tables.shared_bytes(options, 0)
+        staging = candidates.slots[:, 2] * aligned(blocks.staged)
+        scratch = np.maximum(tables.activations.scratch_floor, blocks.scratch)
+        kept = tables.chunks_per_round * blocks.kept + blocks.shared_gpu
         return slots + tables.activations.round_gpu_bytes + staging + aligned(scratch) + kept
 
-    def gpu_bytes(self, candidates: Candidates) -> np.ndarray:
+    def gpu_bytes(self, candidates: Candidates, totals: BlockTotals | None = None) -> np.ndarray:
         """GPU bytes [P] of the process."""
-        tables, residencies = self.tables, candidates.choices % NUM_RESIDENCIES
-        resident = self.edge_gpu[candidates.edges] + tables.residency_gpu.at(residencies).sum(axis=1)
-        tiled = tables.needs_tiles.at(residencies).any(axis=1) | self.edge_tiles[candidates.edges]
-        tiled |= self.buffers.adapters.uses_tiles
-        region, scratch = self.region_bytes(candidates), self.buffers.update_scratch_bytes
+        blocks = totals or self.totals(candidates)
+        resident = self.edge_gpu[candidates.edges] + blocks.resident
+        tiled = blocks.tiled | self.edge_tiles[candidates.edges] | self.buffers.adapters.uses_tiles
+        region, scratch = self.region_bytes(candidates, blocks), self.buffers.update_scratch_bytes
         if self.round_tile_bytes:
             region = region + np.where(tiled, self.round_tile_bytes, scratch)
         else:
             region = np.maximum(region, np.where(tiled, self.buffers.least_tile_bytes, scratch))
-        return tables.activations.fixed_gpu_bytes + resident + region
+        return self.tables.activations.fixed_gpu_bytes + resident + region
 
-    def host_bytes(self, candidates: Candidates) -> np.ndarray:
+    def host_bytes(self, candidates: Candidates, totals: BlockTotals | None = None) -> np.ndarray:
         """Host bytes [P] of the process."""
-        tables = self.tables
-        planes = self.edge_host[candidates.edges] + tables.choice_host.at(candidates.choices).sum(axis=1)
-        planes = planes + tables.shared_bytes(candidates.choices // NUM_RESIDENCIES, 1)
-        by_cpu = tables.by_cpu.at(candidates.choices % NUM_RESIDENCIES).any(axis=1)
-        planes = planes + np.where(by_cpu, self.buffers.cpu_update_host_bytes, 0)
+        blocks = totals or self.totals(candidates)
+        planes = self.edge_host[candidates.edges] + blocks.host + blocks.shared_host
+        by_cpu = np.where(blocks.by_cpu, self.buffers.cpu_update_host_bytes, 0)
         if self.buffers.kept_on_drive:
-            largest = tables.option_drive_slot.at(candidates.choices // NUM_RESIDENCIES).max(axis=1)
+            largest = self.tables.option_drive_slot.at(candidates.choices // NUM_RESIDENCIES).max(axis=1)
             planes = planes + [staged_kept_bytes(num_bytes) for num_bytes in largest.tolist()]
-        return tables.activations.host_bytes + planes
+        return self.tables.activations.host_bytes + planes + by_cpu
 
-    def num_bytes(self, candidates: Candidates) -> np.ndarray:
-        """Bytes [2, P] on the GPU and the host."""
-        return np.stack((self.gpu_bytes(candidates), self.host_bytes(candidates)))
+    def num_bytes(self, candidates: Candidates, totals: BlockTotals | None = None) -> np.ndarray:
+        """Bytes [2, P] on the GPU and the host. totals: of the blocks, where they are known."""
+        blocks = totals or self.totals(candidates)
+        return np.stack((self.gpu_bytes(candidates, blocks), self.host_bytes(candidates, blocks)))
 
-    def fits(self, candidates: Candidates) -> np.ndarray:
+    def fits(self, candidates: Candidates, totals: BlockTotals | None = None) -> np.ndarray:
         """Whether both budgets hold [P]."""
-        return np.asarray((self.num_bytes(candidates) <= self.budgets[:, None]).all(axis=0))
+        return np.asarray((self.num_bytes(candidates, totals) <= self.budgets[:, None]).all(axis=0))
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
@@ -213,7 +217,6 @@ class CandidateMemory:
 
     def _used_slots(self, one: Candidates) -> Slots:
         """Slots of one candidate's layout: no more weight or gradient slots than parts of blocks need one."""
-        residencies, parts = one.choices[0] % NUM_RESIDENCIES, self.buffers.parts_of_blocks
         weight, grad, save = self.slot_counts(one)[:, 0].tolist()
-        weights, grads = parts @ STREAMS_WEIGHTS[residencies], parts @ self.tables.stages_grads.at(residencies)
-        return max(1 + self.held, min(weight, int(weights))), max(1, min(grad, int(grads))), save
+        weights, grads = self.block_tables.streamed_parts(one.choices[0])
+        return max(1 + self.held, min(weight, weights)), max(1, min(grad, grads)), save

@@ -10,7 +10,7 @@ are seeds as well. Seeds are assigned to the blocks in three orders.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import NamedTuple
 
@@ -154,6 +154,7 @@ class Seeder:
         if frontier is None:
             return
         weights, grads = (0 if held else 1 for held in resident)
+        assigned = cache(lambda point: self.assigned(frontier.counts(point)))
         for slots in SLOT_CHOICES:
             used = (weights * slots[0], grads * slots[1], slots[2])
             fixed = memory.fixed_gpu_bytes(used, *shared)
@@ -162,7 +163,7 @@ class Seeder:
                 total = np.where(points >= 0, frontier.cost[points] + edge_cost, np.inf)
                 edge = int(total.argmin())
                 if np.isfinite(total[edge]):
-                    yield from ((c, edge, slots) for c in self.assigned(frontier.counts(int(points[edge]))))
+                    yield from ((c, edge, slots) for c in assigned(int(points[edge])))
 
     def _holding(self, choices: np.ndarray, resident: tuple[bool, bool]) -> np.ndarray:
         """Choices whose weights, and gradients, are resident where asked."""
@@ -206,7 +207,8 @@ class Seeder:
         edges, slots = np.array([e for e, _ in around]), np.array([s for _, s in around])
         choices = np.repeat(np.repeat(alike, len(around))[:, None], self.tables.num_blocks, axis=1)
         made = Candidates(choices, np.tile(edges, len(alike)), np.tile(slots, (len(alike), 1)))
-        fits = self.memory.fits(made).reshape(len(alike), len(around))
+        each = self.memory.totals(Candidates(choices[:: len(around)], edges[:0], slots[:0])).repeated(len(around))
+        fits = self.memory.fits(made, each).reshape(len(alike), len(around))
         first = fits.argmax(axis=1)
         return [(choices[i * len(around)], *around[int(first[i])]) for i in np.flatnonzero(fits.any(axis=1)).tolist()]
 

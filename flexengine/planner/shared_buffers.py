@@ -125,7 +125,7 @@ class SharedBuffers:
         self.edge_residencies = [homes[g] for g in self.edge_groups]
         self._tiles: dict[int, int] = {}
         # parts [L] in which parameters cross the link, and host bytes that updates by the CPU take beside planes
-        self.parts_of_blocks = np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
+        self.parts_of_kinds = np.array([len(layout.parts) for layout in self.kind_layouts])
         numbers, layouts = [kind.group for kind in self.kinds] + self.edge_groups, self.kind_layouts + self.edge_layouts
         tiles, self.staged_part_bytes = staged_bytes(model, numbers, layouts, *self._drive)
         self.cpu_update_host_bytes = align(host_scalar_bytes(len(model.groups), self._acc_bytes)) + tiles

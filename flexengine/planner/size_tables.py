@@ -108,17 +108,6 @@ class SizeTables:
         gpu, host = (self.of_blocks(lambda kind, side=side: kind.again_bytes[side]) for side in (0, 1))
         return gpu, host
 
-    def shared_bytes(self, options: np.ndarray, side: int) -> np.ndarray | int:
-        """Bytes [P] of a round's kept outputs in slots that segments share, less what `choice_gpu` or `choice_host`
-        counts of them for the options [P, L]; side: 0 for the GPU, 1 for the host."""
-        places, table = self.buffers.again.places, self.again_bytes[side]
-        if places.max(initial=-1) < 0:
-            return 0
-        counted = self.of_blocks(lambda kind: kind.again_share[side]).at(options).sum(axis=1)
-        kept = table.at(options)
-        largest = sum(kept[:, places == place].max(axis=1) for place in range(places.max() + 1))
-        return self.buffers.again.chunks(self.chunks_per_round) * largest - self.chunks_per_round * counted
-
     @cached_property
     def option_staged(self) -> PerKind:
         """Bytes [O] that an offload slot must hold."""

@@ -15,7 +15,6 @@ import numpy as np
 
 from flexengine.plan import GroupPlan
 from flexengine.planner.adapter_groups import AdapterGroup
-from flexengine.planner.batched_simulator import Batch, BatchedSimulator, ChoiceCosts, EdgeCosts, RoundCosts
 from flexengine.planner.blocks import PerKind
 from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.stream_loads import (
@@ -30,6 +29,8 @@ from flexengine.planner.cost.stream_loads import (
     tile_times,
     tile_times_in_round,
 )
+from flexengine.planner.round_costs import Batch, ChoiceCosts, EdgeCosts, LinkRates, RoundCosts
+from flexengine.planner.round_seconds import round_seconds_of
 from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, BlockTables
 from flexengine.schedule.group_storage import GroupStorage
@@ -100,14 +101,15 @@ class Surrogate:
         seconds of updates that the CPU begins with, of which done_s [P] are done.
         """
         memory, edges = self.memory, candidates.edges
-        costs = ChoiceCosts(**{name: column.at(candidates.choices).T for name, column in self.choice_costs.items()})
         embedding, head = (EdgeCosts(*edge[:5], *(column[edges] for column in edge[5:])) for edge in self.edge_costs)
         share = memory.share[edges]
         refilled = share & STREAMS_WEIGHTS[candidates.choices % NUM_RESIDENCIES].any(axis=1)
         if self.tables.model.tie_word_embeddings:  # what the embedding read is still there for the head
             head = head._replace(weights_h2d_s=np.where(refilled, head.weights_h2d_s, 0.0))
         batch = Batch(
-            costs,
+            self._columns,
+            self.buffers.kind_of,
+            candidates.choices,
             embedding,
             head,
             slots=memory.slot_counts(candidates),
@@ -120,7 +122,7 @@ class Surrogate:
             pending_s=pending_s,
             done_s=done_s,
         )
-        return BatchedSimulator(self.round_costs, batch, self.profile, self.cost.state_dtype).run()
+        return round_seconds_of(self.round_costs, batch, LinkRates.of(self.profile, self.cost.state_dtype))
 
     @cached_property
     def round_costs(self) -> RoundCosts:
@@ -162,6 +164,11 @@ class Surrogate:
         found = [self._choice_costs(number) for number in range(len(self.tables.kinds))]
         columns = zip(ChoiceCosts._fields, zip(*found, strict=True), strict=True)
         return {name: PerKind(np.stack(column), self.buffers.kind_of) for name, column in columns}
+
+    @cached_property
+    def _columns(self) -> np.ndarray:
+        """The same as one array [17, C, K]."""
+        return np.stack([column.by_kind for column in self.choice_costs.values()]).astype(float)
 
     def _choice_costs(self, number: int) -> ChoiceCosts:
         tables, kind, cost = self.tables, self.tables.kinds[number], self.cost

@@ -309,6 +309,12 @@ class Command:
     awaits: tuple[Signal, ...] = ()
     signals: tuple[Signal, ...] = ()
 
+    def moved(self, index: int, waits: tuple[int, ...]) -> Command:
+        """The same at another place of a program. `dataclasses.replace` takes three times as long."""
+        found = object.__new__(Command)
+        vars(found).update(vars(self), index=index, waits=waits)
+        return found
+
     @property
     def label(self) -> str:
         """Its name in words."""

@@ -6,7 +6,6 @@ bytes waits for them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -162,7 +161,7 @@ def followed(before: Program, after: Program) -> Program:
         if command.stream not in started:
             started.add(command.stream)
             needed |= {index for stream, index in ends.items() if stream is not command.stream}
-        commands.append(replace(command, index=command.index + shift, waits=tuple(sorted(needed))))
+        commands.append(command.moved(command.index + shift, tuple(sorted(needed))))
     initial = {**dict(after.initial), **dict(before.initial)}
     contents = tuple(Access(slot, content) for slot, content in initial.items())
     return Program(f"{before.name}, {after.name}", before.slots, tuple(commands), contents)

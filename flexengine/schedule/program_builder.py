@@ -133,14 +133,16 @@ class ProgramBuilder:
     def _derive_waits(self, own: int, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
         latest = [-1] * self._num_lanes
         overlaps, streams = self.overlaps, self._streams
-        for slot in (other for access, _ in (*reads, *writes) for other in overlaps[access]):
-            writer = self._writer[slot]
-            if writer >= 0 and writer > latest[streams[writer]]:
-                latest[streams[writer]] = writer
-        for slot in (other for access, _ in writes for other in overlaps[access]):
-            readers = self._readers[slot]
-            if readers is not None:
-                latest = list(map(max, latest, readers))
+        for access, _ in (*reads, *writes):
+            for slot in overlaps[access]:
+                writer = self._writer[slot]
+                if writer >= 0 and writer > latest[streams[writer]]:
+                    latest[streams[writer]] = writer
+        for access, _ in writes:
+            for slot in overlaps[access]:
+                readers = self._readers[slot]
+                if readers is not None:
+                    latest = list(map(max, latest, readers))
         known = self._stream_clock[own]
         needed = [i for s, i in enumerate(latest) if s != own and i > known[s]]
         # a wait that another wait of this command implies is dropped too

@@ -101,6 +101,8 @@ class _Simulation:
         self.queues: list[list[Command]] = [[] for _ in STREAMS]
         for command in program.commands:
             self.queues[STREAM_INDEX[command.stream]].append(command)
+        self.used = [i for i, queue in enumerate(self.queues) if queue]
+        self.threaded = frozenset(c.index for c in program.commands if c.stream in THREAD_STREAMS)
         self.heads = [0] * len(STREAMS)
         self.cpu_ready: list[Command] = []
         self.running: list[_Running | None] = [None] * len(STREAMS)
@@ -115,7 +117,7 @@ class _Simulation:
         now = 0.0
         while True:
             due = self._start_ready(now)
-            active = [i for i, r in enumerate(self.running) if r is not None]
+            active = [i for i in self.used if self.running[i] is not None]
             if not active and due == inf:
                 break
             speeds = {i: self._speed(i) for i in active}
@@ -136,7 +138,7 @@ class _Simulation:
         self.host_s = max(self.host_s, now)
         while self.num_issued < len(self.issued):
             command = self.program.commands[self.num_issued]
-            if command.stream not in THREAD_STREAMS and any(map(self._works, command.waits)):
+            if command.index not in self.threaded and any(map(self._works, command.waits)):
                 return
             self.host_s += self.rates.issue_s(command)
             self.issued[command.index] = self.host_s
@@ -144,12 +146,13 @@ class _Simulation:
 
     def _works(self, index: int) -> bool:
         """Whether a command is one of the host's threads that has not ended."""
-        return self.end[index] < 0 and self.program.commands[index].stream in THREAD_STREAMS
+        return index in self.threaded and self.end[index] < 0
 
     def _start_ready(self, now: float) -> float:
         """Start what can start. Returns when the host issues the next command that waits for nothing but that."""
         due = inf
-        for i, queue in enumerate(self.queues):
+        for i in self.used:
+            queue = self.queues[i]
             if STREAMS[i] is Stream.CPU:
                 due = min(due, self._start_cpu(i, now))
             elif self.running[i] is None and self.heads[i] < len(queue):
@@ -164,7 +167,11 @@ class _Simulation:
 
     def _ready_s(self, command: Command) -> float:
         """When the host has issued a command whose waits have ended; infinite while one has not."""
-        return self.issued[command.index] if all(self.end[w] >= 0 for w in command.waits) else inf
+        end = self.end
+        for wait in command.waits:
+            if end[wait] < 0:
+                return inf
+        return self.issued[command.index]
 
     def _start_cpu(self, i: int, now: float) -> float:
         """`_start_ready` for the CPU, whose commands become ready in order and run by priority."""

@@ -13,6 +13,7 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model, open_model
+from flexengine.native import rounds
 from flexengine.ops.base import Work
 from flexengine.options.lora import LoRA
 from flexengine.plan import GroupPlan, Numerics, Request
@@ -45,6 +46,7 @@ def test_the_dynamic_programme_finds_the_best_multiset(seed):
     random = np.random.default_rng(seed)
     num_bytes, cost = random.integers(0, 100, 6), random.random(6)
     frontier = frontier_of(num_bytes[None], cost[None], np.arange(6), [5], 10_000, 48)
+    assert frontier is not None
     for budget in (0, 100, 200, 300, 500):
         fitting = [c for c in combinations_with_replacement(range(6), 5) if num_bytes[list(c)].sum() <= budget]
         best = min((cost[list(c)].sum() for c in fitting), default=None)
@@ -61,6 +63,7 @@ def test_the_dynamic_programme_of_two_kinds_is_that_of_all_blocks():
     random = np.random.default_rng(7)
     num_bytes, cost = random.integers(0, 50, (2, 4)), random.random((2, 4))
     frontier = frontier_of(num_bytes, cost, np.arange(4), [2, 3], 10_000, 48)
+    assert frontier is not None
     for budget in (60, 100, 150):
         best = min(
             (
@@ -170,6 +173,35 @@ def test_bytes_and_seconds_with_adapters(seed, streamed):
     check_surrogate(memory, candidate)
     homes = [home for home, group in zip(memory.plan(candidate, 0).groups, model.groups, strict=True) if group.adapter]
     assert homes == [GroupPlan() if streamed else GroupPlan("gpu", "gpu", "gpu")] * 6
+
+
+@pytest.mark.parametrize("gpu_updates", ["auto", "in_round"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_native_library_gives_the_bits_of_numpy(seed, gpu_updates, monkeypatch):
+    """Bytes and seconds of many candidates, alone and together, with updates by CPU and GPU, first rounds and later."""
+    if rounds.estimator() is None:
+        pytest.skip("the native library is not built")
+    random, frozen = Random(seed), ((), ("embed", "block.0-1"))[seed // 3]
+    model = (mixed_model(6), small_model(6, tied=seed % 2 == 0, hidden=256), divided_model(6))[seed % 3]
+    model = with_frozen(in_parts(model) if seed == 5 else model, frozen)
+    sizes = {"seq_len": 32 if seed % 3 else 128, "clipping": False, "gpu_updates": gpu_updates}
+    segments = {} if seed == 5 else segments_of(seed, frozen)
+    memory = memory_of(model, slow_link(random.choice([1e9, 1e10])), **sizes, **segments)
+    surrogate, generator = Surrogate(memory), np.random.default_rng(seed)
+    for count in (1, 2, 9):
+        made = Candidates.joined([random_candidate(memory, random) for _ in range(count)])
+        pending_s = generator.random((memory.tables.num_blocks, count)) * 1e-3 * (seed % 2)
+        updating, accumulating = np.full(count, bool(seed & 1)), generator.random(count) < 0.5
+        call = (made, accumulating, updating, pending_s, generator.random(count) * 1e-3)
+        found = memory.num_bytes(made), *surrogate.round_s(*call)
+        with monkeypatch.context() as without:
+            without.setattr("flexengine.planner.round_seconds.estimator", lambda: None)
+            without.setattr(rounds, "_reducer", lambda: None)
+            expected = memory.num_bytes(made), *surrogate.round_s(*call)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert np.array_equal(mine, theirs)
+        assert np.isfinite(found[1]).all()
+        assert found[1].min() > 0
 
 
 @pytest.mark.parametrize("clipping", [True, False], ids=["clipped", "updates in backward"])

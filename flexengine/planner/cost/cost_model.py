@@ -229,23 +229,26 @@ def price(
 
 
 class StepPricer:
-    """Prices plans of one model by simulation; updates are remembered, as many plans share one."""
+    """Prices plans of one model by simulation. Rounds of every plan are remembered, and updates, which plans share."""
 
     def __init__(self, profile: HardwareProfile) -> None:
         self.profile = profile
         self.updates: dict[tuple, StepEstimate] = {}
+        self.rounds: dict[tuple, tuple[list[tuple[StepEstimate, int]], int]] = {}
         self.simulated_commands = 0
 
     def step(self, layout: Layout) -> StepEstimate:
         """One first round, accumulating rounds for the rest of the batch, and the update: one after the other, but for
         what the CPU updates."""
-        cost, parts = CostModel.of(layout.plan.request, self.profile, layout.plan.chunk_tokens), []
-        for _, count, program, timing, shape in simulated_rounds(layout, cost.rates()):
-            self.simulated_commands += len(program.commands)
-            parts.append((price(program, cost, timing, shape), count))
-        if not layout.plan.updates_on_cpu:
-            parts.append((self.update(layout, cost), 1))
-        return summed(parts)
+        cost = CostModel.of(layout.plan.request, self.profile, layout.plan.chunk_tokens)
+        key = tuple(value for name, value in vars(layout.plan).items() if name != "predicted")
+        if key not in self.rounds:
+            parts = simulated_rounds(layout, cost.rates())
+            rounds = [(price(part.program, cost, part.timing, part.shape), part.repeats) for part in parts]
+            self.rounds[key] = rounds, sum(len(part.program.commands) for part in parts)
+        rounds, commands = self.rounds[key]
+        self.simulated_commands += commands  # also of what is remembered: how far is searched depends on it
+        return summed(rounds if layout.plan.updates_on_cpu else [*rounds, (self.update(layout, cost), 1)])
 
     def update(self, layout: Layout, cost: CostModel) -> StepEstimate:
         """The optimizer's update; it depends on the groups' homes and the tiles alone."""
