@@ -1,6 +1,6 @@
-// What many placements take, and estimates of their rounds. The clocks are those of
-// flexengine/planner/batched_simulator.py, which explains them: one rounding per operator, in the order of that file, so
-// both give the same bits.
+// What many placements take, and estimates of their rounds. The clocks are those of the batched simulator, which
+// explains them (flexengine/planner/batched_simulator.py): one rounding per operator, in its order, so both give the
+// same bits.
 #include <algorithm>
 #include <cstdint>
 #include <new>

@@ -8,7 +8,9 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -49,10 +51,10 @@ class HostBuffer:
 
     `tensor` is a uint8 view [num_bytes], page-aligned. `numa_node` is the node the pages prefer, or None. Use the
     buffer as a context manager, or call `close`. Made by `allocate_host`. Page-locked memory does not exist in a forked
-    child, which must not touch `tensor`; releasing the buffer does nothing there.
+    child, which must not touch `tensor`; releasing the buffer does nothing there. lock_now: else `locking` does it.
     """
 
-    def __init__(self, num_bytes: int, page_locked: bool, numa_node: int | None = None) -> None:
+    def __init__(self, num_bytes: int, page_locked: bool, numa_node: int | None = None, lock_now: bool = True) -> None:
         self.num_bytes = num_bytes
         self.mapped_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         self.page_locked = page_locked
@@ -61,8 +63,8 @@ class HostBuffer:
         self.numa_node = mapping.numa_node
         self._discard: Callable[[], object] | None = in_owner(mapping.discard) if page_locked else mapping.discard
         self._tensor: Tensor | None = mapping.pages[:num_bytes]
-        if page_locked:
-            self._lock(mapping.pages.data_ptr())
+        if page_locked and lock_now:
+            self._lock(partial(lock_pages, mapping.pages.data_ptr(), self.mapped_bytes))
 
     @property
     def tensor(self) -> Tensor:
@@ -84,9 +86,27 @@ class HostBuffer:
         self._discard = None
         self._tensor = None
 
-    def _lock(self, address: int) -> None:
+    @contextmanager
+    def locking(self) -> Iterator[None]:
+        """Lock the pages, where that is to be done and was not, beside the body; they are locked when it has ended.
+
+        The driver takes a second for some GiB. Raises: MemoryError as `lock_pages`; the buffer is closed then.
+        """
+        if not self.page_locked or self._unlock is not None:
+            yield
+            return
+        with ThreadPoolExecutor(1, "page-lock") as beside:
+            locked = beside.submit(_lock_on, current_device(), self.tensor.data_ptr(), self.mapped_bytes)
+            try:
+                yield
+            finally:
+                self._lock(locked.result)
+
+    def _lock(self, lock: Callable[[], object]) -> None:
+        """Lock the pages by a call, or wait until it has."""
+        address = self.tensor.data_ptr()
         try:
-            lock_pages(address, self.mapped_bytes)
+            lock()
         except MemoryError:
             self.close()  # now, not when the last traceback that mentions this buffer is gone
             raise
@@ -100,13 +120,26 @@ class HostBuffer:
         self.close()
 
 
-def allocate_host(num_bytes: int, page_locked: bool, numa_node: int | None = None) -> HostBuffer:
+def current_device() -> int | None:
+    """The CUDA device that this thread works on; None where CUDA was not begun."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _lock_on(device: int | None, address: int, num_bytes: int) -> None:
+    """`lock_pages` for a device, on a thread of its own, which torch would have work on the first one."""
+    if device is not None:
+        torch.cuda.set_device(device)
+    lock_pages(address, num_bytes)
+
+
+def allocate_host(num_bytes: int, page_locked: bool, numa_node: int | None = None, lock_now: bool = True) -> HostBuffer:
     """`num_bytes` of host memory, zeroed, touched by all torch threads, in one piece of any size.
 
     The process grows by num_bytes rounded up to a page (4 KiB), no more: torch's pinned allocator would round up to a
     power of two. `page_locked` registers the whole range with CUDA in one call, so copies run at full link rate.
     numa_node: the node whose memory is preferred; default the current GPU's for page-locked memory, else none. A
-    kernel or container that refuses, and a full node, only cost speed: see `HostBuffer.numa_node`.
+    kernel or container that refuses, and a full node, only cost speed: see `HostBuffer.numa_node`. lock_now: False
+    leaves page-locking to `HostBuffer.locking`, beside other work.
     Order: blocks until every page is in RAM (about 45 GB/s with 16 threads) and locked.
     Raises: ValueError if num_bytes < 1 or if page_locked is asked for without CUDA; MemoryError if the operating
     system or the CUDA driver refuses, or if more is to be page-locked than RAM and container have. Without the library,
@@ -121,7 +154,7 @@ def allocate_host(num_bytes: int, page_locked: bool, numa_node: int | None = Non
             )
         check_pin_limit(num_bytes)
         numa_node = gpu_numa_node() if numa_node is None else numa_node
-    return HostBuffer(num_bytes, page_locked, numa_node)
+    return HostBuffer(num_bytes, page_locked, numa_node, lock_now)
 
 
 def gpu_numa_node() -> int | None:

@@ -37,7 +37,7 @@ class BlockTotals(NamedTuple):
         return BlockTotals(*(np.repeat(column, times) for column in self))
 
 
-class BlockTables:
+class BlockSums:
     """Tables of one size by kind of block and choice, to be added up over blocks."""
 
     NUM_SUMS, NUM_MAXIMA = 7, 6

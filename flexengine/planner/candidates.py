@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan
-from flexengine.planner.block_totals import BlockTables, BlockTotals
+from flexengine.planner.block_totals import BlockSums, BlockTotals
 from flexengine.planner.cost.stream_loads import group_loads, plane_bytes_in
 from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, SizeTables
@@ -131,9 +131,9 @@ class CandidateMemory:
         return fixed + max(activations.scratch_floor, scratch_bytes) + self.edge_gpu + region
 
     @cached_property
-    def block_tables(self) -> BlockTables:
+    def block_tables(self) -> BlockSums:
         """What blocks take by their choices."""
-        return BlockTables(self.tables)
+        return BlockSums(self.tables)
 
     def totals(self, candidates: Candidates) -> BlockTotals:
         """What the blocks of candidates take together."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ RELOCATION_PIECE_BYTES = 32 * 2**20
 class Arenas:
     """GPU and host memory of an engine.
 
-    On CUDA the host arena is page-locked and the GPU arena is one device allocation; on the CPU both are ordinary
-    host memory, so that the same program runs, copies and all. `close` gives everything back.
+    On CUDA the host arena is page-locked, by `page_locking`, and the GPU arena is one device allocation; on the CPU
+    both are ordinary host memory, so that the same program runs, copies and all. `close` gives everything back.
     """
 
     def __init__(self, device: torch.device, gpu_bytes: int, host_bytes: int) -> None:
@@ -89,9 +89,18 @@ class Arenas:
         self._typed["drive"] = {t: _whole(self.drive.tensor, t) for t in DTYPES.values()}
 
     def _allocate_host(self, num_bytes: int, page_locked: bool) -> Tensor:
-        buffer = allocate_host(num_bytes, page_locked)
+        buffer = allocate_host(num_bytes, page_locked, lock_now=False)
         self._buffers.append(buffer)
         return buffer.tensor
+
+    @contextmanager
+    def page_locking(self) -> Iterator[None]:
+        """Page-lock the host arena beside the body, which may read and write it. Raises: MemoryError where the driver
+        refuses, at the body's end."""
+        with ExitStack() as beside:
+            for buffer in self._buffers:
+                beside.enter_context(buffer.locking())
+            yield
 
     def bytes_view(self, memory: Memory, offset: int, num_bytes: int) -> Tensor:
         """View `num_bytes` bytes of an arena as uint8."""

@@ -129,7 +129,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         self.layout = self.weights.layout = self.programs.swap()
 
     def _load(self) -> None:
-        with self.context.together():
+        with self.context.together(), self.arenas.page_locking():
             fill_weights(self.weights, self.buffers, self.source.weights_folder, self.settings.seed)
         with self.context.together():  # adapters begin with what all ranks have loaded of the base
             start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)

@@ -4,13 +4,14 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from flexengine.hardware.memory_usage import resident_bytes
-from flexengine.native import PAGE_BYTES, allocate_host, pin_limit_bytes
+from flexengine.native import PAGE_BYTES, allocate_host, host_memory, page_lock, pin_limit_bytes
 from flexengine.native.host_memory import gpu_numa_node, numa_node_of_pci
 from flexengine.native.page_lock import lock_pages
 
@@ -167,6 +168,49 @@ def test_a_forked_child_does_not_unmap_what_it_has_put_in_the_hole(path):
     """Page-locked ranges do not exist in a child, and its later mappings may lie there."""
     result = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+class SlowPinner:
+    """A driver that locks pages only after `reading` was set, or refuses."""
+
+    def __init__(self, refusal: str | None = None) -> None:
+        self.refusal, self.reading, self.locked = refusal, threading.Event(), list[tuple[int, int]]()
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        assert self.reading.wait(10), "the body runs beside"
+        self.locked += [] if self.refusal else [(address, num_bytes)]
+        return self.refusal
+
+    def unregister(self, address: int) -> None:
+        self.locked = [one for one in self.locked if one[0] != address]
+
+
+def test_pages_are_locked_beside_what_is_read_into_them(monkeypatch):
+    pinner = SlowPinner()
+    monkeypatch.setattr(page_lock, "cuda_pinner", lambda: pinner)
+    buffer = host_memory.HostBuffer(MIB, page_locked=True, lock_now=False)
+    address = buffer.tensor.data_ptr()
+    with buffer.locking():
+        assert not pinner.locked
+        buffer.tensor.fill_(7)
+        pinner.reading.set()
+    assert pinner.locked == [(address, MIB)]
+    with buffer.locking():  # once
+        pass
+    assert pinner.locked == [(address, MIB)]
+    assert int(buffer.tensor.min()) == 7
+    buffer.close()
+    assert not pinner.locked
+
+
+def test_a_refusal_to_lock_pages_is_told_when_they_were_read(monkeypatch):
+    pinner = SlowPinner("out of memory")
+    monkeypatch.setattr(page_lock, "cuda_pinner", lambda: pinner)
+    buffer = host_memory.HostBuffer(MIB, page_locked=True, lock_now=False)
+    with pytest.raises(MemoryError, match="cannot page-lock 1048576 bytes"), buffer.locking():
+        pinner.reading.set()
+    with pytest.raises(ValueError, match="closed"):
+        _ = buffer.tensor
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -34,7 +34,6 @@ class CheckpointLoader:
         where they differ.
         """
         check_complete(self._store.layout.model, self._reader)
-        self._store.clear_states()
         requests = [
             self._request(name, run, self._reader.tensors[name].dtype)
             for name, run in self._store.own().items()
@@ -43,6 +42,7 @@ class CheckpointLoader:
         elsewhere = [request for request in requests if not on_host(request)]
         with self._reader.verifying() if self._store.share.rank == 0 else nullcontext():
             self._reader.read_many([request for request in requests if on_host(request)])
+            self._store.clear_states()  # after that: while the arena is page-locked, calls of the GPU may have to wait
             if elsewhere:
                 load_staged(self._reader, elsewhere, self._store.arenas.device)
             for run in self._store.own().values():
