@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -47,10 +48,12 @@ def remembered_plan(find: FindPlan, model: ModelSpec, request: Request, profile:
     if plan is not None:
         logger.info("the plan is that of an earlier start with the same request and rates (%s)", path)
         return plan
+    began_s = time.monotonic()
     try:
         plan = find(model, request, rounded)
     except PlanError:
         return find(model, request, profile)
+    logger.info("the plan was found in %.1f s", time.monotonic() - began_s)
     if path is not None and write_remembered(path, plan.to_json()):
         _forget_oldest(path.parent)
     return plan
