@@ -11,7 +11,7 @@ and formats stay where they are used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -126,6 +126,12 @@ class SearchLimits:
     taken from its budgets."""
     spare_bytes: int = 128 * 2**20
     """Left free beside what a layout lacked, since another plan has other slots."""
+
+    @property
+    def quick(self) -> SearchLimits:
+        """Limits of a search that only tells which kind of plans is worth one in full: it takes a third of the time,
+        and steps are up to 1% longer."""
+        return replace(self, race=(Race(2, 1.1, 10_000, 2, seeds=True),), patience=4, finalists=2, commands=1_500)
 
 
 LIMITS = SearchLimits()

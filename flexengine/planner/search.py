@@ -76,6 +76,7 @@ class Search:
         self.timed: list[Priced] = []  # plans that fit, by simulation
         self.bold: Speculation | None = None  # from the fastest of them
         self.unclipped = Unclipped([], inf)  # found by `without_clipping`
+        self.of_other_sizes: list[Plan] = []  # of one of several ranks, which may speculate together
 
     def plan(self) -> Plan | None:
         """Bound, seed, search and simulate; None where nothing fits."""
@@ -87,6 +88,8 @@ class Search:
         self.bold = Speculation(self.problem, self.pricer, waiting)
         if waiting[0].may_speculate:
             self.speculate(self.bold, started)
+        elif self.request.shares_node and self.request.waits_for_norm:
+            self.of_other_sizes = self._of_other_sizes(started, waiting[0])
         return self.predicted(*self.bold.chosen)
 
     def without_clipping(self, second_planes: bool = False) -> Plan | None:

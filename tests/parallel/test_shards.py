@@ -169,7 +169,7 @@ def test_what_cannot_have_shards_stays_on_the_host():
     spec, card = small_model(), with_gpus(preset("h200"), 2)
     asked = Request(64, 256, 2 * GIB, 8 * GIB, ranks=2, numerics=Numerics(optimizer="muon"))
     problem = Problem(spec, asked.of_rank, card)
-    [plan] = plans_with_shards(problem)
+    [plan] = [found.plan for found in plans_with_shards(problem)]
     assert plan.groups == (SHARD, *[GroupPlan(update="gpu")] * len(spec.blocks), SHARD)
     assert problem.fits(problem.layout(plan))
 
@@ -180,7 +180,7 @@ def test_shards_leave_the_budget_to_activations():
     spec, card = wide_model(), with_gpus(preset("h200"), 4)
     asked = Request(2048, 4 * 4096, 11 * GIB, 120 * GIB, ranks=4, chunk_tokens=4096, round_tokens=4096)
     problem = Problem(spec, asked.of_rank, card)
-    found = list(plans_with_shards(problem))
+    found = [sharded.plan for sharded in plans_with_shards(problem)]
     counts = [sum(home.sharded for home in plan.groups) for plan in found]
     assert counts == sorted(counts, reverse=True)
     assert 0 < counts[-1] < len(spec.groups)

@@ -8,40 +8,34 @@ gradients while the last round goes on, and a step ends when both have ended.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, rank_profile
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.metrics import format_bytes
 from flexengine.models.in_parts import in_parts
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, Plan, PlanError, PlanReason, Request
+from flexengine.plan import Plan, PlanError, Request
+from flexengine.plan.request import TransportName
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.collector import collector_paused
-from flexengine.planner.cost.memory import process_bytes
-from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
-from flexengine.planner.feasibility.shortage import Feasibility, Needs, ShortageError, shortage, shortage_message
+from flexengine.planner.feasibility.shortage import Feasibility, ShortageError, shortage
 from flexengine.planner.planner import find_plan, make_plan
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.context import may_cut, nothing_fits, plans_in_context, why_not
-from flexengine.planner.ranks.price import bytes_planned, predicted_together, times
-from flexengine.planner.ranks.shards import plans_with_shards
+from flexengine.planner.ranks.dealt import with_dealt_states
+from flexengine.planner.ranks.price import bytes_planned, predicted_together
+from flexengine.planner.ranks.refusal import refusal
+from flexengine.planner.ranks.shards import Sharded, plans_with_shards, searched_in_full
 from flexengine.planner.ranks.split import as_split, may_split
 from flexengine.planner.ranks.stages import fastest_in_stages, may_stage, plan_in_stages
 from flexengine.planner.reproducible import with_sizes_of_rule
 from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, speculating_plans
-from flexengine.planner.variants import Variant, fastest
-from flexengine.schedule.group_storage import group_storage
-from flexengine.schedule.layer_program import align
-from flexengine.schedule.shares import DealtStates
+from flexengine.planner.variants import OF_ONE_RANK, Found, Variant, fastest
+from flexengine.schedule.layout import Layout
 
-DEALT_GROUPS = (1, 2)
-"""Where host memory is short, ranks divide the optimizer states of every group, else of every other one. More choices
-cost a search each, and leave more GPU memory to activations."""
 CLEARLY_FASTER = 0.98
 """A split plan that takes less than this share of what one rank that relays is predicted to take is chosen without
 simulating all ranks that relay, which would take seconds. They have been found 1.2% faster than one of them."""
@@ -53,8 +47,6 @@ BUSY_SHARE = 0.96
 """Where GPUs compute for more than this share of a step, other updates would gain little: they are not simulated."""
 TOO_BUSY = 0.985
 """The same of updates before the norm is known, which also let forward begin at once."""
-SMALLER_TILES = (1 << 20, 1 << 16)
-"""Elements of a tile of the update, where those that the search took have no room beside the states."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +62,20 @@ class NodeProblem(Problem):
         return Problem(self.model, self.request.of_rank, profile, self.limits)
 
     @cached_property
+    def searched(self) -> Found | None:
+        """The fastest plan of one rank that relays with whole states, and its search; None where none fits."""
+        return fastest(OF_ONE_RANK, self.of_rank.without_drive)
+
+    @cached_property
     def of_one(self) -> Plan:
         """The fastest plan of one rank that relays, on a drive where nothing fits without. Raises: ShortageError, of
         all ranks, when nothing fits."""
-        plan = fastest((RELAYED, DEALT), self.of_rank.without_drive)
+        alone = self.of_rank.without_drive
+        plan = with_dealt_states(alone) if self.searched is None else self.searched.plan
         plan = plan or (find_plan(self.of_rank) if self.request.max_drive_bytes else None)
         if plan is None:
-            raise _for_all(self, shortage(replace(self.of_rank, model=in_parts(self.model))))
+            error = shortage(replace(self.of_rank, model=in_parts(self.model)))
+            raise refusal(self.of_rank, self.request, self.profile, error)
         return plan
 
     def priced(self, of_one: Plan) -> Plan:
@@ -158,7 +157,7 @@ def _fastest(node: NodeProblem) -> Plan:
                 raise nothing_fits(node.model, node.request)
             return plan
         try:
-            plan = fastest((SPLIT, RELAY, STAGES, CONTEXT), node)
+            plan = fastest(KINDS.values(), node)
         except ShortageError:  # of whole rounds on every rank
             plan = fastest((CONTEXT,), node) if may_cut(node.model, node.request, None) else None
             if plan is None:
@@ -167,44 +166,17 @@ def _fastest(node: NodeProblem) -> Plan:
     return plan
 
 
-# -- kinds of plans of one rank ----------------------------------------------------------------------------------------
-
-
-def _with_dealt_states(problem: Problem) -> Plan | None:
-    """A plan of one rank whose optimizer states, or every other group's, ranks divide over their GPUs; None if none
-    fits.
-
-    The search knows nothing of it: it is given the host memory that this frees and lacks the GPU memory that it takes.
-    """
-    model, request = problem.model, problem.request
-    least = Feasibility(replace(problem, model=in_parts(model))).least_host()
-    if least is None:
-        return None
-    for dealt, on_gpu, on_host in _dealt_groups(model, request):
-        left = request.max_gpu_bytes - on_gpu, request.max_host_bytes + on_host
-        if left[0] <= 0 or left[1] < least.host_bytes:
-            continue
-        found = find_plan(replace(problem, request=replace(request, max_gpu_bytes=left[0], max_host_bytes=left[1])))
-        if found is None:
-            continue
-        homes = [GroupPlan(states="dealt") if i in dealt else home for i, home in enumerate(found.groups)]
-        for tile in dict.fromkeys((found.optimizer_tile, *SMALLER_TILES)):
-            plan = replace(found, request=request, groups=tuple(homes), optimizer_tile=tile)
-            layout = problem.layout(plan)
-            if problem.fits(layout):
-                return replace(plan, predicted=bytes_planned(layout, plan.predicted, problem.profile))
-    return None
-
-
-RELAYED = Variant[Problem, Plan](lambda _, best: best is None, lambda problem, _: find_plan(problem))
-DEALT = Variant[Problem, Plan](lambda _, best: best is None, lambda problem, _: _with_dealt_states(problem))
-
 # -- kinds of plans of all ranks ---------------------------------------------------------------------------------------
 
 
 def _busy(plan: Plan | None, share: float) -> bool:
     """Whether GPUs compute for more than a share of a step."""
     return plan is not None and plan.predicted.busy_s["compute"] > share * plan.predicted.step_s
+
+
+def _may_gain_early(plan: Plan | None) -> bool:
+    """Whether updates before the norm is known may make a step shorter."""
+    return plan is not None and plan.may_speculate and not _busy(plan, TOO_BUSY)
 
 
 def _as_split(node: NodeProblem) -> Plan | None:
@@ -217,16 +189,54 @@ def _as_split(node: NodeProblem) -> Plan | None:
 
 def _with_shards(node: NodeProblem) -> Plan | None:
     """The fastest split plan with shards, of ever fewer groups while that is faster; None where none fits."""
-    best: Plan | None = None
-    for plan in plans_with_shards(node.of_rank):
-        layout = node.of_rank.layout(plan)
-        found = node.priced(replace(plan, predicted=bytes_planned(layout, plan.predicted, node.of_rank.profile)))
-        if found.may_speculate and found.updates_on_cpu:
-            found = _with_speculation(node, found) or found
-        if best is not None and found.predicted.step_s > (1.0 - FEWER_GAIN) * best.predicted.step_s:
+    best: tuple[Plan, Sharded] | None = None
+    for quick in plans_with_shards(node.of_rank):
+        found = _updating_early(node, quick.plan)
+        if best is not None and found.predicted.step_s > (1.0 - FEWER_GAIN) * best[0].predicted.step_s:
             break
-        best = found
-    return best
+        best = found, quick
+    if best is None:
+        return None
+    full = searched_in_full(node.of_rank, best[1])
+    plans = [best[0], *([] if full is None else [_updating_early(node, full)])]
+    return min(plans, key=lambda plan: plan.predicted.step_s)
+
+
+def _updating_early(node: NodeProblem, plan: Plan) -> Plan:
+    """The priced plan of all ranks from a split plan of one, with updates before the norm is known where that is
+    faster."""
+    layout = node.of_rank.layout(plan)
+    found = node.priced(replace(plan, predicted=bytes_planned(layout, plan.predicted, node.of_rank.profile)))
+    if not found.may_speculate or not found.updates_on_cpu:
+        return found
+    return _with_speculation(node, found) or found
+
+
+def _of_other_sizes(node: NodeProblem, best: Plan | None) -> Plan | None:
+    """The fastest plan of another size than what waits for its norm fastest, with updates before that is known.
+
+    One share of groups tells which size is worth all of them. None where none is faster than `best`.
+    """
+    assert best is not None, "there is a plan to be faster than"
+    found, of_rank = list[tuple[float, Plan]](), node.of_rank
+    for plan in [] if node.searched is None else node.searched.search.of_other_sizes:
+        split = replace(plan, request=of_rank.request, transport="split", touched_only=False)
+        if of_rank.fits(of_rank.layout(split)):
+            layout = of_rank.layout(_updated_by_cpu(of_rank, split) or split)
+            found += [(bold.predicted.step_s, split) for bold in _speculating(node, layout, FIRST_SHARES[:1])]
+    least_s, split = min(found, key=lambda pair: pair[0], default=(inf, None))
+    if split is None or least_s >= LEAST_GAIN * best.predicted.step_s:
+        return None
+    return _updating_early(node, split)
+
+
+def _speculating(node: NodeProblem, layout: Layout, shares: Sequence[float]) -> Iterator[Plan]:
+    """Priced plans of all ranks that update shares of the groups of one rank's layout before the norm is known."""
+    of_rank = node.of_rank
+    spare_bytes = of_rank.room(layout).host_bytes * node.request.ranks
+    for bold in speculating_plans(layout, spare_bytes, shares):
+        told = bytes_planned(of_rank.layout(bold), layout.plan.predicted, of_rank.profile)
+        yield node.priced(replace(bold, predicted=told))
 
 
 def _all_by_cpu(node: NodeProblem, best: Plan | None) -> Plan | None:
@@ -268,11 +278,7 @@ def _with_speculation(node: NodeProblem, plan: Plan | None) -> Plan | None:
     alone = replace(plan, request=of_rank.request)
     by_cpu = _updated_by_cpu(of_rank, alone)
     for base in (alone,) if by_cpu is None else (alone, by_cpu):
-        layout = of_rank.layout(base)
-        spare_bytes = of_rank.room(layout).host_bytes * node.request.ranks
-        for bold in speculating_plans(layout, spare_bytes, FIRST_SHARES):
-            told = bytes_planned(of_rank.layout(bold), base.predicted, of_rank.profile)
-            found = node.priced(replace(bold, predicted=told))
+        for found in _speculating(node, of_rank.layout(base), FIRST_SHARES):
             if found.predicted.step_s < LEAST_GAIN * best.predicted.step_s:
                 best, waits = found, plan if base is alone else base
     if best is plan:
@@ -299,9 +305,8 @@ def _in_context(node: NodeProblem) -> Plan | None:
 
 
 BY_CPU = Variant[NodeProblem, Plan](lambda _, best: not _busy(best, BUSY_SHARE), _all_by_cpu, BY_CPU_GAIN)
-SPECULATION = Variant[NodeProblem, Plan](
-    lambda _, best: best is not None and best.may_speculate and not _busy(best, TOO_BUSY), _with_speculation, -inf
-)
+SPECULATION = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _with_speculation, -inf)
+OTHER_SIZES = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _of_other_sizes)
 SHARDS = Variant[NodeProblem, Plan](
     lambda node, best: best is not None and node.request.nodes == 1 and not _busy(best, TOO_BUSY),
     lambda node, _: _with_shards(node),
@@ -310,7 +315,7 @@ AS_SPLIT = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node,
 AS_RELAY = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: node.priced(node.of_one))
 SPLIT = Variant[NodeProblem, Plan](
     lambda node, _: may_split(node.request, node.profile),
-    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, SHARDS), node),
+    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, OTHER_SIZES, SHARDS), node),
 )
 RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU), node))
 CONTEXT = Variant[NodeProblem, Plan](
@@ -320,81 +325,10 @@ STAGES = Variant[NodeProblem, Plan](
     lambda node, best: may_stage(node.model, node.request, node.profile, best),
     lambda node, _: fastest_in_stages(node.model, node.without_drive.request, node.profile),
 )
-
-# -- dealt states ------------------------------------------------------------------------------------------------------
-
-
-def _dealt_groups(model: ModelSpec, request: Request) -> Iterator[tuple[list[int], int, int]]:
-    """Groups whose states may be divided, with the bytes that a rank's GPU takes then and its host no longer has."""
-    stored = [group_storage(group, request.numerics) for group in model.groups]
-    sizes = [DealtStates(group, request.ranks, Plan.optimizer_tile) for group in stored]
-    for every in DEALT_GROUPS:
-        dealt = [i for i, group in enumerate(model.groups) if not group.frozen and i % every == 0]
-        on_gpu = sum(align(sizes[i].num_bytes(kind)) for i in dealt for kind in stored[i].rule_states)
-        on_host = sum(align(stored[i].plane_bytes[kind]) for i in dealt for kind in stored[i].rule_states)
-        if dealt:
-            yield dealt, on_gpu, on_host // request.ranks
-
-
-def _for_all(node: NodeProblem, error: ShortageError) -> ShortageError:
-    """Tell of all ranks what the planner says of one: totals of the node, and remedies for the whole command."""
-    request, profile = node.request, node.profile
-    ranks, needs = request.ranks, error.needs
-    remedies = tuple(_remedy_for_all(remedy, error.request, request, profile) for remedy in error.remedies)
-    on_host = error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
-    divided = _with_states_divided(node, error) if on_host else None
-    if divided is not None:  # takes less host memory than what the search of one rank found
-        needs, remedy = divided
-        remedies = (remedy, *(each for each in remedies if each.request.max_host_bytes == request.max_host_bytes))
-    needs = needs._replace(
-        plan=replace(needs.plan, request=request),
-        host_bytes=ranks * needs.host_bytes,
-        host_categories=times(ranks, needs.host_categories),
-    )
-    asked = f"{ranks} GPUs" + (f" on each of {request.nodes} nodes" if request.nodes > 1 else "")
-    budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
-    found = f"found no plan of {asked} with {budgets} of host memory for all\n"
-    return ShortageError(error.reason, found + shortage_message(request, needs, remedies), request, needs, remedies)
-
-
-def _with_states_divided(node: NodeProblem, error: ShortageError) -> tuple[Needs, Remedy] | None:
-    """The host memory that suffices where GPUs divide the optimizer states, and a rank's plan with it.
-
-    One budget is tried; None where it does not suffice.
-    """
-    request = node.request
-    choices = _dealt_groups(node.model, request.of_rank)
-    spared = max((on_host for _, on_gpu, on_host in choices if on_gpu < request.max_gpu_bytes), default=0)
-    if not spared:
-        return None
-    gib = gib_text(request.ranks * (error.required_bytes - spared))
-    changed = replace(request, max_host_bytes=bytes_of(gib))
-    of_rank = replace(node.of_rank, request=changed.of_rank)
-    plan = _with_dealt_states(of_rank)
-    if plan is None:
-        return None
-    needs = Needs(plan, *process_bytes(of_rank.layout(plan), of_rank.profile))
-    return needs, Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, node.profile))
-
-
-def _remedy_for_all(remedy: Remedy, of_rank: Request, request: Request, profile: HardwareProfile) -> Remedy:
-    """A remedy of one rank's request as one of all ranks'."""
-    factors = {"--max-host-mem-gib": request.ranks, "--max-global-batch-tokens": request.ranks * request.nodes}
-
-    def whole(found: re.Match[str]) -> str:
-        flag, number = found.groups()
-        decimals = len(number.partition(".")[2])
-        return f"{flag} {float(number) * factors[flag]:.{decimals}f}"
-
-    changed = replace(
-        remedy.request,
-        max_host_bytes=request.max_host_bytes,
-        max_global_batch_tokens=request.max_global_batch_tokens,
-    )
-    if remedy.request.max_host_bytes != of_rank.max_host_bytes:
-        changed = replace(changed, max_host_bytes=request.ranks * remedy.request.max_host_bytes)
-    if remedy.request.max_global_batch_tokens != of_rank.max_global_batch_tokens:
-        tokens = request.ranks * request.nodes * remedy.request.max_global_batch_tokens
-        changed = replace(changed, max_global_batch_tokens=tokens)
-    flags = re.sub(rf"({'|'.join(factors)}) ([0-9.]*[0-9])", whole, remedy.flags)
-    return Remedy(flags, changed, remedy_note(changed, request, profile))
+KINDS: dict[TransportName, Variant[NodeProblem, Plan]] = {
+    "split": SPLIT,
+    "relay": RELAY,
+    "stages": STAGES,
+    "context": CONTEXT,
+}
+"""What `auto` tries, in this order. The plan of a transport that is asked for is what its kind plans."""

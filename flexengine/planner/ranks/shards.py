@@ -9,9 +9,10 @@ shards is updated by the CPU.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.problem import Problem
@@ -23,25 +24,41 @@ from flexengine.schedule.save_sets import savable_ops
 
 SHARD = GroupPlan("shard", "shard", "shard")
 MOST_OF_GPU = (0.8, 0.6, 0.4, 0.2)
-"""Shares of a GPU's budget that shards may take, each tried unless the one before was faster; a search each. What they
-leave keeps activations."""
+"""Shares of a GPU's budget that shards may take, each tried unless the one before was faster; a quick search each. What
+they leave keeps activations."""
 
 
-def plans_with_shards(of_rank: Problem) -> Iterator[Plan]:
-    """Plans of one rank that keep shards of ever fewer groups; of a model with frozen groups, also of these."""
+class Sharded(NamedTuple):
+    """A split plan of one rank with shards of some groups, and what was searched for it: one GPU alone."""
+
+    plan: Plan
+    groups: tuple[int, ...]
+    num_bytes: int
+    asked: Request
+
+
+def plans_with_shards(of_rank: Problem) -> Iterator[Sharded]:
+    """Plans of one rank that keep shards of ever fewer groups; of a model with frozen groups, also of these. They are
+    searched quickly: see `searched_in_full`."""
     request, specs = of_rank.request, of_rank.model.groups
     stored = [group_storage(group, request.numerics) for group in specs]
     able = [i for i in range(len(specs)) if _may_shard(stored[i], request)]
-    tried = set[tuple[int, ...]]()
+    quick, tried = replace(of_rank, limits=of_rank.limits.quick), set[tuple[int, ...]]()
     for share in MOST_OF_GPU:
         for chosen in (able, [i for i in able if not specs[i].frozen]):
             taken = list(accumulate(sum(stored[i].plane_bytes.values()) // request.ranks for i in chosen))
             count = sum(end <= share * request.max_gpu_bytes for end in taken)
             groups = tuple(chosen[:count])
-            plan = _with_shards(of_rank, stored, groups, taken[count - 1]) if groups and groups not in tried else None
+            found = _with_shards(quick, groups, taken[count - 1]) if groups and groups not in tried else None
             tried.add(groups)
-            if plan is not None:
-                yield plan
+            if found is not None:
+                yield found
+
+
+def searched_in_full(of_rank: Problem, quick: Sharded) -> Plan | None:
+    """The plan with the same shards that a search in full finds; None where none fits."""
+    found = _with_shards(of_rank, quick.groups, quick.num_bytes, quick.asked)
+    return None if found is None else found.plan
 
 
 def _may_shard(stored: GroupStorage, request: Request) -> bool:
@@ -49,9 +66,15 @@ def _may_shard(stored: GroupStorage, request: Request) -> bool:
     return not why_no_shards(stored, request.ranks, acc_bytes)
 
 
-def _with_shards(of_rank: Problem, stored: list[GroupStorage], groups: Sequence[int], num_bytes: int) -> Plan | None:
-    """The plan with shards of these groups, which take about so many bytes of a GPU; None where none fits."""
+def _with_shards(
+    of_rank: Problem, groups: tuple[int, ...], num_bytes: int, asked: Request | None = None
+) -> Sharded | None:
+    """The plan with shards of these groups, which take about so many bytes of a GPU; None where none fits.
+
+    asked: what is searched first, unless all that shards leave.
+    """
     request = of_rank.request
+    on_gpu_only = [group_storage(group, request.numerics).on_gpu_only for group in of_rank.model.groups]
 
     def find(asked: Request) -> Plan | None:
         gpu_bytes = asked.max_gpu_bytes + num_bytes * request.ranks
@@ -62,19 +85,22 @@ def _with_shards(of_rank: Problem, stored: list[GroupStorage], groups: Sequence[
     def home(group: int, found: GroupPlan) -> GroupPlan:
         if group in groups:
             return SHARD if found.trained else SHARD.of_frozen()
-        by_cpu = of_rank.may_update_by_cpu and not stored[group].on_gpu_only
+        by_cpu = of_rank.may_update_by_cpu and not on_gpu_only[group]
         return GroupPlan(update="cpu" if by_cpu else "gpu") if found.trained else found
 
     def made(found: Plan) -> Plan:
         homes = tuple(home(group, kept) for group, kept in enumerate(found.groups))
         return replace(found, request=request, transport="split", touched_only=False, groups=homes)
 
-    plan, _ = fitted(of_rank, replace(request, max_gpu_bytes=request.max_gpu_bytes - num_bytes), find, made)
+    first = asked or replace(request, max_gpu_bytes=request.max_gpu_bytes - num_bytes)
+    plan, _, asked = fitted(of_rank, first, find, made)
     if plan is None:
         return None
     plan = _with_less_offloaded(of_rank, plan)
     gathered_once = replace(plan, weight_slots=len(of_rank.model.blocks))
-    return gathered_once if of_rank.fits(of_rank.layout(gathered_once)) else plan
+    if of_rank.fits(of_rank.layout(gathered_once)):
+        plan = gathered_once
+    return Sharded(plan, groups, num_bytes, asked)
 
 
 def _with_less_offloaded(of_rank: Problem, plan: Plan) -> Plan:

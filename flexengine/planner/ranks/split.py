@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
@@ -22,12 +23,20 @@ def may_split(request: Request, profile: HardwareProfile) -> bool:
     return wanted and request.ranks > 1
 
 
+class Fitted(NamedTuple):
+    """A plan of ranks, None where nothing fits; the room that the last one left, and what was searched for it."""
+
+    plan: Plan | None
+    room: Room
+    asked: Request
+
+
 def fitted(
     of_rank: Problem, asked: Request, find: Callable[[Request], Plan | None], made: Callable[[Plan], Plan]
-) -> tuple[Plan | None, Room]:
-    """What is made of a plan of one rank that is found, with less memory until that fits; and the room that it leaves.
+) -> Fitted:
+    """What is made of a plan of one rank that is found, with less memory until that fits.
 
-    None where nothing fits. asked: what is searched first.
+    asked: what is searched first.
     """
     room = Room(0, 0)
     for _ in range(of_rank.limits.searches):
@@ -37,13 +46,13 @@ def fitted(
         plan = made(found)
         room = of_rank.room(of_rank.layout(plan))
         if room.fits:
-            return plan, room
+            return Fitted(plan, room, asked)
         gpu, host = room.lacks(of_rank.limits.spare_bytes)
         left = (asked.max_gpu_bytes - gpu, asked.max_host_bytes - host)
         if found.deals_states or min(left) <= 0:
             break
         asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
-    return None, room
+    return Fitted(None, room, asked)
 
 
 def as_split(of_rank: Problem, plan: Plan) -> Plan | None:
@@ -59,7 +68,7 @@ def as_split(of_rank: Problem, plan: Plan) -> Plan | None:
     def made(found: Plan) -> Plan:
         return replace(found, request=request, transport="split", touched_only=False)
 
-    split, room = fitted(of_rank, request, find, made)
+    split, room, _ = fitted(of_rank, request, find, made)
     if split is not None:
         return split
     if request.transport != "split":

@@ -1,0 +1,80 @@
+"""Why no plan of several ranks was found: what the planner says of one rank, told of all of a node."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.metrics import format_bytes
+from flexengine.plan import PlanReason, Request
+from flexengine.planner.cost.memory import process_bytes
+from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
+from flexengine.planner.feasibility.shortage import Needs, ShortageError, shortage_message
+from flexengine.planner.problem import Problem
+from flexengine.planner.ranks.dealt import dealt_groups, with_dealt_states
+from flexengine.planner.ranks.price import times
+
+
+def refusal(of_rank: Problem, request: Request, profile: HardwareProfile, error: ShortageError) -> ShortageError:
+    """Tell of all ranks what the planner says of one: totals of the node, and remedies for the whole command."""
+    ranks, needs = request.ranks, error.needs
+    remedies = tuple(_remedy_for_all(remedy, error.request, request, profile) for remedy in error.remedies)
+    on_host = error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
+    divided = _with_states_divided(of_rank, request, profile, error) if on_host else None
+    if divided is not None:  # takes less host memory than what the search of one rank found
+        needs, remedy = divided
+        remedies = (remedy, *(each for each in remedies if each.request.max_host_bytes == request.max_host_bytes))
+    needs = needs._replace(
+        plan=replace(needs.plan, request=request),
+        host_bytes=ranks * needs.host_bytes,
+        host_categories=times(ranks, needs.host_categories),
+    )
+    asked = f"{ranks} GPUs" + (f" on each of {request.nodes} nodes" if request.nodes > 1 else "")
+    budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
+    found = f"found no plan of {asked} with {budgets} of host memory for all\n"
+    return ShortageError(error.reason, found + shortage_message(request, needs, remedies), request, needs, remedies)
+
+
+def _with_states_divided(
+    of_rank: Problem, request: Request, profile: HardwareProfile, error: ShortageError
+) -> tuple[Needs, Remedy] | None:
+    """The host memory that suffices where GPUs divide the optimizer states, and a rank's plan with it.
+
+    One budget is tried; None where it does not suffice.
+    """
+    choices = dealt_groups(of_rank.model, request.of_rank)
+    spared = max((on_host for _, on_gpu, on_host in choices if on_gpu < request.max_gpu_bytes), default=0)
+    if not spared:
+        return None
+    gib = gib_text(request.ranks * (error.required_bytes - spared))
+    changed = replace(request, max_host_bytes=bytes_of(gib))
+    changed_rank = replace(of_rank, request=changed.of_rank)
+    plan = with_dealt_states(changed_rank)
+    if plan is None:
+        return None
+    needs = Needs(plan, *process_bytes(changed_rank.layout(plan), of_rank.profile))
+    return needs, Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, profile))
+
+
+def _remedy_for_all(remedy: Remedy, of_rank: Request, request: Request, profile: HardwareProfile) -> Remedy:
+    """A remedy of one rank's request as one of all ranks'."""
+    factors = {"--max-host-mem-gib": request.ranks, "--max-global-batch-tokens": request.ranks * request.nodes}
+
+    def whole(found: re.Match[str]) -> str:
+        flag, number = found.groups()
+        decimals = len(number.partition(".")[2])
+        return f"{flag} {float(number) * factors[flag]:.{decimals}f}"
+
+    changed = replace(
+        remedy.request,
+        max_host_bytes=request.max_host_bytes,
+        max_global_batch_tokens=request.max_global_batch_tokens,
+    )
+    if remedy.request.max_host_bytes != of_rank.max_host_bytes:
+        changed = replace(changed, max_host_bytes=request.ranks * remedy.request.max_host_bytes)
+    if remedy.request.max_global_batch_tokens != of_rank.max_global_batch_tokens:
+        tokens = request.ranks * request.nodes * remedy.request.max_global_batch_tokens
+        changed = replace(changed, max_global_batch_tokens=tokens)
+    flags = re.sub(rf"({'|'.join(factors)}) ([0-9.]*[0-9])", whole, remedy.flags)
+    return Remedy(flags, changed, remedy_note(changed, request, profile))
