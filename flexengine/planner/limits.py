@@ -131,7 +131,10 @@ class SearchLimits:
     def quick(self) -> SearchLimits:
         """Limits of a search that only tells which kind of plans is worth one in full: it takes a third of the time,
         and steps are up to 1% longer."""
-        return replace(self, race=(Race(2, 1.1, 10_000, 2, seeds=True),), patience=4, finalists=2, commands=1_500)
+        return replace(
+            self, race=(Race(2, 1.1, 10_000, 2, seeds=True),), patience=4, finalists=2, commands=1_500,
+            speculated_commands=1_500, other_sizes=2, alike=0,
+        )  # fmt: skip
 
 
 LIMITS = SearchLimits()

@@ -43,8 +43,12 @@ BY_CPU_GAIN = 0.01
 """Updates by the CPU alone must spare this share of a step with those of the search."""
 FEWER_GAIN = 0.01
 """Shards of fewer groups must spare this share of a step with those of more, which leave the host alone."""
+NEAR = 1.02
+"""Shards are searched in full where a quick search finds no more than this factor of the best so far."""
 BUSY_SHARE = 0.96
 """Where GPUs compute for more than this share of a step, other updates would gain little: they are not simulated."""
+BUSY_WITHOUT_PEERS = 0.9
+"""The same of split plans of GPUs that reach each other through the host alone, which move more bytes over links."""
 TOO_BUSY = 0.985
 """The same of updates before the norm is known, which also let forward begin at once."""
 
@@ -187,15 +191,18 @@ def _as_split(node: NodeProblem) -> Plan | None:
     return node.priced(replace(split, predicted=bytes_planned(layout, split.predicted, node.of_rank.profile)))
 
 
-def _with_shards(node: NodeProblem) -> Plan | None:
-    """The fastest split plan with shards, of ever fewer groups while that is faster; None where none fits."""
+def _with_shards(node: NodeProblem, beside: Plan | None) -> Plan | None:
+    """The fastest split plan with shards, of ever fewer groups while that is faster; None where none fits.
+
+    What is far from `beside` is not searched in full.
+    """
     best: tuple[Plan, Sharded] | None = None
     for quick in plans_with_shards(node.of_rank):
         found = _updating_early(node, quick.plan)
         if best is not None and found.predicted.step_s > (1.0 - FEWER_GAIN) * best[0].predicted.step_s:
             break
         best = found, quick
-    if best is None:
+    if best is None or (beside is not None and best[0].predicted.step_s > NEAR * beside.predicted.step_s):
         return None
     full = searched_in_full(node.of_rank, best[1])
     plans = [best[0], *([] if full is None else [_updating_early(node, full)])]
@@ -288,6 +295,21 @@ def _with_speculation(node: NodeProblem, plan: Plan | None) -> Plan | None:
     return replace(best, predicted=replace(best.predicted, after_clipping_s=waits.predicted.step_s))
 
 
+def _may_split(node: NodeProblem) -> bool:
+    """Where GPUs reach each other through the host alone, ranks split what they would wait for otherwise."""
+    if may_split(node.request, node.profile):
+        return True
+    through_host = node.request.transport == "auto" and node.profile.device_type == "cuda"
+    return through_host and not _busy(node.of_one, BUSY_WITHOUT_PEERS)
+
+
+def _may_shard(node: NodeProblem, best: Plan | None) -> bool:
+    """Not where GPUs would gather shards through the host, which has all of them, unless ranks are asked to split."""
+    if best is None or node.request.nodes > 1 or _busy(best, TOO_BUSY):
+        return False
+    return node.request.transport == "split" or node.profile.link.peer_bytes_per_s > 0
+
+
 def _may_relay(node: NodeProblem, split: Plan | None) -> bool:
     if split is None:
         return True
@@ -307,14 +329,11 @@ def _in_context(node: NodeProblem) -> Plan | None:
 BY_CPU = Variant[NodeProblem, Plan](lambda _, best: not _busy(best, BUSY_SHARE), _all_by_cpu, BY_CPU_GAIN)
 SPECULATION = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _with_speculation, -inf)
 OTHER_SIZES = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _of_other_sizes)
-SHARDS = Variant[NodeProblem, Plan](
-    lambda node, best: best is not None and node.request.nodes == 1 and not _busy(best, TOO_BUSY),
-    lambda node, _: _with_shards(node),
-)
+SHARDS = Variant[NodeProblem, Plan](_may_shard, _with_shards)
 AS_SPLIT = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: _as_split(node))
 AS_RELAY = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: node.priced(node.of_one))
 SPLIT = Variant[NodeProblem, Plan](
-    lambda node, _: may_split(node.request, node.profile),
+    lambda node, _: _may_split(node),
     lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, OTHER_SIZES, SHARDS), node),
 )
 RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU), node))
