@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.models.checkpoints import open_checkpoint
-from flexengine.models.spec import LayerSpec, ModelSpec, ParamSpec, WeightSource
+from flexengine.models.spec import LayerSpec, ModelSpec, WeightSource
 from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec
 
 
@@ -63,9 +63,7 @@ def _run(
     tensors |= {spec.name: made[spec.name] for spec in op.outputs}
     whole = made[op.outputs[0].name][: chunk.tokens]
     residual = getattr(op, "residual", None)
-    places = {local: (group, name) for local, group, name in layer.params}
-    named = [_param(model, *places[name]) for name in op.params]
-    sources = tuple(source.name for param in named for source in param.sources)
+    sources = tuple(source.name for name in op.params for source in model.param_of(layer, name).sources)
     own = whole - tensors[residual] if residual else whole
     return OpOutput(layer.name, op.name, own.clone(), whole.clone(), sources, op is layer.ops[-1])
 
@@ -76,15 +74,11 @@ def _empty(spec: TensorSpec, tokens: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(spec.height(tokens), *spec.shape, dtype=kinds[spec.dtype])
 
 
-def _param(model: ModelSpec, group: int, name: str) -> ParamSpec:
-    return next(param for param in model.groups[group].params if param.name == name)
-
-
 def _params(model: ModelSpec, layer: LayerSpec, reader: CheckpointReader, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read the parameters and buffers of a layer, by the names that its ops use."""
     found = {}
-    for local, group, name in layer.params:
-        param = _param(model, group, name)
+    for local, _, _ in layer.params:
+        param = model.param_of(layer, local)
         parts = [_read(reader, source, dtype).reshape(-1) for source in param.sources]
         found[local] = torch.cat(parts).view(param.shape)
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -311,8 +311,17 @@ class ModelSpec:
                 return replace(param, sources=(fused,))
             return replace(param, sources=tuple(named(source) for source in param.sources))
 
-        groups = (replace(g, params=tuple(renamed(p) for p in g.params)) for g in self.groups)
+        return self.with_params(renamed)
+
+    def with_params(self, changed: Callable[[ParamSpec], ParamSpec]) -> ModelSpec:
+        """The model with its parameters described otherwise."""
+        groups = (replace(group, params=tuple(map(changed, group.params))) for group in self.groups)
         return replace(self, groups=tuple(groups))
+
+    def param_of(self, layer: LayerSpec, name: str) -> ParamSpec:
+        """The parameter that the ops of a layer know by this name."""
+        group, own = next((group, own) for local, group, own in layer.params if local == name)
+        return next(param for param in self.groups[group].params if param.name == own)
 
     def with_layers(self, kept: Iterable[int]) -> ModelSpec:
         """Keep the layers at these places, and the groups that they use."""

@@ -112,7 +112,5 @@ def _renamed(spec: ModelSpec, prefix: str, head: str) -> ModelSpec:
     def of_layer(layer: LayerSpec) -> LayerSpec:
         return replace(layer, buffers=tuple((own, named(source)) for own, source in layer.buffers))
 
-    groups = (replace(group, params=tuple(map(of_param, group.params))) for group in spec.groups)
-    return replace(
-        spec, groups=tuple(groups), layers=tuple(map(of_layer, spec.layers)), prefix=f"{prefix}.", head_source=head
-    )
+    layers = tuple(map(of_layer, spec.layers))
+    return replace(spec.with_params(of_param), layers=layers, prefix=f"{prefix}.", head_source=head)
