@@ -3,19 +3,19 @@
 import torch
 
 from flexengine.models.lora_layers import with_adapters
-from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters
+from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import ChunkContext, OpEnv
 
 
 def adapted(ops, rows, rank=3, scale=2.0, dropout=0.0, has_magnitude=False):
     """The ops with adapters beside the linear layers of these names; rows: (start, end) of their modules, by name."""
-    found = {}
+    found = []
     for op in ops:
         if op.name in rows:
-            sizes = (op.in_features, op.out_features, rank, scale, tuple(AdaptedRows(*span) for span in rows[op.name]))
-            found[op.name] = Adapters(op.name, op.weight, *sizes, op.transposed, has_magnitude)
+            sizes = (op.in_features, op.out_features, rank, scale, tuple(range(*span) for span in rows[op.name]))
+            found.append(Adapters(op.name, op.weight, *sizes, op.transposed, has_magnitude))
     frozen = tuple(op.untrained() if op.name in rows else op for op in ops)
-    return with_adapters(frozen, found, dropout)
+    return with_adapters(frozen, tuple(found), dropout)
 
 
 def chunk_of(tokens, dropout=None):

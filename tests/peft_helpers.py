@@ -47,7 +47,7 @@ def adapted(folder, base, **settings):
 
 def peft_model(folder, lora, **settings):
     """The same of the saved model, on the modules that `lora` has."""
-    settings["target_modules"] = [adapter.module for adapter in adapters(adapted_source(folder, lora).spec)]
+    settings["target_modules"] = [adapter.module.name for adapter in adapters(adapted_source(folder, lora).spec)]
     return adapted(folder, loaded(folder / "base"), r=lora.rank, lora_alpha=lora.alpha, **settings)
 
 

@@ -8,7 +8,7 @@ PEFT takes every target called gate_proj, up_proj or down_proj for experts and t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from flexengine.models.lora import INNER, STACKED, adapters
 from flexengine.models.saved_modules import saved_names
@@ -32,49 +32,45 @@ CALLED_OTHERWISE = {
     **dict.fromkeys(("aria_text", "aria"), (".experts.",)),
 }
 """Parts of names of modules that transformers calls by other names than checkpoints, and PEFT does not find."""
-EXPERT = re.compile(r"\.experts\.\d+\.")
-"""What the name of a module of a single expert has in it."""
+EXPERT = re.compile(r"\.(experts\.\d+\..*)")
+"""The end of the name of a module of a single expert, which it has in every layer."""
 
 
 def file_targets(model: ModelSpec) -> Targets:
     """Name what has adapters: modules and parameters, by the ends of their names where these are enough."""
-    found = list(adapters(model))
-    linear = {adapter.module for adapter in found if not (adapter.experts or adapter.router)}
-    tensors = _names_of_tensors(model, {adapter.weight.name for adapter in found if adapter.experts or adapter.router})
+    found, weights = list(adapters(model)), _weights(model)
+    tensors = {adapter.weight.name for adapter in found if adapter.module.kind in ("experts", "router")}
+    linear = {adapter.module.name for adapter in found if adapter.module.kind not in ("experts", "router")}
     experts = {module for module in linear if EXPERT.search(module)}
     by_parameter, stacked = _taken_for_experts(model, linear), set[str]()
     if model.family not in TRANSLATED and not _in_part({_short(module) for module in experts}):
         # PEFT leaves these targets as they are, so that files name the tensors that transformers has.
         stacked, linear = {f"experts.{STACKED[_short(module)]}" for module in experts}, linear - experts
-    modules = linear - by_parameter
-    others = _weights(model) - modules
-    ends = {_end(module) for module in others - by_parameter}
-    of_parameters = {f"{module if _end(module) in ends else _end(module)}.weight" for module in by_parameter}
+    modules, of_tensors = linear - by_parameter, {name.removesuffix(".weight") for name in tensors}
+    named = _shortest(modules, weights - modules, lambda module: [_short(module), *EXPERT.findall(module)])
+    of_parameters = _shortest(by_parameter, weights - linear, lambda module: [_end(module)])
     return Targets(
-        _shortest_names(modules, others),
-        tensors | stacked | of_parameters,
+        {name.replace(OLDER["prefix"], "language_model") for name in named},  # the end of its name in transformers
+        stacked | _shortest(tensors, weights - of_tensors, lambda name: [_end(name)])
+        | {f"{module}.weight" for module in of_parameters},
         saved_names(model),
-        [adapter.module for adapter in found],
+        [adapter.module.name for adapter in found],
         {name for name in stacked if name.endswith("gate_up_proj")},
         bool(experts),
-    )
+    )  # fmt: skip
 
 
-def _names_of_tensors(model: ModelSpec, names: Collection[str]) -> set[str]:
-    """Name tensors by their ends, or in full where a module beside them ends so, too."""
-    beside = {f".{module}" for module in _weights(model) - {name.removesuffix(".weight") for name in names}}
-
-    def is_shared(end: str) -> bool:
-        return any(module.endswith(f".{end.removesuffix('.weight')}") for module in beside)
-
-    return {name if is_shared(_end(name)) else _end(name) for name in names}
+def _shortest(names: Collection[str], others: Collection[str], ends: Callable[[str], list[str]]) -> set[str]:
+    """Name each by the first of its ends that no other module's name has, or in full where there is none."""
+    taken = {end for other in others for end in (_short(other), _end(other), *EXPERT.findall(other))}
+    return {next((end for end in ends(name) if end.removesuffix(".weight") not in taken), name) for name in names}
 
 
 def unread_by_peft(model: ModelSpec) -> str | None:
     """Tell which adapters of a model PEFT will not read from a file, and what to do; None where it reads all."""
     if model.lora is None:
         return None
-    linear = {adapter.module for adapter in adapters(model)}
+    linear = {adapter.module.name for adapter in adapters(model)}
     of_experts = sorted({_short(module) for module in linear if EXPERT.search(module)})
     taken = _taken_for_experts(model, linear)
     others = [m for m in sorted(linear) if any(part in f"{m}." for part in CALLED_OTHERWISE.get(model.family, ()))]
@@ -108,29 +104,9 @@ def _weights(model: ModelSpec) -> set[str]:
     adapters, too."""
     params = (param for layer in model.blocks for group in layer.groups for param in model.groups[group].params)
     names = [source.name for param in params if param.kind == "matrix" for source in param.sources]
-    if model.given is not None and any(adapter.inside for adapter in adapters(model)):
+    if model.given is not None and any(adapter.module.kind == "tower" for adapter in adapters(model)):
         names += [name for name in placing(model.layers[0].ops).weights if name.endswith(".weight")]
     return {name.removesuffix(".weight") for name in names}
-
-
-def _shortest_names(modules: Collection[str], others: Collection[str]) -> set[str]:
-    """Name modules as no other is named: by their own names, those in the experts of every layer, or whole names."""
-    taken = {_short(module) for module in others}
-    taken_in_experts = {_in_experts(module) for module in others}
-
-    def name_of(module: str) -> str:
-        in_experts = _in_experts(module)
-        own = in_experts if in_experts and in_experts not in taken_in_experts else module
-        own = own.replace(OLDER["prefix"], "language_model")  # the end of its name in transformers
-        return own if _short(module) in taken else _short(module)
-
-    return {name_of(module) for module in modules}
-
-
-def _in_experts(module: str) -> str | None:
-    """What a module of a single expert is called in every layer; None for others."""
-    found = EXPERT.search(module)
-    return module[found.start() + 1 :] if found else None
 
 
 def _end(name: str) -> str:

@@ -25,23 +25,24 @@ from flexengine.ops.opaque import OpaqueBlock
 from flexengine.ops.rounded_glu import RoundGateUp
 
 
-def with_adapters(ops: tuple[Op, ...], adapters: dict[str, Adapters], dropout: float) -> tuple[Op, ...]:
-    """Give ops, and linear layers of opaque blocks and towers, of these names adapters.
+def with_adapters(ops: tuple[Op, ...], adapters: tuple[Adapters, ...], dropout: float) -> tuple[Op, ...]:
+    """Put adapters beside the ops, and linear layers of opaque blocks and towers, whose names they have.
 
     Experts and routers have them without dropout.
     """
+    of_op, outputs = {own.name: own for own in adapters}, {op.name: op.outputs[0].name for op in ops}
     # Ops that backward alone needs do not change the numbers by which dropout draws.
     numbers = accumulate((not op.for_backward for op in ops[:-1]), initial=0)
     found: list[Op] = []
     for op, number in zip(ops, numbers, strict=True):
         if isinstance(op, OpaqueBlock | PlaceRows):
-            own = [adapters[linear.name] for linear in op.linears if linear.name in adapters]
+            own = [of_op[linear.name] for linear in op.linears if linear.name in of_op]
             found.append(op.adapted(own) if own else op)
         else:
-            found += _adapted(op, adapters[op.name], dropout, number, ops) if op.name in adapters else [op]
+            found += _adapted(op, of_op[op.name], dropout, number, ops) if op.name in of_op else [op]
     for unit in [op for op in found if isinstance(op, GLU) and op.takes_addends]:
         found = _with_sums_in(unit, found)
-    return tuple(_keeping_low(found))
+    return tuple(_keeping_low(found, outputs))
 
 
 def _adapted(op: Op, adapters: Adapters, dropout: float, number: int, ops: tuple[Op, ...]) -> list[Op]:
@@ -100,9 +101,9 @@ def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
     return [changed.get(op, op) for op in ops]
 
 
-def _keeping_low(ops: list[Op]) -> Iterator[Op]:
+def _keeping_low(ops: list[Op], outputs: dict[str, str]) -> Iterator[Op]:
     """Let low be kept where an output is that backward needs in any case: that of its layer, or of the unit that adds
-    the gradient of what low is made of."""
+    the gradient of what low is made of. outputs: of the layers, by name."""
     needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)}
     lost = {op.in_place[0] for op in ops if op.in_place}
     producer = {spec.name: op for op in ops for spec in op.outputs}
@@ -110,20 +111,11 @@ def _keeping_low(ops: list[Op]) -> Iterator[Op]:
     for op in ops:
         if isinstance(op, LoraDown) and not (op.adapters.experts or op.for_backward) and op.low.name in needed:
             # What is made again for backward is made of codes, and never of what forward has.
-            of_layer = _output_of(op.adapters, ops)
+            of_layer = outputs[op.adapters.name]
             kept = of_layer if of_layer in needed - lost else "" if op.grad_inputs else op.x
             if kept in producer:
                 beside.setdefault(producer[kept], []).append(op.low)
     return (op.keeping_beside(*beside[op]) if op in beside else op for op in ops)
-
-
-def _output_of(adapters: Adapters, ops: list[Op]) -> str:
-    """The output that the adapters change."""
-    up = next(op for op in ops if isinstance(op, LoraUp | Magnitude) and op.adapters is adapters)
-    if isinstance(up, Magnitude):
-        return up.y
-    adds = (op.outputs[0].name for op in ops if isinstance(op, Linear | Router) and op.start == up.out)
-    return next(adds, up.out)
 
 
 def _readers(ops: Sequence[Op], tensor: str) -> list[Op]:

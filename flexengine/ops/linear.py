@@ -12,8 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, use_kernel, wide
+from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, use_kernel
 from flexengine.ops.linear_shape import LinearShape
+from flexengine.ops.products import write_product
 
 BIAS_GRAD_PARTIALS = 256
 """The most groups of rows that a bias's gradient is summed in side by side: with a tile of columns each they keep a
@@ -32,16 +33,8 @@ def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) 
     Shapes: grad_y [T, F] and x [T, D] in the compute dtype, acc [F, D] in float32 (float64). On CUDA the product of
     bf16 operands goes straight into the fp32 accumulator (cuBLAS beta = 1), which costs the same as a bf16 result.
     """
-    if grad_y.dtype == acc.dtype:
-        if first:
-            torch.mm(grad_y.t(), x, out=acc)
-        else:
-            torch.addmm(acc, grad_y.t(), x, out=acc)
-    elif grad_y.is_cuda:
-        if first:
-            torch.mm(grad_y.t(), x, out_dtype=acc.dtype, out=acc)
-        else:
-            torch.addmm(acc, grad_y.t(), x, out_dtype=acc.dtype, out=acc)
+    if grad_y.dtype == acc.dtype or grad_y.is_cuda:
+        write_product(acc, grad_y.t(), x, added=not first)
     else:
         step, wide_x = _widened_rows(len(x), *acc.shape), x.to(acc.dtype)
         for start in range(0, len(acc), step):
@@ -64,6 +57,13 @@ def widened_bytes(tokens: int, out_features: int, in_features: int, compute_byte
         return 0
     rows = _widened_rows(tokens, out_features, in_features)
     return 4 * (tokens * in_features + rows * (tokens + in_features))
+
+
+def sum_to_start_from(residual: Tensor | None, bias: Tensor | None, out: Tensor) -> Tensor | None:
+    """What a product is added to: a residual [T, F], a bias [F], their sum, which is written to out, or nothing."""
+    if residual is None or bias is None:
+        return bias if residual is None else residual
+    return torch.add(residual, bias, out=out)
 
 
 def bias_grad_partials(tokens: int, features: int) -> int:
@@ -95,14 +95,6 @@ def accumulate_bias_grad(acc: Tensor, grad_y: Tensor, first: bool) -> None:
         return accumulate_weight_grad(acc[None, :], grad_y.new_ones((len(grad_y), 1)), grad_y, first)
     total = grad_y.sum(0, dtype=acc.dtype)
     acc.copy_(total) if first else acc.add_(total)
-
-
-def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, D] @ weight [F, D].T in float32 (float64), not rounded to the operands' type; also of stacks of both."""
-    if x.is_cuda and x.element_size() == 2:
-        product = torch.bmm if x.dim() == 3 else torch.mm
-        return product(x, weight.mT, out_dtype=torch.float32)
-    return wide(x) @ wide(weight).mT
 
 
 class Linear(Op):
@@ -164,27 +156,25 @@ class Linear(Op):
         return weight.t() if self.transposed else weight
 
     def forward(self, env: OpEnv) -> None:
-        x, y, weight = env.t[self.x], env.t[self.y], self._matrix(env)
-        if self.start is not None:
-            torch.addmm(y, x, weight.t(), out=y)
-        elif self.residual is not None:
-            residual = env.t[self.residual]
-            if self.bias is not None:
-                torch.add(residual, env.p[self.bias], out=y)
-            elif residual.data_ptr() != y.data_ptr():
-                y.copy_(residual)
-            torch.addmm(y, x, weight.t(), out=y)
-        elif self.bias is not None:
-            torch.addmm(env.p[self.bias], x, weight.t(), out=y)
-        else:
+        x, y, weight, start = env.t[self.x], env.t[self.y], self._matrix(env), self._start(env)
+        if start is None:
             torch.mm(x, weight.t(), out=y)
+        else:
+            torch.addmm(start, x, weight.t(), out=y)
+
+    def _start(self, env: OpEnv) -> Tensor | None:
+        """What the product is added to: y with all else, or a bias [F], or nothing."""
+        y = env.t[self.y]
+        if self.start is not None:
+            return y
+        residual = None if self.residual is None else env.t[self.residual]
+        start = sum_to_start_from(residual, None if self.bias is None else env.p[self.bias], y)
+        if residual is None or start is None or start.data_ptr() == y.data_ptr():
+            return start
+        return y.copy_(residual)
 
     def backward_input(self, env: OpEnv) -> None:
-        grad_x, grad_y, weight = env.g[self.x], env.g[self.y], self._matrix(env)
-        if self.x in env.accumulate:
-            torch.addmm(grad_x, grad_y, weight, out=grad_x)
-        else:
-            torch.mm(grad_y, weight, out=grad_x)
+        write_product(env.g[self.x], env.g[self.y], self._matrix(env), self.x in env.accumulate)
 
     def backward_weight(self, env: OpEnv) -> None:
         rows, columns = env.g[self.y], env.t[self.x_again]

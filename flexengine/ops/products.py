@@ -1,13 +1,30 @@
-"""Where Triton kernels that multiply matrices run."""
+"""Products of matrices by torch, and where Triton kernels that multiply run."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from flexengine.ops.base import use_kernel
+from flexengine.ops.base import use_kernel, wide
 from flexengine.ops.cards import multiplies_in_kernels
 
 
 def use_product_kernel(tensor: Tensor) -> bool:
     """Whether a Triton kernel that multiplies matrices should run: where others do, but on cards before 8.0."""
     return use_kernel(tensor) and multiplies_in_kernels(tensor.device)
+
+
+def write_product(out: Tensor, a: Tensor, b: Tensor, added: bool) -> None:
+    """out = a @ b, or with `added` out += a @ b. Where out is wider than a and b, CUDA sums straight into it."""
+    kind: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    torch.addmm(out, a, b, out=out, **kind) if added else torch.mm(a, b, out=out, **kind)
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, D] @ weight [F, D].T in float32 (float64), not rounded to the operands' type; also of stacks of both."""
+    if x.is_cuda and x.element_size() == 2:
+        product = torch.bmm if x.dim() == 3 else torch.mm
+        return product(x, weight.mT, out_dtype=torch.float32)
+    return wide(x) @ wide(weight).mT

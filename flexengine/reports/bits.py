@@ -47,7 +47,7 @@ def _plain(value: Any, known: dict[int, Any]) -> Any:
         return known[id(value)][1]
     if isinstance(value, type) or callable(value):
         return value.__qualname__
-    if isinstance(value, slice):
+    if isinstance(value, slice | range):
         return repr(value)
     names = [field.name for field in fields(value)] if is_dataclass(value) else list(vars(value))
     return [type(value).__qualname__, {n: _plain(getattr(value, n), known) for n in names if n not in NAMES}]

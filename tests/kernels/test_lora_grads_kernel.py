@@ -76,9 +76,9 @@ def test_a_layer_has_the_gradients_of_separate_passes(before_a_unit, columns, ch
 )
 def test_modules_share_a_call_where_no_sum_is_of_two(widths, expected):
     ends = list(itertools.accumulate(widths))
-    spans = [(end - width, end) for width, end in zip(widths, ends, strict=True)]
+    spans = [range(end - width, end) for width, end in zip(widths, ends, strict=True)]
     assert [len(numbers) for numbers in runs(spans)] == expected
-    apart = [(start + 256 * number, end + 256 * number) for number, (start, end) in enumerate(spans)]
+    apart = [range(own.start + 256 * number, own.stop + 256 * number) for number, own in enumerate(spans)]
     assert [len(numbers) for numbers in runs(apart)] == [1] * len(widths)
 
 

@@ -81,7 +81,7 @@ def reference(ops, params, inputs, kept):
         adapters = (leaves[own.down].split(RANK), leaves[own.up].split(own.widths))
         for rows, down, up in zip(own.rows, *adapters, strict=True):
             added = own.scale * (x @ down.t()) @ up.t()
-            y = y + torch.nn.functional.pad(added, (rows.start, y.shape[1] - rows.end))
+            y = y + torch.nn.functional.pad(added, (rows.start, y.shape[1] - rows.stop))
         return y
 
     def output(total):

@@ -146,7 +146,8 @@ def test_adapters_live_on_the_host_where_they_do_not_fit_the_gpu():
 def test_targets(monkeypatch):
     monkeypatch.setattr(bounded_process, "ALLOWED_CPU_S", 0.2)
     spec = build_model("tiny", tiny_config())
-    names = {adapter.module for adapter in adapters(with_lora(spec, LoRA(["q_proj", r".*layers\.1\.mlp\.up_proj"])))}
+    lora = LoRA(["q_proj", r".*layers\.1\.mlp\.up_proj"])
+    names = {adapter.module.name for adapter in adapters(with_lora(spec, lora))}
     assert names == {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
     with pytest.raises(
         ValueError, match=r"no linear layer of tiny's blocks has that name; did you mean q_proj\?.*all-lin"

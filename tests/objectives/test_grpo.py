@@ -43,7 +43,7 @@ def case(request, tmp_path_factory):
     source = open_model(folder / "base")
     if mode == "adapters":
         source = source._replace(spec=with_lora(source.spec, LoRA(rank=3, alpha=5.0)))
-        modules = [found.module for found in adapters(source.spec)]
+        modules = [found.module.name for found in adapters(source.spec)]
         model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5.0, target_modules=modules))
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -182,7 +182,7 @@ def pair(request, tmp_path_factory):
     if mode == "adapters":
         lora = LoRA(rank=3, alpha=5.0)
         source = source._replace(spec=with_lora(source.spec, lora))
-        modules = [found.module for found in adapters(source.spec)]
+        modules = [found.module.name for found in adapters(source.spec)]
         model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5.0, target_modules=modules))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -236,7 +236,7 @@ def test_rewards_are_those_of_trl(tmp_path, family, mode):
     if mode == "adapters":
         lora = LoRA(rank=3, alpha=5.0)
         source = source._replace(spec=with_lora(source.spec, with_head_saved(lora, source.spec)))
-        modules = [found.module for found in adapters(source.spec)]
+        modules = [found.module.name for found in adapters(source.spec)]
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=3, lora_alpha=5.0, target_modules=modules, task_type="SEQ_CLS")
         )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexengine.models.lora_layers import with_adapters
-from flexengine.ops.adapters.low_rank import AdaptedRows, Adapters, OfExperts
+from flexengine.ops.adapters.low_rank import Adapters, OfExperts
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE as CODES
 from flexengine.ops.fp8_scaling import LARGEST, round_columns, round_rows
@@ -134,10 +134,10 @@ def test_adapters_stay_in_the_compute_dtype(make_harness, checks, transposed):
     h = make_harness("cpu", torch.bfloat16)
     base, inputs, params, grad_y = operands(h, {"transposed": transposed}, 13, (9, 0, 16, 1))
     experts = OfExperts(EXPERTS, 2, "bounds")
-    adapters = Adapters(base.name, "w", D, F, 4, 0.5, (AdaptedRows(0, F),), transposed, experts=experts)
+    adapters = Adapters(base.name, "w", D, F, 4, 0.5, (range(F),), transposed, experts=experts)
     added = {adapters.down: h.randn(EXPERTS, 4, D, scale=D**-0.5), adapters.up: h.randn(EXPERTS, F, 4)}
     frozen, results = (base.untrained(),), []
-    for ops in (with_adapters(frozen, {base.name: adapters}, 0.0), frozen):
+    for ops in (with_adapters(frozen, (adapters,), 0.0), frozen):
         outputs, grads, _ = run_ops(ops, {**params, **added}, inputs, {"y": grad_y})
         results.append((outputs["y"].view(-1, F), grads["x"].view(-1, D)))
     (found, found_grad), (frozen, frozen_grad) = results

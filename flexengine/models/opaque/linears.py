@@ -80,12 +80,11 @@ def _adapted(module: nn.Module, adapters: Adapters, weights: Mapping[str, Tensor
 
     def forward(x: Tensor) -> Tensor:
         y, low = type(module).forward(module, x), adapters.scale * linear(x, down)
-        parts = adapters.modules(low.flatten(0, -2), up)
-        if len(parts) == 1 and parts[0][0] == (0, adapters.out_features):
+        if adapters.rows == (range(adapters.out_features),):
             return y + linear(low, up)
-        rows = y.flatten(0, -2).clone()
-        for columns, own, matrix in parts:
-            rows[:, columns.start : columns.end] += linear(own, matrix)
+        rows, low = y.flatten(0, -2).clone(), low.flatten(0, -2)
+        for part in adapters.modules:
+            rows[:, part.columns] += linear(low[:, part.low], up[part.up])
         return rows.view_as(y)
 
     return forward

@@ -6,8 +6,7 @@ low = x @ A[e].T [R, J * r], y [R, F], A [E, J * r, D]. B [E, rows of the adapte
 tensor holds [F, r * E], whose last index runs over experts first, as PEFT stores it. Magnitudes [E, rows of the adapted
 modules]: g = m / |W + scale * B @ A| by expert and output, through which no gradient passes; what is stored is m - |W|,
 as in ops/adapters/dora.py. Without magnitudes there is no g.
-Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, and Liu et al. 2024, https://arxiv.org/abs/2402.09353, for
-each expert.
+Sources: those of ops/adapters/low_rank.py and ops/adapters/dora.py, for each expert.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.adapters.dora import adapted_norms
+from flexengine.ops.adapters.dora import module_gains
 from flexengine.ops.adapters.low_rank import Adapters
-from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
+from flexengine.ops.base import OpEnv, TensorSpec, Work
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.grouped_products import (
     Added,
@@ -26,6 +25,7 @@ from flexengine.ops.experts.grouped_products import (
     grouped_product,
     grouped_weight_gradient,
 )
+from flexengine.ops.row_range import experts_of_part, experts_of_rows
 
 BLOCK_ROWS = 1 << 12
 """Rows whose gains are gathered at a time; fewer take less memory and more calls."""
@@ -52,65 +52,54 @@ class GroupedLoraUp(GroupedLinear):
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return (self.grad_spread,) if half == "weight" else (self.spread, *super().scratch(half))
 
-    # -- operands ----------------------------------------------------------------------------------------------------
-
     def _experts(self, env: OpEnv) -> slice:
         """The experts of this call's part, of all."""
-        return self.of.part(env.part, self.num_parts)
-
-    def _held(self, env: OpEnv) -> slice:
-        """The same where parameters have them."""
-        return self.of.held(env.part, self.num_parts)
-
-    def _low(self, tensors: dict[str, Tensor]) -> Tensor:
-        """low [R, J * r], or its gradient."""
-        return tensors[self.low].view(-1, self.width)
+        return experts_of_part(self.num_experts, env.part, self.num_parts)
 
     def _spread_of(self, env: OpEnv, spec: TensorSpec) -> Tensor:
         """A matrix like U for the experts of this call."""
         return env.t[spec.name].view(self.num_experts, self.out_features, self.width)[self._experts(env)]
 
-    def _blocks(self, up: Tensor, spread: Tensor, experts: slice) -> list[tuple[Tensor, Tensor]]:
+    def _blocks(self, env: OpEnv, up: Tensor, spread: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pair what each module has of a tensor like B with what it has of one like U, both [E, rows, r]."""
-        rank = self.adapters.rank
         if self.one_tensor:
-            return [(up.view(self.out_features, rank, self.num_experts).permute(2, 0, 1)[experts], spread)]
-        columns = spread.split(rank, dim=2)
-        own = up[experts].split(self.adapters.widths, dim=1)
-        return [(a, s[:, r.start : r.end]) for a, s, r in zip(own, columns, self.adapters.rows, strict=True)]
+            up = up.view(self.out_features, self.adapters.rank, self.num_experts).permute(2, 0, 1)
+        _, held = self.of.of_call(env, self.num_parts)
+        return [(up[held, module.up], spread[:, module.columns, module.low]) for module in self.adapters.modules]
 
     def _write_spread(self, env: OpEnv) -> Tensor:
         spread, scale = self._spread_of(env, self.spread), self.adapters.scale
         spread.zero_()
-        for own, block in self._blocks(env.p[self.adapters.up], spread, self._held(env)):
+        for own, block in self._blocks(env, env.p[self.adapters.up], spread):
             torch.mul(own, scale, out=block) if block.is_contiguous() else block.copy_(own).mul_(scale)
         return spread
-
-    # -- passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
         if not env.adapters:
             return super().forward(env)
-        self._multiply(env, "forward", self._biases(env)._replace(adapter=self._adapter(env)))
+        added = self._biases(env)._replace(adapter=self._adapter(env))
+        self._multiply(env, "forward", added._replace(gains=self._gains(env)))
 
     def _adapter(self, env: OpEnv) -> LowRank:
         """What the adapters add to y."""
-        return LowRank(self._low(env.t), self._write_spread(env))
+        return LowRank(env.t[self.low].view(-1, self.width), self._write_spread(env))
+
+    def _gains(self, env: OpEnv) -> Tensor | None:
+        """What outputs are multiplied by [E, F], wide."""
+        return None
 
     def _write_grad_x(self, env: OpEnv) -> None:
-        grad_low = self._low(env.g)
-        grouped_product(self._grad_y(env), self._write_spread(env), self._bounds(env), grad_low, True)
-        adapter = LowRank(grad_low, env.p[self.adapters.down][self._held(env)], transposed=True)
+        grad_low, (bounds, held) = env.g[self.low].view(-1, self.width), self.of.of_call(env, self.num_parts)
+        grouped_product(self._grad_y(env), self._write_spread(env), bounds, grad_low, True)
+        adapter = LowRank(grad_low, env.p[self.adapters.down][held], transposed=True)
         self._multiply(env, "input", Added(adapter=adapter))
 
     def backward_weight(self, env: OpEnv) -> None:
-        grad_y, bounds, grad_spread = self._grad_y(env), self._bounds(env), self._spread_of(env, self.grad_spread)
-        grouped_weight_gradient(grad_y, self._low(env.t), bounds, grad_spread, False)
+        low, grad_spread = env.t[self.low].view(-1, self.width), self._spread_of(env, self.grad_spread)
+        grouped_weight_gradient(self._grad_y(env), low, self._bounds(env), grad_spread, False)
         grad_spread.mul_(self.adapters.scale)
-        for total, block in self._blocks(env.gp[self.adapters.up], grad_spread, self._held(env)):
+        for total, block in self._blocks(env, env.gp[self.adapters.up], grad_spread):
             total.copy_(block) if env.first else total.add_(block)
-
-    # -- costs -------------------------------------------------------------------------------------------------------
 
     def _up_work(self, tokens: int, compute_bytes: int, passes: int, kernels: int) -> Work:
         """A product with U, so many passes over y, one over low, and U itself."""
@@ -133,8 +122,7 @@ class GroupedLoraUp(GroupedLinear):
 
     def model_flops(self, seq_len: int) -> float:
         """The frozen product forward and for the gradient of x, that of B once more for its own gradient."""
-        up = 2.0 * seq_len * self.per_token * self.adapters.rank * self.adapters.adapted_features
-        return 2 * self._work(seq_len).flops + 3 * up
+        return 2 * self._work(seq_len).flops + 3 * self.adapters.up_work(seq_len * self.per_token, 1, 2).flops
 
 
 class GroupedMagnitude(GroupedLoraUp):
@@ -163,37 +151,22 @@ class GroupedMagnitude(GroupedLoraUp):
         }
         return (*super().scratch(half), *own[half])
 
-    # -- gains -------------------------------------------------------------------------------------------------------
-
-    def _write_gains(self, env: OpEnv) -> Tensor:
+    def _gains(self, env: OpEnv) -> Tensor:
         """Leave norms of the adapted outputs and return what all outputs of the call's experts are multiplied by."""
-        experts, adapters, weight = self._experts(env), self.adapters, env.p[self.weight]
-        weight, gains = weight.mT if self.transposed else weight, env.t[self.gains.name][experts]
+        experts, weight = self._experts(env), env.p[self.weight]
+        gains, norms = env.t[self.gains.name][experts], env.t[self.norms.name][experts]
         gains.fill_(1.0)
-        down, up, magnitude = (env.p[name] for name in (adapters.down, adapters.up, adapters.magnitude))
-        by_rows = (t.split(adapters.widths, dim=1) for t in (up, magnitude, env.t[self.norms.name][experts]))
-        modules = zip(adapters.rows, down.split(adapters.rank, dim=1), *by_rows, strict=True)
-        for rows, own_down, own_up, own_magnitude, norms in modules:
-            own, adapted = adapted_norms(weight[:, rows.start : rows.end], own_down, own_up, adapters.scale)
-            norms.copy_(adapted)
-            gains[:, rows.start : rows.end].copy_(own.add_(wide(own_magnitude)).div_(adapted))
+        for module, own, adapted in module_gains(self.adapters, weight.mT if self.transposed else weight, env.p):
+            gains[:, module.columns].copy_(own)
+            norms[:, module.up].copy_(adapted)
         return gains
-
-    # -- passes ------------------------------------------------------------------------------------------------------
-
-    def forward(self, env: OpEnv) -> None:
-        if not env.adapters:
-            return super().forward(env)
-        self._multiply(env, "forward", Added(adapter=self._adapter(env), gains=self._write_gains(env)))
 
     def _grad_y(self, env: OpEnv) -> Tensor:
         return env.t[self.grad_product.name].view(-1, self.out_features)
 
     def _write_grad_x(self, env: OpEnv) -> None:
-        grad_y, grad_product, bounds = self._y(env.g), self._grad_y(env), self._bounds(env)
-        gains = self._write_gains(env)
-        rows = torch.arange(len(grad_y), device=bounds.device, dtype=bounds.dtype)
-        expert = torch.searchsorted(bounds[1:], rows, right=True).clamp_(max=len(gains) - 1)
+        grad_y, grad_product, bounds, gains = self._y(env.g), self._grad_y(env), self._bounds(env), self._gains(env)
+        expert = experts_of_rows(bounds, len(grad_y)).clamp_(max=len(gains) - 1)
         for first in range(0, len(grad_y), BLOCK_ROWS):
             block = slice(first, first + BLOCK_ROWS)
             torch.mul(grad_y[block], gains[expert[block]], out=grad_product[block])
@@ -201,20 +174,17 @@ class GroupedMagnitude(GroupedLoraUp):
 
     def backward_weight(self, env: OpEnv) -> None:
         super().backward_weight(env)
-        bounds = self._bounds(env)
-        product = env.t[self.product.name].view(-1, self.out_features)
+        bounds, product = self._bounds(env), env.t[self.product.name].view(-1, self.out_features)
         operands = (self._x(env.t), env.p[self.weight], bounds, product, self.transposed)
         grouped_product(*operands, Added(adapter=self._adapter(env)))
         product.mul_(self._y(env.g))
         norms, total = env.t[self.norms.name][self._experts(env)], env.gp[self.adapters.magnitude]
         sums = total.new_empty((len(total), self.out_features))
         bias_gradient(product, bounds, None, sums, False)
-        adapted = torch.cat([sums[:, rows.start : rows.end] for rows in self.adapters.rows], dim=1)
+        adapted = torch.cat([sums[:, module.columns] for module in self.adapters.modules], dim=1)
         # Experts without rows have no norms where only touched ones are fetched.
         found = torch.where((bounds.diff() > 0)[:, None], adapted.div_(norms), 0.0)
         total.copy_(found) if env.first else total.add_(found)
-
-    # -- costs -------------------------------------------------------------------------------------------------------
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         wide_bytes, rows = max(4, compute_bytes), tokens * self.per_token
@@ -229,22 +199,13 @@ class GroupedMagnitude(GroupedLoraUp):
         widened = 4 * (elements + tokens * self.per_token * self.out_features) if compute_bytes == 2 else 0
         return super().plain_workspace_bytes(tokens, compute_bytes) + widened
 
-    def _passes(self, tokens: int, passes: int, compute_bytes: int) -> Work:
-        """Reading or writing the outputs so many times."""
-        num_bytes = float(passes * tokens * self.per_token * self.out_features * compute_bytes)
-        return Work(memory_bytes=num_bytes, kernels=passes)
-
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return super().forward_work(tokens, seq_len, compute_bytes).plus(self.adapters.norm_work(compute_bytes, 12, 2))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = (
-            super()
-            .backward_input_work(tokens, seq_len, compute_bytes)
-            .plus(self.adapters.norm_work(compute_bytes, 12, 2))
-        )
-        return work.plus(self._passes(tokens, 4, compute_bytes))
+        work = super().backward_input_work(tokens, seq_len, compute_bytes)
+        return work.plus(self.adapters.norm_work(compute_bytes, 12, 2)).plus(self._pass(tokens, compute_bytes).times(4))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = super().backward_weight_work(tokens, seq_len, compute_bytes).plus(self._work(tokens))
-        return work.plus(self._up_work(tokens, compute_bytes, 0, 3)).plus(self._passes(tokens, 5, compute_bytes))
+        return work.plus(self._up_work(tokens, compute_bytes, 0, 3)).plus(self._pass(tokens, compute_bytes).times(5))

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.adapters.dropout import NO_DROPOUT, Dropout
-from flexengine.ops.adapters.lora_grads import add_parts, in_one_pass, partial_sums, write_gradients
+from flexengine.ops.adapters.lora_grads import accumulate_up_grad, in_one_pass, partial_sums, write_grad_low
 from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.experts.grouped_products import grouped_product, grouped_weight_gradient
-from flexengine.ops.linear import accumulate_weight_grad, widened_bytes
+from flexengine.ops.linear import accumulate_weight_grad, sum_to_start_from, widened_bytes
 from flexengine.ops.products import use_product_kernel
-from flexengine.ops.row_range import part_of
 
 
 class LoraDown(Op):
@@ -51,30 +50,22 @@ class LoraDown(Op):
         """The same op whose weight half reads x under another name, and what makes low of that for backward."""
         low = replace(self.low, name=f"{self.low.name}_again")
         again = self.untrained().changed(name=f"{self.name}_again", x=x_again, inputs=(x_again,), grad_inputs=())
-        again = again.changed(low=low, outputs=(low,), for_backward=True)
-        return self.changed(x_again=x_again, needs_weight=(x_again,)), again
+        kept = self.changed(x_again=x_again, needs_weight=(x_again,))
+        return kept, again.changed(low=low, outputs=(low,), for_backward=True)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return self.dropout.buffers
 
-    def _rows(self, env: OpEnv, x: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor, slice]:
-        """Rows of x and low sorted by expert, their bounds, and where A has the experts of this call's part."""
-        of, adapters = self.adapters.experts, self.adapters
-        assert of is not None
-        bounds = part_of(env.t[of.bounds], env.part, self.num_parts)
-        experts = of.held(env.part, self.num_parts)
-        return x.view(-1, adapters.in_features), low.view(-1, adapters.width), bounds, experts
-
     def forward(self, env: OpEnv) -> None:
         if not env.adapters:
             return
-        down, low = env.p[self.adapters.down], env.t[self.low.name]
-        if self.adapters.experts is None:
-            x = self.dropout.left_of(env.t[self.x], env)
-            torch.addmm(low, x, down.t(), beta=0, alpha=self.adapters.scale, out=low)
+        adapters, down, low = self.adapters, env.p[self.adapters.down], env.t[self.low.name]
+        x = self.dropout.left_of(env.t[self.x], env)
+        if adapters.experts is None:
+            torch.addmm(low, x, down.t(), beta=0, alpha=adapters.scale, out=low)
             return
-        x, low, bounds, experts = self._rows(env, env.t[self.x], low)
-        grouped_product(x, down[experts], bounds, low, False)
+        bounds, held = adapters.experts.of_call(env, self.num_parts)
+        grouped_product(x.view(-1, adapters.in_features), down[held], bounds, low.view(-1, adapters.width), False)
 
     def backward_input(self, env: OpEnv) -> None:
         # The frozen op comes after this one, and has written the gradient of x.
@@ -86,11 +77,13 @@ class LoraDown(Op):
         grad_x.add_(self.dropout.left_of(through, env))
 
     def backward_weight(self, env: OpEnv) -> None:
-        grad_low, grad = env.g[self.low.name], env.gp[self.adapters.down]
-        if self.adapters.experts is None:
-            return accumulate_weight_grad(grad, grad_low, self.dropout.left_of(env.t[self.x_again], env), env.first)
-        x, grad_low, bounds, experts = self._rows(env, env.t[self.x_again], grad_low)
-        grouped_weight_gradient(grad_low, x, bounds, grad[experts], not env.first)
+        adapters, grad_low, grad = self.adapters, env.g[self.low.name], env.gp[self.adapters.down]
+        x = self.dropout.left_of(env.t[self.x_again], env)
+        if adapters.experts is None:
+            return accumulate_weight_grad(grad, grad_low, x, env.first)
+        bounds, held = adapters.experts.of_call(env, self.num_parts)
+        rows = (grad_low.view(-1, adapters.width), x.view(-1, adapters.in_features))
+        grouped_weight_gradient(*rows, bounds, grad[held], not env.first)
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         if self.adapters.experts is None:
@@ -114,20 +107,24 @@ class LoraDown(Op):
         return 0.0 if self.for_backward else 3 * self.adapters.down_work(seq_len, 1, 2).flops
 
 
-def add_product(start: Tensor, low: Tensor, up: Tensor, out: Tensor) -> None:
+def add_product(start: Tensor | None, low: Tensor, up: Tensor, out: Tensor) -> None:
     """out = start + low @ B.T. torch copies `start` to out first and then adds, which is one pass over out more."""
-    if use_product_kernel(out) and out.element_size() < 8:
+    if start is None:
+        torch.mm(low, up.t(), out=out)
+    elif use_product_kernel(out) and out.element_size() < 8:
         from flexengine.kernels import lora_sum  # noqa: PLC0415 (Triton is imported when first used)
 
-        return lora_sum.add_product(start, low, up, out)
-    torch.addmm(start, low, up.t(), out=out)
+        lora_sum.add_product(start, low, up, out)
+    else:
+        torch.addmm(start, low, up.t(), out=out)
 
 
 class LoraUp(Op):
     """out = start + low @ B.T in the columns of adapted modules, and start in the others; the gradient of out passes.
 
     start: a tensor (a residual, or in place what the frozen product wrote), plus `bias` where it has one, or nothing.
-    Without `out` the op that reads y adds low @ B.T, and there is backward alone, which reads the gradient of y.
+    Without `out` the op that reads y adds low @ B.T, and there is backward alone, which reads the gradient of y; what
+    the model's FLOPs are is told here in any case.
     """
 
     few_operands = True
@@ -153,57 +150,30 @@ class LoraUp(Op):
             return ()
         return tuple(self.sums) if half == "input" else (self.sums.up,)
 
-    # -- forward -----------------------------------------------------------------------------------------------------
-
     def forward(self, env: OpEnv) -> None:
-        out, start, reached = env.t[self.out], self._start(env), 0
-        if not env.adapters:
-            return self._fill(out, start, 0, self.adapters.out_features)
-        for rows, low, up in self.adapters.modules(env.t[self.low], env.p[self.adapters.up]):
-            self._fill(out, start, reached, rows.start)
-            columns, reached = out[:, rows.start : rows.end], rows.end
-            if start is None:
-                torch.mm(low, up.t(), out=columns)
-            else:
-                add_product(start[..., rows.start : rows.end], low, up, columns)
-        self._fill(out, start, reached, self.adapters.out_features)
-
-    def _start(self, env: OpEnv) -> Tensor | None:
-        """What the products are added to: a tensor [T, F], a bias [F], their sum, or None."""
-        start = None if self.start is None else env.t[self.start]
-        if self.bias is None or start is None:
-            return start if self.bias is None else env.p[self.bias]
-        return torch.add(start, env.p[self.bias], out=env.t[self.out])
-
-    @staticmethod
-    def _fill(out: Tensor, start: Tensor | None, first: int, end: int) -> None:
-        """Columns [first, end) of out, which no adapter makes, become what the products are added to."""
-        if first == end:
-            return
-        columns = out[:, first:end]
-        if start is None:
-            columns.zero_()
-        elif start.data_ptr() != out.data_ptr():
-            columns.copy_(start[..., first:end].expand_as(columns))
-
-    # -- backward ----------------------------------------------------------------------------------------------------
+        out, residual = env.t[self.out], None if self.start is None else env.t[self.start]
+        start = sum_to_start_from(residual, None if self.bias is None else env.p[self.bias], out)
+        for piece in self.adapters.pieces(self.adapters.out_features):
+            columns, before = out[:, piece.columns], None if start is None else start[..., piece.columns]
+            if piece.adapted and env.adapters:
+                add_product(before, env.t[self.low][:, piece.low], env.p[self.adapters.up][piece.up], columns)
+            elif before is None:
+                columns.zero_()
+            elif before.data_ptr() != columns.data_ptr():
+                columns.copy_(before.expand_as(columns))
 
     def backward_input(self, env: OpEnv) -> None:
         """Write grad_low = scale * grad_y @ B; where that is one pass, the partial sums of B's gradient as well."""
-        grad_y, up, grad_low = env.g[self.out], env.p[self.adapters.up], env.g[self.low]
+        grad_y = env.g[self.out]
         if self.sums is not None and in_one_pass(grad_y):
-            parts = env.t[self.sums.low.name], env.t[self.sums.up.name]
-            low, scale = env.t[self.low_again], self.adapters.scale
-            return write_gradients(grad_y, low, up, scale, grad_low, parts, self.adapters.rows)
-        write_grad_low(self.adapters, grad_y, up, grad_low)
+            return self.sums.write(self.adapters, env, grad_y, env.t[self.low_again])
+        write_grad_low(self.adapters, grad_y, env.p[self.adapters.up], env.g[self.low])
 
     def backward_weight(self, env: OpEnv) -> None:
         grad_y, grad_up = env.g[self.out], env.gp[self.adapters.up]
         if self.sums is not None and in_one_pass(grad_y):
-            return add_parts(env.t[self.sums.up.name], grad_up, env.first)
+            return self.sums.add(env, grad_up)
         accumulate_up_grad(self.adapters, grad_y, env.t[self.low_again], grad_up, env.first)
-
-    # -- costs -------------------------------------------------------------------------------------------------------
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return widened_bytes(tokens, max(self.adapters.widths), self.adapters.rank, compute_bytes)
@@ -220,19 +190,3 @@ class LoraUp(Op):
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return self.adapters.up_work(tokens, 1, compute_bytes) if self.sums is None else self.sums.add_work()
-
-    def model_flops(self, seq_len: int) -> float:
-        """The product and both gradients, also where another op makes the product."""
-        return 3 * self.adapters.up_work(seq_len, 1, 2).flops
-
-
-def write_grad_low(adapters: Adapters, grad_y: Tensor, up: Tensor, grad_low: Tensor) -> None:
-    """grad_low = scale * grad_y @ B, module by module."""
-    for rows, low, own in adapters.modules(grad_low, up):
-        torch.addmm(low, grad_y[:, rows.start : rows.end], own, beta=0, alpha=adapters.scale, out=low)
-
-
-def accumulate_up_grad(adapters: Adapters, grad_y: Tensor, low: Tensor, grad_up: Tensor, first: bool) -> None:
-    """grad_B (+)= grad_y.T @ low, module by module."""
-    for rows, own, acc in adapters.modules(low, grad_up):
-        accumulate_weight_grad(acc, grad_y[:, rows.start : rows.end], own, first)

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from flexengine.ops.base import TensorSpec, Work
+from flexengine.ops.adapters.low_rank import Adapters
+from flexengine.ops.base import OpEnv, TensorSpec, Work
+from flexengine.ops.linear import accumulate_weight_grad
 from flexengine.ops.products import use_product_kernel
 
 SPANS = 16
@@ -30,6 +33,26 @@ class PartialSums(NamedTuple):
 
     low: TensorSpec
     up: TensorSpec
+
+    def write(self, adapters: Adapters, env: OpEnv, grad_y: Tensor, low: Tensor) -> None:
+        """Write grad_low = scale * grad_y @ B and the sums of grad_y.T @ low, module by module."""
+        from flexengine.kernels import lora_grads  # noqa: PLC0415 (Triton is imported when first used)
+
+        up, grad_low, rank = env.p[adapters.up], env.g[adapters.low.name], adapters.rank
+        for numbers in runs(adapters.rows):
+            ends = zip(adapters.modules[numbers[0]], adapters.modules[numbers[-1]], strict=True)
+            columns, lows, rows = (slice(first.start, last.stop) for first, last in ends)
+            widths = adapters.widths[numbers.start : numbers.stop]
+            low_parts = env.t[self.low.name][:, : sum(-(-width // COLUMNS) for width in widths) * rank]
+            up_parts = env.t[self.up.name][:, rows.start * rank : rows.stop * rank]
+            operands = (grad_y[:, columns], low[:, lows], up[rows], adapters.scale, grad_low[:, lows])
+            lora_grads.write_gradients(*operands, low_parts, up_parts, widths, COLUMNS)
+
+    def add(self, env: OpEnv, grad_up: Tensor) -> None:
+        """grad_B (+)= the sums for B."""
+        from flexengine.kernels import lora_grads  # noqa: PLC0415
+
+        lora_grads.add_parts(env.t[self.up.name], grad_up, env.first)
 
     def write_work(self, tokens: int) -> Work:
         """Writing and reading those for low, and writing those for B, beside the pass over grad_y."""
@@ -56,44 +79,27 @@ def in_one_pass(grad_y: Tensor) -> bool:
     return use_product_kernel(grad_y) and grad_y.element_size() == 2
 
 
-def runs(spans: Sequence[tuple[int, int]]) -> Iterator[range]:
-    """Numbers of modules, by their columns [start, end), that one call of the kernel takes together.
+def runs(spans: Sequence[range]) -> Iterator[range]:
+    """Numbers of modules, by their columns, that one call of the kernel takes together.
 
     Their columns lie side by side, and no partial sum for low has columns of two of them.
     """
     first = 0
-    for number, (_, end) in enumerate(spans):
-        together = number + 1 < len(spans) and spans[number + 1][0] == end and number + 1 - first < MOST_MODULES
-        if not together or (end - spans[number][0]) % COLUMNS:
-            yield range(first, number + 1)
-            first = number + 1
+    for number, span in enumerate(spans, 1):
+        together = number < len(spans) and spans[number].start == span.stop and number - first < MOST_MODULES
+        if not together or len(span) % COLUMNS:
+            yield range(first, number)
+            first = number
 
 
-def write_gradients(
-    grad_y: Tensor, low: Tensor, up: Tensor, scale: float, grad_low: Tensor, parts: tuple[Tensor, Tensor],
-    spans: Sequence[tuple[int, int]],
-) -> None:  # fmt: skip
-    """grad_low = scale * grad_y @ B and sums of grad_y.T @ low, module by module; parts: as `partial_sums` says.
-
-    spans: columns [start, end) of grad_y by module, which has as many columns of low as B has, and rows of B.
-    """
-    from flexengine.kernels import lora_grads  # noqa: PLC0415 (Triton is imported when first used)
-
-    rank, row = up.shape[1], 0
-    for numbers in runs(spans):
-        widths = [spans[n][1] - spans[n][0] for n in numbers]
-        ranks, rows = slice(numbers.start * rank, numbers.stop * rank), slice(row, row + sum(widths))
-        low_parts = parts[0][:, : sum(-(-width // COLUMNS) for width in widths) * rank]
-        up_parts = parts[1][:, rows.start * rank : rows.stop * rank]
-        columns = grad_y[:, spans[numbers.start][0] : spans[numbers.stop - 1][1]]
-        lora_grads.write_gradients(
-            columns, low[:, ranks], up[rows], scale, grad_low[:, ranks], low_parts, up_parts, widths, COLUMNS
-        )
-        row = rows.stop
+def write_grad_low(adapters: Adapters, grad_y: Tensor, up: Tensor, grad_low: Tensor) -> None:
+    """grad_low = scale * grad_y @ B, module by module."""
+    for module in adapters.modules:
+        low = grad_low[:, module.low]
+        torch.addmm(low, grad_y[:, module.columns], up[module.up], beta=0, alpha=adapters.scale, out=low)
 
 
-def add_parts(up_parts: Tensor, grad_up: Tensor, first: bool) -> None:
-    """grad_up (+)= the sums of up_parts; first: it holds nothing yet."""
-    from flexengine.kernels import lora_grads  # noqa: PLC0415
-
-    lora_grads.add_parts(up_parts, grad_up, first)
+def accumulate_up_grad(adapters: Adapters, grad_y: Tensor, low: Tensor, grad_up: Tensor, first: bool) -> None:
+    """grad_B (+)= grad_y.T @ low, module by module."""
+    for module in adapters.modules:
+        accumulate_weight_grad(grad_up[module.up], grad_y[:, module.columns], low[:, module.low], first)

@@ -9,20 +9,36 @@ as Kalajdzievski 2023 (rsLoRA) where that is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from flexengine.ops.base import TensorSpec, Work
+from flexengine.ops.base import OpEnv, TensorSpec, Work
 from flexengine.ops.glu import AddedHalf, Addend
+from flexengine.ops.row_range import experts_of_part, part_of
 
 
-class AdaptedRows(NamedTuple):
-    """Columns [start, end) of the output that one module makes, which has an adapter of its own."""
+class Slices(NamedTuple):
+    """What a module has: columns of the output, columns of low, and rows of B. Without an adapter it has no low."""
 
-    start: int
-    end: int
+    columns: slice
+    low: slice = slice(0, 0)
+    up: slice = slice(0, 0)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it has an adapter."""
+        return self.low.stop > self.low.start
+
+    def cut(self, most: int) -> Iterator[Self]:
+        """Cut it into pieces of at most so many columns."""
+        for start in range(self.columns.start, self.columns.stop, most):
+            end, moved = min(start + most, self.columns.stop), self.up.start - self.columns.start
+            yield self._replace(columns=slice(start, end), up=slice(start + moved, end + moved))
 
 
 class OfExperts(NamedTuple):
@@ -33,21 +49,18 @@ class OfExperts(NamedTuple):
     bounds: str
     one_tensor: bool = False
 
-    def part(self, number: int, num_parts: int) -> slice:
-        """The experts of a part."""
-        count = self.num_experts // num_parts
-        return slice(number * count, (number + 1) * count)
-
-    def held(self, number: int, num_parts: int) -> slice:
-        """The same among those that a call's parameters hold: one tensor of all experts is never cut."""
-        return self.part(number, num_parts) if self.one_tensor else slice(None)
+    def of_call(self, env: OpEnv, num_parts: int) -> tuple[Tensor, slice]:
+        """Bounds of the rows of a call's experts, and where parameters have these: one tensor of all is never cut."""
+        held = experts_of_part(self.num_experts, env.part, num_parts) if self.one_tensor else slice(None)
+        return part_of(env.t[self.bounds], env.part, num_parts), held
 
 
 @dataclass(frozen=True)
 class Adapters:
     """The adapters of the layer `name`, which change its parameter `weight` (transposed: [D, F]).
 
-    has_magnitude: its outputs have trained magnitudes as well (DoRA).
+    rows: columns of the output, by module that has an adapter of its own. has_magnitude: its outputs have trained
+    magnitudes as well (DoRA).
     """
 
     name: str
@@ -56,7 +69,7 @@ class Adapters:
     out_features: int
     rank: int
     scale: float
-    rows: tuple[AdaptedRows, ...]
+    rows: tuple[range, ...]
     transposed: bool = False
     has_magnitude: bool = False
     experts: OfExperts | None = None
@@ -78,6 +91,11 @@ class Adapters:
         return f"{self.name}.lora_magnitude_vector"
 
     @property
+    def params(self) -> tuple[str, ...]:
+        """All parameters."""
+        return (self.down, self.up, self.magnitude) if self.has_magnitude else (self.down, self.up)
+
+    @property
     def low(self) -> TensorSpec:
         """What A makes of a token."""
         return TensorSpec(f"{self.name}.low", (self.width * (self.experts.per_token if self.experts else 1),))
@@ -90,28 +108,37 @@ class Adapters:
     @property
     def widths(self) -> tuple[int, ...]:
         """Columns of the output of every adapted module."""
-        return tuple(rows.end - rows.start for rows in self.rows)
+        return tuple(map(len, self.rows))
 
     @property
     def adapted_features(self) -> int:
         """Columns of the output that adapters add to."""
         return sum(self.widths)
 
-    def modules(self, low: Tensor, up: Tensor) -> list[tuple[AdaptedRows, Tensor, Tensor]]:
-        """Every adapted module with its columns of a tensor [T, J * R] and its rows of one like B."""
-        lows = low.split(self.rank, dim=1)
-        return list(zip(self.rows, lows, up.split(self.widths), strict=True))
+    @cached_property
+    def modules(self) -> tuple[Slices, ...]:
+        """Every adapted module, in the order of the output's columns."""
+        lows, ups = range(0, self.width, self.rank), pairwise(accumulate(self.widths, initial=0))
+        return tuple(
+            Slices(slice(own.start, own.stop), slice(low, low + self.rank), slice(*up))
+            for own, low, up in zip(self.rows, lows, ups, strict=True)
+        )
+
+    def pieces(self, most: int) -> Iterator[Slices]:
+        """Cut all columns of the output, also those that no adapter changes, into pieces of at most so many."""
+        reached, end = 0, self.out_features
+        for module in (*self.modules, Slices(slice(end, end))):
+            yield from Slices(slice(reached, module.columns.start)).cut(most)
+            yield from module.cut(most)
+            reached = module.columns.stop
 
     def added_to_halves(self) -> Addend | None:
         """low @ B.T for a gated unit that reads the output; None where a module makes a part of gate or of up."""
-        found, width, first = list[AddedHalf](), self.out_features // 2, 0
-        for number, rows in enumerate(self.rows):
-            for start in (0, width):
-                if rows.start < start + width and rows.end > start:
-                    if rows.start > start or rows.end < start + width:
-                        return None
-                    found.append(AddedHalf(start, number * self.rank, first + start - rows.start))
-            first += rows.end - rows.start
+        width = self.out_features // 2
+        halves = [piece for piece in self.pieces(width) if piece.adapted]
+        if any(half.columns not in (slice(0, width), slice(width, 2 * width)) for half in halves):
+            return None
+        found = (AddedHalf(half.columns.start, half.low.start, half.up.start) for half in halves)
         return Addend(self.low.name, self.up, self.rank, tuple(found))
 
     def added_to_gradient(self) -> Addend:
@@ -120,16 +147,16 @@ class Adapters:
 
     def down_work(self, tokens: int, passes: int, compute_bytes: int) -> Work:
         """A product with A and so many passes over x or its gradient; of experts also one over low."""
-        if self.experts is None:
-            return low_work(tokens, self.in_features, self.width, passes, compute_bytes)
-        rows = tokens * self.experts.per_token
-        num_bytes = float(rows * (passes * self.in_features + self.width) * compute_bytes)
-        return Work(grouped_flops=2.0 * rows * self.in_features * self.width, memory_bytes=num_bytes, kernels=1)
+        rows, moved, kind = tokens, passes * self.in_features, "matmul_flops"
+        if self.experts is not None:
+            rows, moved, kind = tokens * self.experts.per_token, moved + self.width, "grouped_flops"
+        flops = {kind: 2.0 * rows * self.in_features * self.width}
+        return Work(memory_bytes=float(rows * moved * compute_bytes), kernels=1, **flops)
 
     def up_work(self, tokens: int, passes: int, compute_bytes: int) -> Work:
-        """A product with B and so many passes over y or its gradient."""
-        work = low_work(tokens, self.adapted_features, self.rank, passes, compute_bytes)
-        return work._replace(kernels=len(self.rows))
+        """A product with B and so many passes over y or its gradient; tokens: those of y."""
+        rows = tokens * self.adapted_features
+        return Work(2.0 * rows * self.rank, memory_bytes=float(passes * rows * compute_bytes), kernels=len(self.rows))
 
     def norm_work(self, compute_bytes: int, of_a_module: int, others: int) -> Work:
         """Reading the adapted rows of all experts twice, for norms, by so many kernels."""
@@ -137,9 +164,3 @@ class Adapters:
         elements = float(experts * self.adapted_features * self.in_features)
         kernels = of_a_module * len(self.rows) + others
         return Work(2.0 * elements * self.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
-
-
-def low_work(tokens: int, columns: int, ranks: int, passes: int, compute_bytes: int) -> Work:
-    """A product with A or B of so many columns: it takes as long as reading or writing them."""
-    num_bytes = float(passes * tokens * columns * compute_bytes)
-    return Work(matmul_flops=2.0 * tokens * columns * ranks, memory_bytes=num_bytes, kernels=1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 from flexengine.ops.experts.router import Router
 from flexengine.ops.linear import accumulate_bias_grad
+from flexengine.ops.row_range import experts_of_rows
 
 
 class ExpertScale(Op):
@@ -30,9 +31,7 @@ class ExpertScale(Op):
 
     def _of_rows(self, env: OpEnv) -> Tensor:
         """Give the scale of every row [T * K]."""
-        bounds = env.t[self.router.bounds]
-        rows = torch.arange(env.chunk.tokens * self.router.per_token, device=bounds.device, dtype=bounds.dtype)
-        expert = torch.searchsorted(bounds[1:], rows, right=True)
+        expert = experts_of_rows(env.t[self.router.bounds], env.chunk.tokens * self.router.per_token)
         return wide(env.p[self.param])[expert]
 
     def forward(self, env: OpEnv) -> None:

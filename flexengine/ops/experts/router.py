@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel, wide
-from flexengine.ops.linear import accumulate_bias_grad, accumulate_weight_grad, wide_product, widened_bytes
+from flexengine.ops.linear import accumulate_bias_grad, accumulate_weight_grad, widened_bytes
+from flexengine.ops.products import wide_product, write_product
 
 LEAST_SUM = 1e-20
 """What is added to the sum of a token's sigmoids before they are divided by it."""
@@ -181,11 +182,7 @@ class Router(Op):
             )  # fmt: skip
         else:
             grad_logits.copy_(self._plain_logits_gradient(env, probabilities, added))
-        grad_x = env.g[self.x]
-        if self.x in env.accumulate:
-            torch.addmm(grad_x, grad_logits, env.p[self.weight], out=grad_x)
-        else:
-            torch.mm(grad_logits, env.p[self.weight], out=grad_x)
+        write_product(env.g[self.x], grad_logits, env.p[self.weight], self.x in env.accumulate)
 
     def _plain_logits_gradient(self, env: OpEnv, probabilities: Tensor, added: Tensor | None) -> Tensor:
         """Compute the gradient [T, E] of the logits by torch; probabilities may be overwritten."""

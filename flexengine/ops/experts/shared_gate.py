@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 from flexengine.ops.linear import accumulate_weight_grad, widened_bytes
+from flexengine.ops.products import write_product
 
 
 class SharedGate(Op):
@@ -38,15 +39,12 @@ class SharedGate(Op):
         env.t[self.y].copy_(gated.add_(env.t[self.residual]))
 
     def backward_input(self, env: OpEnv) -> None:
-        gate, grad_y, grad_x = self._gate(env), env.g[self.y], env.g[self.x]
+        gate, grad_y = self._gate(env), env.g[self.y]
         total = (wide(grad_y) * env.t[self.shared]).sum(-1, keepdim=True)
         grad_gate = env.t[self.grad_gate.name]
         grad_gate.copy_(total * gate * (1 - gate))
         env.g[self.shared].copy_(wide(grad_y) * gate)
-        if self.x in env.accumulate:
-            torch.addmm(grad_x, grad_gate, env.p[self.weight], out=grad_x)
-        else:
-            torch.mm(grad_gate, env.p[self.weight], out=grad_x)
+        write_product(env.g[self.x], grad_gate, env.p[self.weight], self.x in env.accumulate)
 
     def backward_weight(self, env: OpEnv) -> None:
         accumulate_weight_grad(env.gp[self.weight], env.t[self.grad_gate.name], env.t[self.x], env.first)

@@ -160,7 +160,8 @@ def magnitude(weights: WeightStore, adapter: Adapter) -> Tensor:
 
 def changed(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[Tensor]:
     """What a module or experts multiply, as it is stored, some at a time in float32 (float64)."""
-    return changed_experts(weights, adapter, scale) if adapter.experts else changed_rows(weights, adapter, scale)
+    of_kind = changed_experts if adapter.module.kind == "experts" else changed_rows
+    return of_kind(weights, adapter, scale)
 
 
 def changed_rows(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[Tensor]:
@@ -207,11 +208,11 @@ def _changes(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[t
 
 def changed_experts(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[Tensor]:
     """What experts in one tensor multiply, as it is stored, expert by expert in float32 (float64)."""
-    _, first, second = adapter.weight.shape
-    rank = adapter.down.shape[0] // adapter.experts
-    down = weights.read(adapter.down.name).view(adapter.experts, rank, -1)
-    up = weights.read(adapter.up.name).view(-1, rank, adapter.experts)
-    sizes = [first * second] * adapter.experts
+    experts, first, second = adapter.weight.shape
+    rank = adapter.down.shape[0] // experts
+    down = weights.read(adapter.down.name).view(experts, rank, -1)
+    up = weights.read(adapter.up.name).view(-1, rank, experts)
+    sizes = [first * second] * experts
     for expert, flat in enumerate(regrouped(weights.pieces(adapter.weight.name), sizes)):
         product = up[:, :, expert] @ down[expert]
         changed = flat.clone().view(first, second)

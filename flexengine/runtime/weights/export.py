@@ -85,7 +85,7 @@ def export_adapter(
     base = made_by.get("made_from", {}).get("base", {})
     if unread := unread_by_peft(model):
         logger.warning(unread)
-    transposed = any(adapter.transposed and not adapter.experts for adapter in found)
+    transposed = any(adapter.transposed and adapter.module.kind != "experts" for adapter in found)
     name = base.get("repo", base.get("name", model.name))
     config = adapter_config(model.lora, file_targets(model), name, transposed, model.task and model.task.task)
     config |= {"revision": base["revision"]} if base.keys() >= {"repo", "revision"} else {}
