@@ -17,8 +17,8 @@ class DriveOptions:
     offload_dir: Annotated[
         str | None,
         Option(
-            "folder on a drive for optimizer states, weights, gradients and, of one GPU, kept activations that the host has"
-            " no room for; the GPUs of a node share one file there, which has no name and is gone when the run ends"
+            "folder on a drive for optimizer states, weights, gradients and, of one GPU, kept activations that the host"
+            " has no room for; the GPUs of a node share one file there, which has no name and is gone when the run ends"
             " (default: no drive)",
             decides_plan=False,
         ),

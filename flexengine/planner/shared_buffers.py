@@ -117,8 +117,7 @@ class SharedBuffers:
         self.unstored = request.gpu_updates == "unstored"
         on_gpu = (STREAMED,) if request.shares_node else UNSTORED_RESIDENCIES if self.unstored else GPU_RESIDENCIES
         self.residencies = np.array([*on_gpu, UPDATED_BY_CPU] if by_cpu else on_gpu)
-        self.kept_on_drive = problem.kept_on_drive
-        self.on_drive = by_cpu and problem.on_drive
+        self.kept_on_drive, self.on_drive = problem.kept_on_drive, by_cpu and problem.on_drive
         self._drive = self.on_drive, by_cpu and problem.all_on_drive, request.ranks
         homes = self._residencies(model)
         self.kind_residencies = [homes[kind.group] for kind in self.kinds]

@@ -123,7 +123,7 @@ def speculating_plans(
 
 def _fitting(layout: Layout, spare_bytes: int, drive_bytes: int) -> list[int]:
     """Groups that may be speculative, in the order of backward, as far as their second planes fit."""
-    found = list[int]()
+    found, drive_bytes = list[int](), 0 if layout.plan.shares_node else drive_bytes
     for group in completed_order(layout.model):
         stored = layout.groups[group]
         home = layout.plan.groups[group]

@@ -174,9 +174,8 @@ class Surrogate:
         tables, kind, cost = self.tables, self.tables.kinds[number], self.cost
         options, option, residency = kind.options, tables.choice_option, tables.choice_residency
         copy_s, chunks, planes = issue_s(cost, "copy"), len(tables.shape.chunks), kind.group.plane_bytes
-        staged = options.staged_bytes[option]
+        staged, sent = options.staged_bytes[option], options.sent_bytes[option]
         gradients = kind.use.gradients + sum(one.use.gradients for one in kind.adapters)
-        inputs = options.sent_bytes[option] - staged
         up, down = np.where(options.drive_bytes[option] > 0, np.array([kept_slowdowns(cost)]).T, 1.0)
         slowdowns = np.array([drive_slowdown(home, cost) for home in kind.residencies])
         weights = STREAMS_WEIGHTS[residency] * slowdowns[residency] * planes["weights"]
@@ -187,9 +186,9 @@ class Surrogate:
         backward_s = sum(s.backward_issue_s for s in kind.seconds) / chunks + kind.issue_s[option]
         return ChoiceCosts(
             recompute_s=kind.recompute_s[option] / chunks,
-            input_d2h_s=self._copy_s(inputs * down, False),
+            input_d2h_s=self._copy_s((sent - staged) * down, False),
             save_d2h_s=self._copy_s(staged * down, False),
-            input_h2d_s=self._copy_s(inputs * up, True),
+            input_h2d_s=self._copy_s((sent - staged) * up, True),
             save_h2d_s=self._copy_s(staged * up, True),
             weights_h2d_s=self._copy_s(weights, True) + beside.weights_s,
             grad_h2d_s=self._copy_s(streams * slower[0] * planes["grad"], True) + beside.grads_h2d_s,
