@@ -148,7 +148,7 @@ class PlaceRows(Op):
     def adapted(self, adapters: Sequence[Adapters]) -> Self:
         """The same op whose tower's linear layers of these names have adapters, as parameters beside its own."""
         given = replace(self.given, tower=self.given.tower.adapted(adapters))
-        names = (*self.weights, *(name for one in adapters for name in (one.down, one.up)))
+        names = (*self.weights, *(name for one in adapters for name in one.params))
         return self.changed(given=given, adapters=tuple(adapters), params=names, weights=names)
 
     @property
@@ -163,7 +163,7 @@ class PlaceRows(Op):
     def forward(self, env: OpEnv) -> None:
         if env.chunk.given is not None:
             rows, y = env.chunk.given, env.t[self.y]
-            added = {name for one in self.adapters for name in (one.down, one.up)} if not env.adapters else ()
+            added = {name for one in self.adapters for name in one.params} if not env.adapters else ()
             rows.store.make({name: p for name, p in env.p.items() if name not in added}, rows.pieces)
             y.index_copy_(0, rows.at, rows.values(0, y.device))
 

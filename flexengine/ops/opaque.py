@@ -107,7 +107,7 @@ class OpaqueBlock(Op):
 
     def adapted(self, adapters: Sequence[Adapters]) -> Self:
         """The same op whose linear layers of these names have adapters, which are parameters beside its own."""
-        params = (*self.params, *(name for one in adapters for name in (one.down, one.up)))
+        params = (*self.params, *(name for one in adapters for name in one.params))
         return self.changed(adapters=tuple(adapters), params=params)
 
     def training(self, params: tuple[str, ...]) -> Self:

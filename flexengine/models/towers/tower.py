@@ -133,7 +133,7 @@ class TransformersTower:
 
     def _call(self, weights: Mapping[str, Tensor], columns: Columns, then: Then) -> Tensor:
         """What `then` makes of the rows [depth, n, D] of a call. Weights are there as long as it runs."""
-        added = {name for one in self._adapters for name in (one.down, one.up)}
+        added = {name for one in self._adapters for name in one.params}
         given = {f"model.{name}": weights[name] for name in self.shapes if name not in added}
         adapters = self._adapters if added <= weights.keys() else ()
         with _buffers_on(self._model, columns[self.columns[0]].device), adding(self._model, adapters, weights):

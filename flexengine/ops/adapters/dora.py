@@ -43,7 +43,7 @@ class Magnitude(Linear):
         vars(self).update(vars(base))
         self.adapters, self.low, self.low_again, self.dropout = adapters, adapters.low.name, low_again, dropout
         self.inputs = self.grad_inputs = (*base.inputs, self.low)
-        self.params, self.needs_weight = (adapters.up, adapters.magnitude), (base.x_again, low_again)
+        self.params, self.needs_weight = adapters.params[1:], (base.x_again, low_again)
         self.replays, columns = not dropout.probability, min(self.out_features, BLOCK_COLUMNS)
         self.product = TensorSpec(f"{self.name}.product", (columns,), "float32")
         self.added = TensorSpec(f"{self.name}.added", (columns,))

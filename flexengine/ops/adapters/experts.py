@@ -45,7 +45,7 @@ class GroupedLoraUp(GroupedLinear):
         assert not self.one_tensor or len(adapters.rows) == 1, "one tensor of a fused product has one adapter"
         self.low, self.width, rows = adapters.low.name, adapters.width, self.num_experts * self.out_features
         self.inputs, self.grad_inputs = (*self.inputs, self.low), (*self.grad_inputs, self.low)
-        self.params, self.needs_weight = (adapters.up,), (self.low, self.bounds)
+        self.params, self.needs_weight = adapters.params[1:], (self.low, self.bounds)
         self.spread = TensorSpec(f"{self.name}.spread", (self.width,), rows=rows)
         self.grad_spread = TensorSpec(f"{self.name}.grad_spread", (self.width,), "float32", rows=rows)
 
@@ -136,8 +136,7 @@ class GroupedMagnitude(GroupedLoraUp):
         super().__init__(base, adapters)
         assert not self.one_tensor, "one tensor of all experts has no magnitudes"
         assert base.bias is None, "no family with experts of their own names has biases of them"
-        self.params, self.needs_weight = (adapters.up, adapters.magnitude), (self.x, *self.needs_weight)
-        outputs = self.per_token * self.out_features
+        self.needs_weight, outputs = (self.x, *self.needs_weight), self.per_token * self.out_features
         self.product = TensorSpec(f"{self.name}.product", (outputs,))
         self.grad_product = TensorSpec(f"{self.name}.grad_product", (outputs,))
         self.gains = TensorSpec(f"{self.name}.gains", (self.out_features,), "float32", rows=self.num_experts)

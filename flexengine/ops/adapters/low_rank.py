@@ -92,7 +92,7 @@ class Adapters:
 
     @property
     def params(self) -> tuple[str, ...]:
-        """All parameters."""
+        """All parameters, A first."""
         return (self.down, self.up, self.magnitude) if self.has_magnitude else (self.down, self.up)
 
     @property
