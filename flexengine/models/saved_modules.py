@@ -133,7 +133,7 @@ def _chosen(model: ModelSpec, names: Sequence[str]) -> set[tuple[int, str]]:
         hits = {k for k, found in modules.items() if any(is_saved(m, [name], k[1] in tower) for m in found)}
         if not hits:
             short = list(
-                dict.fromkeys(module.rpartition(".")[2] for of_param in modules.values() for module in of_param)
+                dict.fromkeys(module.rpartition(".")[2] for of_param in modules.values() for module in sorted(of_param))
             )
             raise ValueError(
                 f"modules_to_save {shown(name)}: no module of {model.name} has a name that ends so"

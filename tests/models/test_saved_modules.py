@@ -116,7 +116,7 @@ def test_planned_bytes_are_those_of_the_layout(saved):
 
 def test_modules_that_cannot_be_saved():
     spec = build_model("tiny", tiny_config())
-    with pytest.raises(ValueError, match=r"'lm_heat'.*did you mean lm_head\?.*embed_tokens"):
+    with pytest.raises(ValueError, match=r"'lm_heat'.*did you mean lm_head\?.*embed_tokens, .*k_proj, q_proj, v_proj"):
         with_lora(spec, LoRA("q_proj", modules_to_save="lm_heat"))
     with pytest.raises(ValueError, match="a linear layer of a block"):
         with_lora(spec, LoRA("q_proj", modules_to_save=["up_proj"]))
