@@ -46,8 +46,8 @@ def test_a_product_that_runs_into_the_next_copy_is_found(changes, message):
     assert message is None or message in found[0]
 
 
-WITH_ALL_TESTS = ("attention, 128", "delta rule, 128", "experts")
-"""Every kernel but those of scans and adapted units; the others compile them for other widths and options."""
+WITH_ALL_TESTS = ("attention, 128", "experts")
+"""Kernels with loops over keys and over rows; the others, which take most of the time, are of `make thorough`."""
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from thorough import cases
 
 from flexengine.kernels import norm_rope as kernel
 from flexengine.ops import rmsnorm, rope
@@ -57,8 +58,10 @@ def check(checks, device, dtype, shape, interleaved, wide, tokens=11):
     assert torch.equal(own, grad_x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("interleaved", "wide"), [(False, False), (True, True)])
+WAYS = [(dtype, way, way) for dtype in (torch.float32, torch.bfloat16) for way in (False, True)]
+
+
+@pytest.mark.parametrize(("dtype", "interleaved", "wide"), cases(WAYS, (WAYS[0], WAYS[3])), ids=str)
 def test_norm_and_rotation(checks, device, dtype, interleaved, wide):
     for shape in SHAPES:
         check(checks, device, dtype, shape, interleaved, wide)

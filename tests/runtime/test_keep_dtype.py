@@ -37,7 +37,7 @@ from tests.schedule.small_plans import small_model
 
 BF16 = Numerics("bfloat16", "split", "bfloat16", "float32")
 WIDTHS = {"hidden_size": 32, "intermediate_size": 272, "head_dim": 8, "num_hidden_layers": 2}
-LENGTHS = [[40, 3, 17], [9, 30, 41]]
+LENGTHS = [[33, 3], [9, 20]]
 
 
 def kept_in(dtype: str, source: ModelSource, numerics: Numerics, lora: LoRA | None = None) -> ModelSource:
