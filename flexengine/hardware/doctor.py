@@ -177,7 +177,9 @@ def _drive(folder: Path) -> Finding:
     except (OSError, ValueError) as error:
         return Finding("drive", f"none in {folder}", getattr(error, "strerror", None) or str(error))
     how = f"{'O_DIRECT' if place.direct else 'no O_DIRECT'}, wear: {wear_text(folder)}"
-    found = f"{place.free_bytes / GIB:.1f} GiB free in {folder}, {place.kind} at {place.mounted}, {how}"
+    gpus = max(torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    shared = f", which {gpus} GPUs share by relay or split" if gpus > 1 else ""
+    found = f"{place.free_bytes / GIB:.1f} GiB free in {folder}{shared}, {place.kind} at {place.mounted}, {how}"
     if place.kind in IN_MEMORY:
         return Finding("drive", found, f"{place.kind} lies in memory: name a folder on a drive with --offload-dir")
     remedy = "" if place.direct else "all of it passes through the page cache: name a folder of a local drive"

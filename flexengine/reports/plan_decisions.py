@@ -195,10 +195,11 @@ def drive_lines(plan: Plan) -> list[str]:
     num_bytes, written = plan.predicted.drive_bytes, plan.predicted.drive_written_bytes / 1e9
     if not num_bytes:
         return []
+    there = f"drive: {format_bytes(num_bytes)}" + (" once for all GPUs" if plan.shares_node else "")
     if not written:
-        return [f"drive: {format_bytes(num_bytes)}, which steps only read"]
+        return [f"{there}, which steps only read"]
     each = f"a step writes {written:.3g} GB, 1000 steps {written:.3g} TB"
-    return [f"drive: {format_bytes(num_bytes)}; {each} (drives of 1 TB are made for some 600 TB)"]
+    return [f"{there}; {each} (drives of 1 TB are made for some 600 TB)"]
 
 
 def _update_line(plan: Plan) -> str:

@@ -19,21 +19,42 @@ from ranks_helper import run_ranks, values_of
 from test_several_ranks import opened
 
 from flexengine.checkpoint.manifest import verify_manifest
+from flexengine.hardware.drive_profile import shared_drive
+from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
 from flexengine.native.drive import DriveError
 from flexengine.parallel.signals import RankLost
-from flexengine.plan import GroupPlan, Plan
+from flexengine.plan import GroupPlan, Plan, PlanError, Request
+from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.planner.ranks.price import priced_together
+from flexengine.reports.plan_text import describe
 from flexengine.runtime.engine import Engine
 from flexengine.schedule.checker import check_program
-from flexengine.schedule.commands import Command, Program, Signal, Stream
+from flexengine.schedule.commands import (
+    DRIVE_READS,
+    DRIVE_WRITES,
+    Command,
+    CommandName,
+    CopyRegion,
+    DriveCopy,
+    Program,
+    Signal,
+    Stream,
+)
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.ranks.checker import check_runs
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import runs_of_ranks
+from flexengine.schedule.ranks.simulator import simulate_runs
+from flexengine.schedule.simulator import Rates
+from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.parallel.test_ranks_checker import is_rejected
 from tests.parallel.test_split_transport import Change, changed
 from tests.runtime.test_drive_planes import FAULTS
 from tests.schedule.small_plans import full_round, random_plan, small_model
+
+MIB = 2**20
 
 
 def on_drive(plan: Plan, random: Random | None = None, **changes: object) -> Plan:
@@ -135,6 +156,55 @@ def test_changes_are_noticed(transport: str):
         assert is_rejected(layout, changed(runs, change, (rank,))), what
     early = [[run._replace(program=told_before_the_write(run.program)) for run in rank] for rank in runs]
     assert is_rejected(layout, [runs[0], early[1]]), "told before the write"
+
+
+# -- prices ----------------------------------------------------------------------------------------------------------
+
+DRIVE_RATES = {way: (10.0, 5.0) for way in DRIVE_READS} | {way: (5.0, 2.5) for way in DRIVE_WRITES}
+"""Bytes a second alone and beside the other way."""
+
+
+def moves(stream: Stream) -> list[RankRun]:
+    """A run that reads, or writes, 100 bytes."""
+    slots = Slot(SlotKey("weights", memory="drive"), 0, 100, ""), Slot(SlotKey("staged", memory="host"), 0, 100, "")
+    builder = ProgramBuilder("paper", slots, overlapping_slots(slots))
+    source = int(stream in DRIVE_WRITES)
+    builder.copy(CommandName("move"), stream, "c", [CopyRegion(source, 0, 1 - source, 0, 100)], DriveCopy(0))
+    return [RankRun(builder.build(), 0, 0, updates=False)]
+
+
+def test_ranks_share_the_rates_of_a_drive():
+    """On paper: two that read take turns; beside one that writes both are slower, until one has ended."""
+    link = {Stream.H2D: 1.0, Stream.D2H: 1.0}
+    rates = Rates(lambda command: 0.0, link, link, 0.0, drive_bytes_per_s=DRIVE_RATES)
+    for streams, ends in (
+        ([Stream.DRIVE_FETCH], [10.0]),
+        ([Stream.DRIVE_FETCH, Stream.DRIVE_IN], [20.0, 20.0]),
+        ([Stream.DRIVE_FETCH, Stream.DRIVE_OUT], [20.0, 30.0]),
+    ):
+        found = simulate_runs([moves(stream) for stream in streams], len(streams), rates)
+        assert [rank[0].timing.total_s for rank in found] == pytest.approx(ends)
+
+
+def test_a_plan_of_two_ranks_lies_on_a_drive_where_nothing_fits_without():
+    """Within all budgets, above its bound, and no faster than the drive's share of the step allows."""
+    model, profile = small_model(blocks=2, hidden=512, vocab=2048), preset("rtx4090")
+    sizes = {"chunk_tokens": 256, "round_tokens": 512, "recompute": "full", "graphs": "never", "transport": "relay"}
+    request = Request(256, 1024, 692 * MIB, 9 << 30, ranks=2, **sizes)
+    roomy = plan_for_ranks(model, replace(request, max_drive_bytes=1 << 30), profile)
+    assert not roomy.uses_drive
+    tight = replace(request, max_host_bytes=roomy.predicted.host_bytes - 16 * MIB)
+    with pytest.raises(PlanError, match=r"--offload-dir DIR --max-disk-gib"):
+        plan_for_ranks(model, tight, profile)
+    tight = replace(tight, max_drive_bytes=1 << 30)
+    plan = plan_for_ranks(model, tight, profile)
+    layout = Layout(model, plan)
+    assert 0 < layout.drive_bytes == plan.predicted.drive_bytes
+    assert plan.predicted.host_bytes <= tight.max_host_bytes
+    assert 0 < plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    assert "once for all GPUs" in describe(plan, model)
+    slow = priced_together(layout, plan.predicted, profile.changed(**shared_drive(1e7, 1e7).values()))
+    assert 1.8 < slow.step_s / (layout.drive_written_bytes / 1e7) < 2.1  # read and written once, each half the time
 
 
 # -- a drive that fails, and ranks that are killed -------------------------------------------------------------------
