@@ -15,7 +15,7 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.plan import Numerics, Request
-from flexengine.planner.ranks.plan import beside_fewer_gpus, plan_for_ranks
+from flexengine.planner.ranks.plan import KINDS, NodeProblem, beside_fewer_gpus, plan_for_ranks
 from flexengine.planner.ranks.price import priced_together
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -60,6 +60,18 @@ def test_ranks_without_a_share_of_a_gradient_gather_as_often_as_others():
     assert any(0 in section.counts for group in range(len(spec.groups)) for section in layout.sections(group, 0))
     runs = runs_of_ranks(layout, full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round), 3)
     check_runs(layout, runs, 3)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_updates_before_the_norm_are_tried_in_other_sizes():
+    """What waits for its norm fastest, 4096 tokens a chunk, is 2% slower than 8192 where both update early."""
+    spec = open_model("preset:llama-3.1-8b").spec
+    spec = spec.with_layers([0, 1, 2, 3, 4, len(spec.layers) - 1])
+    request = Request(2048, 16384, int(7.4 * GIB), 52 * GIB, round_tokens=8192, ranks=2, transport="split")
+    node = NodeProblem(spec, request, with_gpus(preset("a100-40"), 2))
+    plan = KINDS["split"].planned(node, None)
+    assert plan is not None
+    assert (node.of_one.chunk_tokens, plan.chunk_tokens, plan.speculates) == (4096, 8192, True)
 
 
 @pytest.mark.usefixtures("quick_search")
