@@ -104,7 +104,8 @@ def _tokenizers_are_imported() -> Iterator[None]:
 
     No search for garbage goes through what has been imported until here, which takes it two seconds.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, PLC0415 (with Triton's variable set)
+    import transformers.tokenization_python  # noqa: F401, PLC0415 (with Triton's variable set)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, PLC0415
 
     gc.freeze()
     yield

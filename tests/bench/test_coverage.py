@@ -30,7 +30,7 @@ def test_a_refused_type_names_what_is_missing():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", cases(["electra", "pegasus", "bart", "qwen4_exp"], ["pegasus", "qwen4_exp"]))
+@pytest.mark.parametrize("kind", cases(["electra", "pegasus", "bart", "qwen4_exp"], ["pegasus"]))
 def test_a_type_without_ops_of_its_own_runs_as_opaque_blocks(kind):
     """Rows narrower than layers, a table that is not trained, a head without parameters, writes that none reads."""
     assert row_of(kind)["state"] == "opaque"

@@ -15,6 +15,7 @@ def arguments(give_up_s: float = 100.0) -> argparse.Namespace:
     return argparse.Namespace(device="cpu", small=True, give_up_s=give_up_s)
 
 
+@pytest.mark.thorough
 def test_parts_are_measured_and_written(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
     flags = ["--device", "cpu", "--small", "--parts", "collectives"]

@@ -14,6 +14,7 @@ def arguments(device: str) -> argparse.Namespace:
     return argparse.Namespace(device=device, small=True)
 
 
+@pytest.mark.thorough
 def test_signals_and_pages_are_measured():
     [first, second] = run_ranks("hops", 2, arguments("cpu"))
     assert first["host_s"] > 0

@@ -21,7 +21,7 @@ from flexengine.checkpoint.writer import TensorSource, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
-NUM_TENSORS, NUM_RANDOM_KILLS = 4, 25
+NUM_TENSORS, NUM_RANDOM_KILLS = 4, 15
 WATCHED = ("os.", "shutil.", "open", "test.")  # audit events of what may change files
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save
+from thorough import cases
 
 from flexengine.checkpoint import hub as hub_module
 from flexengine.checkpoint import hub_errors, hub_file, hub_listing
@@ -294,7 +295,7 @@ def test_what_was_compared_is_said(impatient, tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
 
 
-@pytest.mark.parametrize("silent", ["listing", "file"])
+@pytest.mark.parametrize("silent", cases(["listing", "file"], ["file"]))
 def test_interrupt_at_a_silent_server(tmp_path: Path, silent: str):
     """Ctrl-C ends the process although a thread waits for an answer that never comes."""
     script = Path(__file__).parents[2] / "download.py"

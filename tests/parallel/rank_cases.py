@@ -303,7 +303,7 @@ CASES: dict[Callable[[], Case], tuple[int, ...]] = {
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
 WITH_ALL_TESTS = (
-    float32, bf16, tied_in_shared_slots, frozen, sliced, unclipped_by_gpu, not_finite, experts_in_parts, lora, muon,
+    float32, bf16, tied_in_shared_slots, frozen, sliced, unclipped_by_gpu, not_finite, experts_in_parts, muon,
     states_in_blocks, blocks_of_ranks, one_round,
 )  # fmt: skip
 """Every way of dividing work, state and time among ranks; the others are further models under the same ways."""
