@@ -306,6 +306,7 @@ def test_ranks_relay_where_the_rate_between_gpus_is_not_known():
     assert plan_for_ranks(spec, request("split", nodes=2), card).transport == "split"
     one_each = replace(request("split", nodes=2), ranks=1)
     assert not may_split(one_each, card)
+    assert plan_for_ranks(spec, replace(one_each, transport="auto"), card).transport == "relay"
 
 
 @pytest.mark.usefixtures("quick_search")

@@ -299,7 +299,8 @@ def _may_split(node: NodeProblem) -> bool:
     """Where GPUs reach each other through the host alone, ranks split what they would wait for otherwise."""
     if may_split(node.request, node.profile):
         return True
-    through_host = node.request.transport == "auto" and node.profile.device_type == "cuda"
+    asked, on_gpus = node.request, node.profile.device_type == "cuda"
+    through_host = asked.transport == "auto" and asked.ranks > 1 and on_gpus
     return through_host and not _busy(node.of_one, BUSY_WITHOUT_PEERS)
 
 
