@@ -7,7 +7,8 @@ differ in what ranks hand over. Ranks that own blocks hand over a row of the hid
 host. Ranks that own experts send a token's row to every other rank that owns one of its experts, and each of these
 experts sends one back: a row each, as sums keep their bits only where they are added in the order of experts. Both
 twice, as backward does the same. The least that either could take is the busiest of a GPU, without recomputation, its
-link without hand-overs, and the CPU, if these never waited.
+link without hand-overs, and the CPU, if these never waited. Sums keep their bits only where each expert's
+product is of one rank's chunk, so that the host issues experts' commands for the chunk of every rank in every block.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.options.job import Job
 from flexengine.plan import Numerics, Plan, PlanError, Request
 from flexengine.planner.ranks.plan import plan_for_ranks
+from flexengine.planner.variants import issue_seconds
 from flexengine.request import described
 from flexengine.schedule.group_storage import DTYPE_BYTES
 
@@ -76,6 +78,13 @@ def asked(row: Row) -> tuple[ModelSpec, Request, HardwareProfile]:
     return model, request, preset(row.card)
 
 
+def issue_factor(model: ModelSpec, gpus: int) -> float:
+    """How many times as long a host issues commands where a GPU runs a block's experts for each GPU's chunk in turn."""
+    found = [sum(op.divisions > 1 for op in layer.ops) / len(layer.ops) for layer in model.blocks]
+    of_experts = sum(found) / len(found)
+    return 1.0 - of_experts + gpus * of_experts
+
+
 def rows_of_tokens(model: ModelSpec) -> Iterator[int]:
     """By block with experts, how many of them take each token."""
     for layer in model.blocks:
@@ -85,15 +94,19 @@ def rows_of_tokens(model: ModelSpec) -> Iterator[int]:
 
 
 def least(model: ModelSpec, in_stages: Plan, node: HardwareProfile) -> dict[str, float]:
-    """Seconds of the busiest stream of a plan in stages, which others would take, too, and of exchanges of rows."""
+    """Seconds of the busiest stream of a plan in stages, which others would take, too, of exchanges of rows, and of a
+    host that issues blocks' commands: a chunk of each rank for its own blocks, or its own for all but experts."""
     request, told = in_stages.request, in_stages.predicted
     gpus, tokens = request.ranks, request.max_global_batch_tokens // request.ranks
     row_bytes = model.hidden_size * DTYPE_BYTES[request.numerics.compute]
+    issue_s = issue_seconds(model, in_stages, node) / gpus
     once_s = told.busy_s["compute"] * (1.0 - told.recompute_share)
     sent = sum((gpus - 1) * min(1.0, taken / gpus) + taken * (gpus - 1) / gpus for taken in rows_of_tokens(model))
     exchanged = PASSES * tokens * row_bytes * sent
     rate = node.link.peer_bytes_per_s or node.host.bytes_per_s / (2 * gpus)  # of the host, which stores and reads them
     return {
+        "issue_s": issue_s,
+        "experts_issue_s": issue_s * issue_factor(model, gpus),
         "least_s": max(once_s, *(told.busy_s.get(stream, 0.0) for stream in ("h2d", "d2h", "cpu"))),
         "handed_s": max(told.busy_s.get(stream, 0.0) for stream in ("relay_in", "relay_out")),
         "exchange_s": exchanged / rate,
