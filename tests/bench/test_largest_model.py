@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from thorough import cases
 
 from bench.largest_model import most_layers, parameters_that_fit, update_traffic
 from flexengine.hardware.parts import ADAMW_BYTES
@@ -32,7 +33,7 @@ def test_one_layer_more_does_not_fit(host_gib):
     assert not parameters_that_fit("tiny-llama3-150m", found.layers + 1, job, profile)
 
 
-@pytest.mark.parametrize("states", ["int8", "bfloat16"])
+@pytest.mark.parametrize("states", cases(["int8", "bfloat16"], ["int8"]))
 def test_bytes_of_updates_by_the_cpu(states):
     model, profile = open_model("preset:llama-3.2-1b").spec, preset("h100-80")
     request = Request(512, 1024, 3 * GIB, 64 * GIB, numerics=Numerics(state=states), segment_blocks=1)

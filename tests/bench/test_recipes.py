@@ -5,6 +5,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
+from thorough import cases
 
 from bench import recipes
 from flexengine.plan import Plan
@@ -32,7 +33,10 @@ def test_a_recipe_fits_its_machine(recipe):
         check_budgets(recipe)
 
 
-@pytest.mark.parametrize("stem", ["qwen3-0.6b-full", "qwen3-8b-lora", "gpt-oss-20b-lora"])
+STEMS = ["qwen3-0.6b-full", "qwen3-8b-lora", "gpt-oss-20b-lora"]
+
+
+@pytest.mark.parametrize("stem", cases(STEMS, STEMS[1:]))
 def test_a_plan_of_a_recipe_keeps_to_its_budgets(stem):
     """One of each kind: all weights, adapters, adapters beside a base that is stored in fewer bits."""
     check_budgets(next(r for r in RECIPES if r.path.stem == stem))

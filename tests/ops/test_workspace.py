@@ -88,8 +88,10 @@ def check_layers(spec, env_of_layer, allowed_of) -> None:
             assert taken <= allowed_of(op), f"{op.name}, {half}: {taken} bytes, declared {allowed_of(op)}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
+IN_DTYPES = [(name, dtype) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), cases(IN_DTYPES, IN_DTYPES[1::2]), ids=str)
 def test_every_op_on_the_cpu(name, dtype):
     """What the plain path takes there; a bf16 product needs buffers of its own."""
     spec, tokens = spec_of(CONFIGS[name]), 640

@@ -51,7 +51,7 @@ def test_matches_the_exhaustive_oracle(link, seq_len, factor):
     assert planned_s <= 1.02 * best_s
 
 
-@pytest.mark.parametrize(("link", "seq_len", "factor"), [(1e8, 32, 1.25), (4e8, 32, 1.5)])
+@pytest.mark.parametrize(("link", "seq_len", "factor"), cases([(1e8, 32, 1.25), (4e8, 32, 1.5)], [(1e8, 32, 1.25)]))
 def test_blocks_of_two_kinds_match_the_oracle(link, seq_len, factor):
     model, profile = mixed_model(blocks=2), slow_link(link)
     request = request_of(1, seq_len, chunk_tokens=64, round_tokens=128)

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from thorough import cases
 
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import PRESETS, preset
@@ -43,8 +44,9 @@ def random_picture(dice: random.Random, shape: tuple[int, int, str]) -> Picture 
         return None
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_reports_of_random_requests_agree(shape):
+@pytest.mark.parametrize("number", cases(range(len(SHAPES)), (0, 3, 4, 5)), ids=lambda number: str(SHAPES[number]))
+def test_reports_of_random_requests_agree(number):
+    shape = SHAPES[number]
     dice = random.Random(f"agreement {shape}")
     found = [picture for _ in range(4) if (picture := random_picture(dice, shape)) is not None][:2]
     assert found
