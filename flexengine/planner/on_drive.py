@@ -159,7 +159,7 @@ KINDS = ("weights", "grads", "kept", "states")
 
 def orders_of_kinds(plan: Plan) -> list[tuple[str, ...]]:
     """Orders in which kinds of planes may come to the host: weights first, or what backward leaves, or needs."""
-    found = [KINDS]
+    found: list[tuple[str, ...]] = [KINDS]
     if any(home.grads == "drive" for home in plan.groups):
         found.append(("grads", "weights", "kept", "states"))
     if any(kept.on_drive for kept in plan.layers):
