@@ -253,6 +253,11 @@ def test_nothing_fits_as_json(run):
         ("--gpu cpu-test --max-seq-len 512", "max_seq_len=512"),
         ("--gpu cpu-test --network-gbit-per-s 100", "is about several nodes, and there is one; give --nodes"),
         ("--gpu cpu-test --transport stages", "transport=stages is about several GPUs, and there is one"),
+        (
+            "--gpu cpu-test --gpus 2 --transport stages --max-disk-gib 1",
+            "GPUs share max_disk_gib=1.0 with transport=relay",
+        ),
+        ("--gpu cpu-test --gpus 2 --nodes 2 --max-disk-gib 1", "max_disk_gib=1.0 is about the GPUs of one node"),
         ("--gpu cpu-test --lora-alpha 16", "lora_alpha=16.0 is for adapters, got mode=full; give mode=lora"),
         ("--gpu cpu-test --chunk-tokens 48 --round-tokens 100", "works with"),
         ("--gpu cpu-test --host-mem-gib 0.5", "--host-mem-gib 0.5: the process itself takes 1.00 GiB; give more"),
