@@ -46,14 +46,14 @@ def test_a_product_that_runs_into_the_next_copy_is_found(changes, message):
     assert message is None or message in found[0]
 
 
-WITH_ALL_TESTS = ("attention, 128", "experts")
-"""Kernels with loops over keys and over rows; the others, which take most of the time, are of `make thorough`."""
+FIRST = ("attention, 128", "delta rule, 128", "experts")
+"""Every kernel but those of scans and adapted units; the others compile them for other widths and options."""
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """What the script compiles: cases for 9.0, and for a card with less shared memory the kernel that needs most."""
-    return compiled_of(120, *WITH_ALL_TESTS)
+    return compiled_of(120, *FIRST)
 
 
 def compiled_of(small_card, *names):
@@ -68,14 +68,15 @@ def compiled_of(small_card, *names):
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_no_product_runs_on_while_its_operands_are_overwritten(compiled):
-    check_hazards(compiled, WITH_ALL_TESTS)
+    check_hazards(compiled, FIRST)
 
 
 @pytest.mark.long
 @pytest.mark.thorough
 def test_other_widths_and_another_small_card():
-    others = [name for name in CASES if name not in WITH_ALL_TESTS]
+    others = [name for name in CASES if name not in FIRST]
     compiled = compiled_of(89, *others)
     check_hazards(compiled, others)
     check_small(compiled, 89)
@@ -97,6 +98,7 @@ def test_a_load_by_the_engine_for_tiles_is_looked_at_too():
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_sums_of_experts_gradients_stay_where_products_add_to_them(compiled):
     """A product runs into the next iteration; only where the sums are stored, and at the end, all are waited for."""
     for row in compiled["gradients"]:
@@ -106,6 +108,7 @@ def test_sums_of_experts_gradients_stay_where_products_add_to_them(compiled):
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_states_in_fp32_fit_the_shared_memory_of_consumer_cards(compiled):
     check_small(compiled, 120)
 
