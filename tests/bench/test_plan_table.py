@@ -16,6 +16,7 @@ FEW, MAY_DIFFER = 1, 0.05
 """How many cells are planned again, and by how much speeds may have changed before the table has to be made anew."""
 
 
+@pytest.mark.thorough
 def test_a_cell_is_planned_alike(monkeypatch):
     monkeypatch.setattr("flexengine.planner.limits.LIMITS", SearchLimits())
     for model, (c, h, w) in random.Random(TEXT).sample(list(product(TABLE["cells"], PLACES)), FEW):

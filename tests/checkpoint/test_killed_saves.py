@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from thorough import cases
 
 from flexengine.checkpoint import staged_folder
 from flexengine.checkpoint.atomic import temporary_name
@@ -98,13 +99,15 @@ def save_again_leaves_nothing(folder: Path, model: int) -> None:
     assert {path.name for path in folder.iterdir()} == files
 
 
-def test_killed_at_every_change_of_a_file(tmp_path: Path):
+@pytest.mark.parametrize("stride", cases([1, 3], [3]))
+def test_killed_at_every_change_of_a_file(tmp_path: Path, stride: int):
+    """With `make thorough` at every one, else at every third."""
     folder, found, moment = tmp_path / "final", set(), 1
     save(folder, 0)
     while killed_at(moment, lambda: save(folder, 1)):
         found.add(loaded(folder))
         save_again_leaves_nothing(folder, 0)
-        moment += 1
+        moment += stride
     assert found == {0, 1}
     assert loaded(folder) == 1
 

@@ -293,7 +293,7 @@ def tower() -> Case:
 
 
 CASES: dict[Callable[[], Case], tuple[int, ...]] = {
-    float32: (3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
+    float32: (3,), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (), states_of_slices: (), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,),
     experts: (4,), experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), adapters_in_one_slot: (3,),
     adapters_of_experts_in_parts: (2,), adapters_of_whole_experts: (), pissa: (3,), stored_base: (2,), muon: (3,),

@@ -187,7 +187,7 @@ def size_options(size, numerics):
 
 
 SETTINGS = settings(
-    max_examples=14,
+    max_examples=10,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )
 
