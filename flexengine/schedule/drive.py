@@ -150,9 +150,8 @@ def part_blocks(
 
     share: of ranks that move a share each of what all need in a slot of the GPU.
     """
-    spans = [
-        ((number,), *span) for number, *span in (_spans(stored, part, kind) if trained else _frozen_spans(stored, part))
-    ]
+    rows = _spans(stored, part, kind) if trained else _frozen_spans(stored, part)
+    spans: list[_Span] = [((number,), start, held, target) for number, start, held, target in rows]
     found, staged = list[PartBlocks](), 0
     for key, start, held, target in spans if share.size == 1 else _in_share(spans, share):
         first = start // BLOCK_BYTES * BLOCK_BYTES
