@@ -147,7 +147,7 @@ def _check_direction(program: Program, command: Command) -> None:
     if not command.regions:
         return
     from_host = DIRECTIONS[command.stream] is Stream.H2D if command.stream in DIRECTIONS else None
-    covered: dict[int, list[tuple[int, int]]] = {}
+    covered, filled = dict[int, list[tuple[int, int]]](), dict[int, int]()
     args = command.args
     if isinstance(args, ShareOfFetch) and command.regions != merge_regions(own_regions(args.regions, *args[:2])):
         raise ProgramError(f"{command.label} copies another share than that of rank {args.rank} of {args.size}")
@@ -162,11 +162,12 @@ def _check_direction(program: Program, command: Command) -> None:
             )
         slot, start = (c.source, c.source_offset) if from_host else (c.target, c.target_offset)
         covered.setdefault(slot, []).append((start, start + c.num_bytes))
+        if program.slots[slot].key.role in ("hidden", "handed"):
+            # A hidden state and its gradient take turns there; of the smaller one, the slot on the GPU has the size.
+            filled[slot] = min(program.slots[c.source].num_bytes, program.slots[c.target].num_bytes)
     for slot, parts in covered.items():
-        reached, role = 0, program.slots[slot].key.role
-        # Of a hidden state and its gradient, which take turns in a place, one may be smaller.
-        filled = 0 if role in ("hidden", "handed") else program.slots[slot].num_bytes
-        for start, end in [*sorted(parts), (filled, 0)]:
+        reached = 0
+        for start, end in [*sorted(parts), (filled.get(slot, program.slots[slot].num_bytes), 0)]:
             if start - reached >= ALIGNMENT:
                 raise ProgramError(f"{command.label} leaves bytes {reached}..{start} of {program.slots[slot].name} out")
             reached = max(reached, end)
