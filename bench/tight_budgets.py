@@ -85,7 +85,7 @@ def planned(row: Row) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)), help="numbers of rows")
     rows, args = [], parser.parse_args()
