@@ -1,13 +1,16 @@
 // Moves whole blocks between a file on a drive and memory, past the page cache where the file was opened with O_DIRECT.
 //
 // Pieces are cut into blocks, which threads take one after the other: a drive wants many large requests at once. The
-// threads wait for it, so they are others than those that compute.
+// threads wait for it, so they are others than those that compute. What is read may begin and end anywhere; where that
+// is no border of blocks, a thread reads the blocks around it into a buffer of its own.
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <mutex>
 
@@ -29,6 +32,32 @@ struct DriveFailure {
     int32_t error_number;
 };
 
+// What files opened with O_DIRECT ask of places, sizes and memory at the most.
+constexpr uint64_t kAligned = 4096;
+
+// Blocks on their way to where no file may be read to; one buffer for each thread, for as long as it lives.
+class Buffer {
+ public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { std::free(memory_); }
+
+    // At least num_bytes, a multiple of kAligned; null where there is no memory.
+    char* of(uint64_t num_bytes) {
+        if (num_bytes > num_bytes_) {
+            std::free(memory_);
+            memory_ = std::aligned_alloc(kAligned, num_bytes);
+            num_bytes_ = memory_ == nullptr ? 0 : num_bytes;
+        }
+        return static_cast<char*>(memory_);
+    }
+
+ private:
+    void* memory_ = nullptr;
+    uint64_t num_bytes_ = 0;
+};
+
 class Moving {
  public:
     Moving(int descriptor, const DrivePiece* pieces, uint64_t block_bytes, bool writes, DriveFailure* failure)
@@ -38,7 +67,8 @@ class Moving {
     bool run(uint64_t num_pieces, int num_threads) {
         for (uint64_t i = 0; i < num_pieces && !failed_.load(); ++i) {
             const DrivePiece& piece = pieces_[i];
-            const int64_t blocks = static_cast<int64_t>((piece.num_bytes + block_bytes_ - 1) / block_bytes_);
+            const uint64_t whole = piece.num_bytes + lead(piece);
+            const int64_t blocks = static_cast<int64_t>((whole + block_bytes_ - 1) / block_bytes_);
             flex::parallel_for(
                 blocks, num_threads, [&](int64_t block) { move_block(piece, static_cast<uint64_t>(block)); },
                 flex::Threads::kWaiting);
@@ -47,10 +77,18 @@ class Moving {
     }
 
  private:
+    // Bytes that the first block of a piece is shorter by, so that later ones begin at borders.
+    uint64_t lead(const DrivePiece& piece) const {
+        return block_bytes_ % kAligned == 0 ? piece.offset_bytes % kAligned : 0;
+    }
+
     void move_block(const DrivePiece& piece, uint64_t block) {
-        const uint64_t first = block * block_bytes_;
-        uint64_t left = std::min(block_bytes_, piece.num_bytes - first), position = piece.offset_bytes + first;
+        const uint64_t first = block == 0 ? 0 : block * block_bytes_ - lead(piece);
+        const uint64_t end = std::min((block + 1) * block_bytes_ - lead(piece), piece.num_bytes);
+        uint64_t left = end - first, position = piece.offset_bytes + first;
         char* memory = static_cast<char*>(piece.memory) + first;
+        if (!writes_ && (position | left | reinterpret_cast<uintptr_t>(memory)) % kAligned != 0)
+            return read_around(position, left, memory);
         while (left > 0 && !failed_.load(std::memory_order_relaxed)) {
             const off_t at = static_cast<off_t>(position);
             const ssize_t moved =
@@ -59,6 +97,26 @@ class Moving {
             if (moved <= 0) return fail(position, moved < 0 ? errno : 0);
             memory += moved, position += static_cast<uint64_t>(moved), left -= static_cast<uint64_t>(moved);
         }
+    }
+
+    // Reads bytes that begin or end, in the file or in memory, at no border of blocks.
+    void read_around(uint64_t position, uint64_t num_bytes, char* memory) {
+        static thread_local Buffer buffer;
+        const uint64_t start = position - position % kAligned, needed = position + num_bytes - start;
+        const uint64_t size = (needed + kAligned - 1) / kAligned * kAligned;
+        char* const around = buffer.of(size);
+        if (around == nullptr) return fail(position, ENOMEM);
+        for (uint64_t held = 0; held < needed && !failed_.load(std::memory_order_relaxed);) {
+            const ssize_t moved = pread(descriptor_, around + held, size - held, static_cast<off_t>(start + held));
+            if (moved < 0 && errno == EINTR) continue;
+            if (moved < 0) return fail(std::max(position, start + held), errno);
+            const uint64_t count = static_cast<uint64_t>(moved);
+            // The last block of a file may be short; elsewhere the rest of one is read again, from its border on.
+            const uint64_t kept = held + count >= needed ? count : count - count % kAligned;
+            if (kept == 0) return fail(start + held + count, 0);
+            held += kept;
+        }
+        if (!failed_.load(std::memory_order_relaxed)) std::memcpy(memory, around + (position - start), num_bytes);
     }
 
     void fail(uint64_t position, int error_number) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
@@ -12,6 +12,7 @@ from flexengine.hardware.memory_usage import hold_cublas_workspace
 from flexengine.native import HostBuffer, allocate_host
 from flexengine.native.drive import DriveFile
 from flexengine.native.host_memory import return_large_blocks
+from flexengine.native.linked_files import Holes, LinkedFiles, Region, holes_of
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import ByteRange, Copy
 from flexengine.schedule.slots import Memory, Slot
@@ -49,6 +50,7 @@ class Arenas:
         on_cuda = device.type == "cuda"
         self._buffers: list[HostBuffer] = []
         self.drive: DriveFile | None = None
+        self.linked: LinkedFiles | None = None
         host = self._allocate_host(max(1, host_bytes), page_locked=on_cuda)
         if on_cuda:
             gpu = torch.empty(gpu_bytes, dtype=torch.uint8, device=device)
@@ -78,10 +80,12 @@ class Arenas:
         self.capacity["node"] = shared.numel()
         self._typed["node"] = {t: _whole(shared, t) for t in DTYPES.values()}
 
-    def add_drive(self, opened: Callable[[], DriveFile]) -> None:
-        """Add memory on a drive. What `opened` raises, this does, too; then all memory is given back."""
+    def add_drive(self, opened: Callable[[Holes], DriveFile], regions: Sequence[Region] = ()) -> None:
+        """Add memory on a drive, with holes where other files hold what lies there. What `opened` raises, this does,
+        too; then all memory is given back."""
         try:
-            self.drive = opened()
+            self.linked = LinkedFiles(regions) if regions else None
+            self.drive = opened(holes_of(regions))
         except BaseException:
             self.close()
             raise
@@ -121,6 +125,10 @@ class Arenas:
         assert offset + count * dtype.itemsize <= slot.num_bytes, (
             f"slot {slot.name} has {slot.num_bytes} bytes; a {shape} {dtype} tensor at {offset} does not fit"
         )
+        if slot.memory == "drive" and self.linked is not None:
+            found = self.linked.view(slot.offset + offset, count * dtype.itemsize)
+            if found is not None:
+                return found.view(dtype).view(shape)
         self._note_use(slot.memory)
         start = (slot.offset + offset) // dtype.itemsize
         return self._typed[slot.memory][dtype].as_strided(shape, stride[::-1], start)
@@ -142,8 +150,21 @@ class Arenas:
 
     def settle_drive(self) -> None:
         """Have memory hold nothing of what lies on the drive; views stay."""
-        if self.drive is not None:
-            self.drive.settle()
+        for files in (self.drive, self.linked):
+            if files is not None:
+                files.settle()
+
+    @property
+    def regions(self) -> list[Region]:
+        """Planes on the drive that lie in other files."""
+        return [] if self.linked is None else self.linked.regions
+
+    def relink(self, regions: Sequence[Region]) -> None:
+        """Have the same bytes of other files lie elsewhere on the drive. Raises: DriveError where it lacks room for
+        what was a hole."""
+        if self.linked is not None and self.drive is not None:
+            self.drive.allocate(holes_of(regions))
+            self.linked.place(regions)
 
     def relocate(self, copies: Iterable[Copy]) -> None:
         """Copy one after the other; blocks until the last has ended. Takes RELOCATION_PIECE_BYTES more."""
@@ -176,8 +197,9 @@ class Arenas:
         if self._typed and self.device.type == "cuda":
             self._typed["gpu"][torch.uint8].untyped_storage().resize_(0)
         self._typed.clear()
-        if self.drive is not None:
-            self.drive.close()
+        for files in (self.drive, self.linked):
+            if files is not None:
+                files.close()
         for buffer in self._buffers:
             buffer.close()
         self._buffers.clear()

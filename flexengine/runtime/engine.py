@@ -45,6 +45,7 @@ from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
 from flexengine.runtime.weights.adapters import Begin, start_adapters
+from flexengine.runtime.weights.linked_base import linked_regions, moved_regions
 from flexengine.runtime.weights.loading import fill_weights
 from flexengine.runtime.weights.weight_store import WeightStore, empty_buffers
 from flexengine.schedule.layout import Layout
@@ -89,7 +90,8 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         self.context = open_context(group, layout, device)
         self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
         if layout.drive_bytes:
-            self.arenas.add_drive(partial(open_drive, group, self.settings.offload_dir, layout.drive_bytes))
+            opened = partial(open_drive, group, self.settings.offload_dir, layout.drive_bytes)
+            self.arenas.add_drive(opened, linked_regions(layout, source.weights_folder))
         self.executor = Executor(device, self.arenas, self.settings.order)
         self.state = StepState(LossScale() if plan.request.numerics.scales_loss else None)
         self.measurement = StepMeasurement(self.executor, self.model)
@@ -242,10 +244,13 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
             layout = layout_of(self.model, plan, self.weights.share.rank)
             moves = relocation(self.layout, layout, self.arenas.capacity, self.context.cuts)
             self.context.check_takes(layout)
+            regions, moves = moved_regions(self.arenas.regions, moves)
         with self.context.together():
             self._finish_save()
             self.executor.synchronize()
         self.planes.write_back()
+        with self.context.together():
+            self.arenas.relink(regions)
         self.state.unusable = "a change of plan was interrupted, so its weights are half moved"
         self._forget_programs()
         with self.executor.on_compute_stream():

@@ -31,4 +31,7 @@ def move_blocks(command: Command, program: Program, arenas: Arenas) -> None:
         place, home = program.slots[staged], program.slots[on_drive]
         memory = arenas.bytes_view(place.memory, place.offset + offset, region.num_bytes)
         pieces.append(DrivePiece(home.offset + start, memory))
-    (drive.read if reads else drive.write)(pieces)
+    if reads and arenas.linked is not None:
+        pieces = arenas.linked.read(pieces)
+    if pieces:
+        (drive.read if reads else drive.write)(pieces)

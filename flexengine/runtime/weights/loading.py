@@ -23,6 +23,7 @@ class CheckpointLoader:
 
     def __init__(self, store: WeightStore, reader: CheckpointReader) -> None:
         self._store, self._reader = store, reader
+        self._own = {name: run for name, run in store.own().items() if not store.is_linked(run)}
 
     def load(self) -> None:
         """Read every parameter from a checkpoint and set the optimizer states to zero.
@@ -36,7 +37,7 @@ class CheckpointLoader:
         check_complete(self._store.layout.model, self._reader)
         requests = [
             self._request(name, run, self._reader.tensors[name].dtype)
-            for name, run in self._store.own().items()
+            for name, run in self._own.items()
             if run.source.decode is None and run.whole and not run.param.absent
         ]
         elsewhere = [request for request in requests if not on_host(request)]
@@ -45,7 +46,7 @@ class CheckpointLoader:
             self._store.clear_states()  # after that: while the arena is page-locked, calls of the GPU may have to wait
             if elsewhere:
                 load_staged(self._reader, elsewhere, self._store.arenas.device)
-            for run in self._store.own().values():
+            for run in self._own.values():
                 if run.source.decode is None and run.whole and not run.param.absent:
                     self._store.round_masters(run)
                 if not run.whole:

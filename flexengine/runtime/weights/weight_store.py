@@ -152,6 +152,11 @@ class WeightStore:
         numbered = enumerate(self.runs.items())
         return {name: run for number, (name, run) in numbered if not shared[run.group] or number % size == rank}
 
+    def is_linked(self, run: SourceRun) -> bool:
+        """Whether a source's weights lie in the checkpoint's files alone, which are only read."""
+        slot, linked = self.layout.slots[self.layout.stored_slot("weights", run.group)], self.arenas.linked
+        return slot.memory == "drive" and linked is not None and linked.holds(slot.offset)
+
     def plane(self, kind: PlaneKind, run: SourceRun) -> Tensor | None:
         """Flat view of one plane of a source's elements, or None when the format has no such plane."""
         assert run.whole, "what lies in spans is written and read span by span"
