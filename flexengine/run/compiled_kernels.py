@@ -10,6 +10,7 @@ from typing import Any
 
 from flexengine.api import PlannedRun, build, open_source
 from flexengine.hardware.profile import attention_choices, preferred_attention
+from flexengine.metrics import format_bytes
 from flexengine.optim import OPTIMIZERS, Optimizer
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
@@ -22,12 +23,15 @@ from flexengine.runtime.weights.weight_store import check_checkpoint
 
 
 def built_with_kernels(model: str | Path, planned: PlannedRun, optimizer: Optimizer) -> Engine:
-    """Load the weights of a planned run, and wait for its kernels, which compile meanwhile."""
+    """Load the weights of a planned run, and wait for its kernels, which compile meanwhile; tell where weights stay."""
     with kernels_of(model, planned) as kernels:
         engine = build(planned, optimizer)
         if kernels is not None:
             kernels.wait()
-        return engine
+    if engine.arenas.linked is not None:
+        of_files = format_bytes(engine.arenas.linked.num_bytes)
+        print(f"drive: {of_files} of frozen weights are read from the checkpoint's own files", flush=True)
+    return engine
 
 
 def kernels_of(model: str | Path, planned: PlannedRun) -> CompiledAhead | nullcontext[None]:

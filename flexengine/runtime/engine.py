@@ -91,7 +91,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
         if layout.drive_bytes:
             opened = partial(open_drive, group, self.settings.offload_dir, layout.drive_bytes)
-            self.arenas.add_drive(opened, linked_regions(layout, source.weights_folder))
+            self.arenas.add_drive(opened, linked_regions(layout, source.weights_folder, self.settings.offload_dir))
         self.executor = Executor(device, self.arenas, self.settings.order)
         self.state = StepState(LossScale() if plan.request.numerics.scales_loss else None)
         self.measurement = StepMeasurement(self.executor, self.model)

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from rank_cases import Case, bf16, tied_in_shared_slots
+from rank_cases import BF16, LENGTHS, Case, bf16, steps_of, streamed, tied_in_shared_slots
 from ranks_helper import run_ranks, values_of
 from test_several_ranks import opened
 
@@ -52,6 +52,7 @@ from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.parallel.test_ranks_checker import is_rejected
 from tests.parallel.test_split_transport import Change, changed
 from tests.runtime.test_drive_planes import FAULTS
+from tests.runtime.test_linked_base import CONFIGS, adapted
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
 MIB = 2**20
@@ -69,6 +70,21 @@ def on_drive(plan: Plan, random: Random | None = None, **changes: object) -> Pla
         return GroupPlan(weights, "host", "drive", "cpu")
 
     return replace(plan, groups=tuple(map(home, plan.groups)), touched_only=False, **changes)
+
+
+def train_linked(rank: int, size: int, case: Case, folder: Path) -> tuple[int, list[float]]:
+    with opened(rank, size, case, offload_dir=str(folder)) as engine:
+        return len(engine.arenas.regions), [engine.train_step(step[0])[0].loss for step in case.steps]
+
+
+def test_ranks_read_frozen_weights_in_the_files_of_a_checkpoint(tmp_path: Path):
+    source = adapted(tmp_path, CONFIGS["experts"])
+    case = Case(source, streamed(source, numerics=BF16), steps_of(source.spec.vocab_size, LENGTHS))
+    alone = train_linked(0, 1, case, tmp_path)
+    found = values_of(run_ranks(train_linked, 2, 2, case._replace(drive=True, split=True), tmp_path))
+    assert alone[0] == 0
+    assert found[0][0] > 0
+    assert [losses for _, losses in found] == [alone[1]] * 2
 
 
 @pytest.mark.parametrize(("seed", "transport"), [(0, "split"), (1, "relay"), (2, "split")])

@@ -17,18 +17,29 @@ from flexengine.schedule.shares import ALONE
 from flexengine.schedule.slots import Slot
 
 
-def linked_regions(layout: Layout, folder: Path | None) -> list[Region]:
+def linked_regions(layout: Layout, folder: Path | None, offload_dir: str | None) -> list[Region]:
     """The planes of frozen groups on the drive all of whose bytes lie in a checkpoint's files.
 
-    None where a group's weights are decoded, rounded, stored in fewer bytes, or lack a tensor or rows of one; nor where
-    adapters take parts of the weights out of them, nor without a checkpoint. Raises: CheckpointError, ValueError as
-    `open_checkpoint`.
+    None where these are not on the drive of `offload_dir`, whose rates the plan counts on, or a group's weights are
+    decoded, rounded, stored in fewer bytes, or lack a tensor or rows of one; nor where adapters take parts of the
+    weights out of them, nor without a checkpoint. Raises: CheckpointError, ValueError as `open_checkpoint`.
     """
     lora = layout.model.lora
-    if folder is None or not layout.drive_bytes or (lora is not None and lora.changes_base):
+    if folder is None or offload_dir is None or (lora is not None and lora.changes_base):
         return []
     with open_checkpoint(layout.model, folder) as reader:
+        files = {entry.file for entry in reader.tensors.values()}
+        if any(_drive_of(folder / file) != _drive_of(Path(offload_dir)) for file in files):
+            return []
         return list(_regions(layout, folder, reader.tensors))
+
+
+def _drive_of(path: Path) -> int:
+    """The number of the device that a path lies on, or will."""
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    return there.stat().st_dev
 
 
 def _regions(layout: Layout, folder: Path, tensors: dict[str, TensorEntry]) -> Iterator[Region]:
