@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -44,8 +45,11 @@ int main() {
         const DrivePiece out[] = {{500, 60000, written.data()}, {0, 0, nullptr}, {60500, 40000, &written[60000]}};
         expect(flex_drive_move(file, out, 3, threads, 4096, 1, &failure) == 0, "write");
         const DrivePiece in = {500, read.size(), read.data()};
-        expect(flex_drive_move(file, &in, 1, threads, 999, 0, &failure) == 0, "read");
-        expect(read == written, "contents");
+        for (uint64_t block : {999, 8192}) {
+            std::fill(read.begin(), read.end(), 0);
+            expect(flex_drive_move(file, &in, 1, threads, block, 0, &failure) == 0, "read");
+            expect(read == written, "contents");
+        }
     }
     const DrivePiece beyond = {100000, 1000, read.data()};
     expect(flex_drive_move(file, &beyond, 1, 3, 100, 0, &failure) == -3, "a read beyond the end fails");

@@ -52,6 +52,9 @@ def test_what_was_written_is_read_and_mapped(library, file):
     found = random_memory()
     file.read([DrivePiece(0, found)])
     assert torch.equal(found, expected)
+    file.read([DrivePiece(SIZE - 90_007, found[3:90_010])])  # between borders, up to the end
+    assert torch.equal(found[3:90_010], expected[SIZE - 90_007 :])
+    assert torch.equal(found[90_010:], expected[90_010:])
     file.zero(8 * BLOCK_BYTES, 2 * BLOCK_BYTES)
     file.read([DrivePiece(8 * BLOCK_BYTES, found[: 3 * BLOCK_BYTES])])
     assert not found[: 2 * BLOCK_BYTES].any()
