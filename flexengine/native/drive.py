@@ -65,7 +65,7 @@ class BlockFile:
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._tensor: Tensor | None = torch.frombuffer(self._mapping, dtype=torch.uint8)[:num_bytes]
         self._mapped_is_touched, self._settling = False, threading.Lock()
-        self._trim = MappingTrim(self._tensor, descriptor)
+        self._trim = MappingTrim(self._tensor, descriptor, self)
 
     @property
     def tensor(self) -> Tensor:
@@ -100,8 +100,7 @@ class BlockFile:
 
     def close(self) -> None:
         """Give the bytes back; a second call does nothing. No view may be used afterwards."""
-        if self._descriptor >= 0:
-            self._trim.end()
+        self._trim.close()
         self._tensor = None
         with contextlib.suppress(BufferError):  # somebody holds a view: the mapping goes with it
             self._mapping.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -20,12 +21,14 @@ class MappingTrim:
     """While started, gives the pages of a shared mapping back to the page cache all the time, and has the drive take
     what the cache holds. Nobody who reads or writes through the mapping sees it: a page comes back when it is touched.
 
-    mapped: the mapping's bytes; descriptor: of its file.
+    mapped: the mapping's bytes, which stay mapped until `close`: what came to lie at their addresses afterwards would
+    be lost. descriptor: of its file. owner: at whose end it ends, too.
     """
 
-    def __init__(self, mapped: Tensor, descriptor: int) -> None:
-        self._place, self._descriptor = (mapped.data_ptr(), mapped.numel()), descriptor
+    def __init__(self, mapped: Tensor, descriptor: int, owner: object) -> None:
+        self._mapped, self._descriptor = mapped, descriptor
         self._ended, self._threads = threading.Event(), ()
+        weakref.finalize(owner, self._ended.set)
 
     def start(self) -> None:
         """Begin; a second call before `end` does nothing."""
@@ -50,6 +53,11 @@ class MappingTrim:
         self._release()
         self._write_back()
 
+    def close(self) -> None:
+        """End, and let go of the mapping; a second call does nothing."""
+        self.end()
+        self._mapped = self._mapped.new_empty(0)
+
     def _repeat(self, work: Callable[[], None], period_s: float) -> None:
         with suppress(OSError):  # a drive that fails says so to whoever settles
             while not self._ended.wait(period_s):
@@ -58,7 +66,7 @@ class MappingTrim:
     def _release(self) -> None:
         madvise = getattr(ctypes.CDLL(None), "madvise", None)
         if madvise is not None:  # called so that other threads run meanwhile, which mmap.madvise does not let them
-            madvise(ctypes.c_void_p(self._place[0]), ctypes.c_size_t(self._place[1]), _DONTNEED)
+            madvise(ctypes.c_void_p(self._mapped.data_ptr()), ctypes.c_size_t(self._mapped.numel()), _DONTNEED)
 
     def _write_back(self) -> None:
         os.fsync(self._descriptor)

@@ -1,5 +1,7 @@
 """A scratch file on a drive, with the library and without, past the page cache and through it."""
 
+import gc
+import mmap
 import os
 import time
 from pathlib import Path
@@ -86,6 +88,21 @@ def test_memory_holds_little_of_a_mapping_that_is_in_use(tmp_path):
     assert torch.equal(found.view(torch.int64), expected)
     file.touched()
     file.close()
+
+
+def test_a_file_that_nobody_closed_leaves_other_memory_alone(tmp_path):
+    """What comes to lie where its mapping lay keeps its bytes."""
+    file = DriveFile(tmp_path, 4 << 20)
+    file.touched()
+    ended = file._trim._threads
+    del file
+    gc.collect()
+    others = [mmap.mmap(-1, 4 << 20) for _ in range(8)]
+    for other in others:
+        other.write(b"\1" * (4 << 20))
+    for thread in ended:
+        thread.join()
+    assert all(other[:] == b"\1" * (4 << 20) for other in others)
 
 
 def test_a_folder_is_empty_while_the_file_is_there(tmp_path):
