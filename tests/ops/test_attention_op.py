@@ -189,8 +189,8 @@ def test_slices_pay_for_sums_over_blocks_of_earlier_keys():
     assert [block_tokens_of(tokens) for tokens in (1, 4096, 5000, 16384, 20000)] == [4, 16384, 15000, 16384, 20000]
     op = make(32, 8, 128)
     for work, columns in ((op.forward_work, 0), (op.backward_input_work, 2 * 8 * 128)):
-        whole, slices = work(4096, 4096, 2), work(4096, 4096 + 2 * 16384, 2)  # earlier keys: 16384 on average
-        sums = 1.5 * 10 * 4096 * 32 * 128 + 12 * 4096 * 32 * 128 + 10 * 16384 * columns
+        whole, slices = work(4096, 4096, 2), work(4096, 4096 + 2 * 16384, 2)  # 16384 earlier keys
+        sums = 10 * 4096 * 32 * 128 + 12 * 4096 * 32 * 128 + 10 * 16384 * columns
         assert slices.memory_bytes == whole.memory_bytes + sums
         assert slices.kernels > whole.kernels
     keys = (16384 - 4096) * 2 * (32 + 8) * 128 * 2

@@ -55,12 +55,15 @@ class KeyValueWindow:
 
 
 def work_of_blocks(tokens: int, seq_len: int, columns: int, key_columns: int, compute_bytes: int) -> Work:
-    """What calls for blocks of earlier keys add to the sums of a slice of `tokens` tokens, on average over a sequence:
-    `columns` of its rows for each block, and in backward `key_columns` of the block's."""
-    if seq_len <= tokens:
+    """What calls for blocks of earlier keys add to the sums of a slice: `columns` of its rows for each block, and in
+    backward `key_columns` of the block's.
+
+    seq_len: of a slice its tokens and twice the earlier keys, as rounds are priced; whole sequences have none.
+    """
+    earlier = max(0, seq_len - tokens) // 2
+    blocks = -(-earlier // block_tokens_of(tokens))
+    if not blocks:
         return Work()
-    earlier = (seq_len - tokens) / 2
-    blocks = earlier / block_tokens_of(tokens) + 0.5  # the last block has half of its keys
     added, turned = compute_bytes + 2 * SUM_BYTES, 2 * (compute_bytes + SUM_BYTES)
     moved = tokens * columns * (blocks * added + turned) + earlier * key_columns * added
-    return Work(memory_bytes=moved, kernels=round(blocks) * (4 if key_columns else 2) + 2)
+    return Work(memory_bytes=float(moved), kernels=blocks * (4 if key_columns else 2) + 2)
