@@ -12,8 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, use_kernel
+from flexengine.ops.base import FLOAT64_BYTES, OpEnv, TensorSpec, Work, use_kernel
 from flexengine.ops.linear_shape import LinearShape
+from flexengine.ops.priced import PricedByHalf
 from flexengine.ops.products import write_product
 
 BIAS_GRAD_PARTIALS = 256
@@ -97,7 +98,7 @@ def accumulate_bias_grad(acc: Tensor, grad_y: Tensor, first: bool) -> None:
     acc.copy_(total) if first else acc.add_(total)
 
 
-class Linear(Op):
+class Linear(PricedByHalf):
     """y = x @ weight.T + bias; with `residual`, y = residual + x @ weight.T + bias.
 
     With a residual the sum is taken in the accumulator of the product and rounded once, and the gradient of the
@@ -203,15 +204,10 @@ class Linear(Op):
         d, f = self.in_features, self.out_features
         return Work(matmul_flops=2.0 * tokens * d * f, kernels=1)
 
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        copies = self.residual is not None and self.start is None
-        extra = 2.0 * tokens * self.out_features * compute_bytes if copies else 0.0
-        return self._product(tokens).plus(Work(memory_bytes=extra, kernels=int(extra > 0)))
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._product(tokens)
-
-    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        bias = Work(memory_bytes=float(tokens * self.out_features * compute_bytes), kernels=2)
-        product = self._product(tokens)
-        return product if self.bias is None else product.plus(bias)
+    def half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
+        work, y_bytes = self._product(tokens), float(tokens * self.out_features * compute_bytes)
+        if half == "forward" and self.residual is not None and self.start is None:
+            work = work.plus(Work(memory_bytes=2 * y_bytes, kernels=1))
+        if half == "weight" and self.bias is not None:
+            work = work.plus(Work(memory_bytes=y_bytes, kernels=2))
+        return work

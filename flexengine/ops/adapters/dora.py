@@ -153,30 +153,20 @@ class Magnitude(Linear):
         own = max(in_plain_width(self.workspace_bytes(tokens, FLOAT64_BYTES), compute_bytes), widened)
         return own + (norms + block if compute_bytes == 2 else 0)
 
-    def _work(self, tokens: int, passes: int, dropped: int, compute_bytes: int) -> Work:
-        """The large product, one with B, and so many passes over outputs, of which a wide one counts twice.
-
-        dropped: passes over tensors like x, where there is dropout.
-        """
+    def half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
+        """The large product, one with B, and passes over outputs, of which a wide one counts twice. Gains take norms,
+        and with dropout the large product once more, of what it leaves."""
+        passes = {"forward": 15 if self.residual is None else 20, "input": 4, "weight": 19}[half]
+        work, product = self.adapters.up_work(tokens, 1, compute_bytes), self._product(tokens)
+        if half != "weight":
+            work = work.plus(self.adapters.norm_work(compute_bytes, 10, 3))
+            if self.dropout.probability:
+                passes, product = passes + 3, product.times(2)
+        if half == "input" and self.dropout.probability:
+            work = work.plus(self.adapters.down_work(tokens, 2, compute_bytes))
         moved = Work(memory_bytes=float(passes * tokens * self.out_features * compute_bytes), kernels=passes)
-        work = self._product(tokens).plus(self.adapters.up_work(tokens, 1, compute_bytes)).plus(moved)
-        return work.plus(self.dropout.work(tokens, dropped, compute_bytes))
-
-    def _work_with_gains(self, tokens: int, passes: int, dropped: int, compute_bytes: int) -> Work:
-        """The same with norms, and with dropout the large product once more, of what it leaves."""
-        twice = int(self.dropout.probability > 0)
-        work = self._work(tokens, passes + 3 * twice, dropped, compute_bytes)
-        return work.plus(self._product(tokens).times(twice)).plus(self.adapters.norm_work(compute_bytes, 10, 3))
-
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work_with_gains(tokens, 15 if self.residual is None else 20, 2, compute_bytes)
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._work_with_gains(tokens, 4, 4, compute_bytes)
-        return work.plus(self.adapters.down_work(tokens, 2, compute_bytes)) if self.dropout.probability else work
-
-    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, 19, 2, compute_bytes)
+        dropped = self.dropout.work(tokens, 4 if half == "input" else 2, compute_bytes)
+        return work.plus(product).plus(moved).plus(dropped)
 
     def model_flops(self, seq_len: int) -> float:
         """The frozen product forward and for the gradient of x, that of B once more for its own gradient."""

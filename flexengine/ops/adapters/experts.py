@@ -108,17 +108,15 @@ class GroupedLoraUp(GroupedLinear):
         flops = 2.0 * rows * self.out_features * self.width
         return Work(memory_bytes=num_bytes, kernels=kernels, grouped_flops=flops)
 
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return super().forward_work(tokens, seq_len, compute_bytes).plus(self._up_work(tokens, compute_bytes, 0, 3))
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = super().backward_input_work(tokens, seq_len, compute_bytes)
+    def half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
+        if half == "weight":
+            accumulators = Work(memory_bytes=16.0 * self.spread.elements(0))
+            return self._up_work(tokens, compute_bytes, 1, 5).plus(accumulators)
+        work = super().half_work(half, tokens, compute_bytes)
+        if half == "forward":
+            return work.plus(self._up_work(tokens, compute_bytes, 0, 3))
         work = work.plus(self._up_work(tokens, compute_bytes, 1, 3))
         return work.plus(self.adapters.down_work(tokens, 0, compute_bytes))
-
-    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        accumulators = Work(memory_bytes=16.0 * self.spread.elements(0))
-        return self._up_work(tokens, compute_bytes, 1, 5).plus(accumulators)
 
     def model_flops(self, seq_len: int) -> float:
         """The frozen product forward and for the gradient of x, that of B once more for its own gradient."""
@@ -198,13 +196,9 @@ class GroupedMagnitude(GroupedLoraUp):
         widened = 4 * (elements + tokens * self.per_token * self.out_features) if compute_bytes == 2 else 0
         return super().plain_workspace_bytes(tokens, compute_bytes) + widened
 
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return super().forward_work(tokens, seq_len, compute_bytes).plus(self.adapters.norm_work(compute_bytes, 12, 2))
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = super().backward_input_work(tokens, seq_len, compute_bytes)
-        return work.plus(self.adapters.norm_work(compute_bytes, 12, 2)).plus(self._pass(tokens, compute_bytes).times(4))
-
-    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = super().backward_weight_work(tokens, seq_len, compute_bytes).plus(self._work(tokens))
-        return work.plus(self._up_work(tokens, compute_bytes, 0, 3)).plus(self._pass(tokens, compute_bytes).times(5))
+    def half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
+        passes = self._pass(tokens, compute_bytes).times({"forward": 0, "input": 4, "weight": 5}[half])
+        work = super().half_work(half, tokens, compute_bytes).plus(passes)
+        if half != "weight":
+            return work.plus(self.adapters.norm_work(compute_bytes, 12, 2))
+        return work.plus(self._work(tokens)).plus(self._up_work(tokens, compute_bytes, 0, 3))

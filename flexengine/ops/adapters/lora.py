@@ -18,13 +18,14 @@ from torch import Tensor
 from flexengine.ops.adapters.dropout import NO_DROPOUT, Dropout
 from flexengine.ops.adapters.lora_grads import accumulate_up_grad, in_one_pass, partial_sums, write_grad_low
 from flexengine.ops.adapters.low_rank import Adapters
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import OpEnv, TensorSpec, Work
 from flexengine.ops.experts.grouped_products import grouped_product, grouped_weight_gradient
 from flexengine.ops.linear import accumulate_weight_grad, sum_to_start_from, widened_bytes
+from flexengine.ops.priced import PricedByHalf
 from flexengine.ops.products import use_product_kernel
 
 
-class LoraDown(Op):
+class LoraDown(PricedByHalf):
     """low = scale * drop(x) @ A.T; of experts x @ A[e].T, and what multiplies low has the scale.
 
     What stands for the gradient of low is that of x @ A.T.
@@ -91,15 +92,13 @@ class LoraDown(Op):
         # any expert may get all tokens, whose rows are widened
         return 4 * tokens * (self.adapters.in_features + self.adapters.width) if compute_bytes == 2 else 0
 
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self.adapters.down_work(tokens, 1, compute_bytes).plus(self.dropout.work(tokens, 2, compute_bytes))
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self.adapters.down_work(tokens, 2, compute_bytes).plus(self.dropout.work(tokens, 4, compute_bytes))
-
-    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work, of = self.forward_work(tokens, seq_len, compute_bytes), self.adapters.experts
-        accumulators = 8.0 * of.num_experts * self.adapters.width * self.adapters.in_features if of else 0.0
+    def half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
+        adapters, passes = self.adapters, 2 if half == "input" else 1
+        work = adapters.down_work(tokens, passes, compute_bytes)
+        work = work.plus(self.dropout.work(tokens, 2 * passes, compute_bytes))
+        if half != "weight" or adapters.experts is None:
+            return work
+        accumulators = 8.0 * adapters.experts.num_experts * adapters.width * adapters.in_features
         return work.plus(Work(memory_bytes=accumulators))
 
     def model_flops(self, seq_len: int) -> float:
@@ -119,7 +118,7 @@ def add_product(start: Tensor | None, low: Tensor, up: Tensor, out: Tensor) -> N
         torch.addmm(start, low, up.t(), out=out)
 
 
-class LoraUp(Op):
+class LoraUp(PricedByHalf):
     """out = start + low @ B.T in the columns of adapted modules, and start in the others; the gradient of out passes.
 
     start: a tensor (a residual, or in place what the frozen product wrote), plus `bias` where it has one, or nothing.
@@ -178,15 +177,11 @@ class LoraUp(Op):
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return widened_bytes(tokens, max(self.adapters.widths), self.adapters.rank, compute_bytes)
 
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self.adapters.up_work(tokens, 2, compute_bytes)
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self.adapters.up_work(tokens, 1, compute_bytes)
-        if self.sums is None:
+    def half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
+        work = self.adapters.up_work(tokens, 2 if half == "forward" else 1, compute_bytes)
+        if half == "forward" or self.sums is None:
             return work
-        work = work.plus(self.adapters.up_work(tokens, 0, compute_bytes))
-        return work.plus(self.sums.write_work(tokens))._replace(kernels=2)
-
-    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self.adapters.up_work(tokens, 1, compute_bytes) if self.sums is None else self.sums.add_work()
+        if half == "weight":
+            return self.sums.add_work()
+        both = work.plus(self.adapters.up_work(tokens, 0, compute_bytes))  # gradients, in one pass
+        return both.plus(self.sums.write_work(tokens))._replace(kernels=2)

@@ -31,10 +31,11 @@ from flexengine.ops.experts.grouped_products import (
 from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.fp8_scaling import MULTIPLE
 from flexengine.ops.glu import Activation, glu_backward, glu_forward
+from flexengine.ops.priced import PricedByHalf
 from flexengine.ops.row_range import own_bounds, part_of
 
 
-class GroupedLinear(Op):
+class GroupedLinear(PricedByHalf):
     """y [T, K * F]: every row times the weight [E, F, D] (transposed: [E, D, F]) of its expert, plus its bias [E, F].
 
     With the rows' weights [R] a row's bias is multiplied by its weight, whose gradient is grad_y . bias[e].
@@ -159,20 +160,14 @@ class GroupedLinear(Op):
         """Work of reading grad_y once more."""
         return Work(memory_bytes=float(tokens * self.per_token * self.out_features * compute_bytes), kernels=1)
 
-    def _half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
-        return self._fp8(half).work(tokens, compute_bytes) if self.fp8 else self._work(tokens)
-
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._half_work("forward", tokens, compute_bytes)
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._half_work("input", tokens, compute_bytes)
-        return work if self.row_weight is None else work.plus(self._pass(tokens, compute_bytes))
-
-    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        accumulators = 4.0 * self.num_experts * self.in_features * self.out_features
-        work = self._work(tokens).plus(Work(memory_bytes=2 * accumulators))
-        return work if self.bias is None else work.plus(self._pass(tokens, compute_bytes))
+    def half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
+        reads_again = {"forward": False, "input": self.row_weight is not None, "weight": self.bias is not None}[half]
+        if half == "weight":
+            accumulators = 4.0 * self.num_experts * self.in_features * self.out_features
+            work = self._work(tokens).plus(Work(memory_bytes=2 * accumulators))
+        else:
+            work = self._fp8(half).work(tokens, compute_bytes) if self.fp8 else self._work(tokens)
+        return work.plus(self._pass(tokens, compute_bytes)) if reads_again else work
 
 
 class WeightedGLU(Op):
