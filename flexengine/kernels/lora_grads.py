@@ -5,7 +5,7 @@ grad_B = grad_y.T @ low. Each is a sum over the other's rows, so that programs w
 here add up in a fixed order. Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -20,6 +20,19 @@ MOST_MODULES = 3  # of one call: queries, keys and values
 _ROWS = 64  # tokens at a time: as many rows as a tensor core product takes
 _LEAST_RANKS = 16  # of a tensor core product
 _SUMMED = 4096  # partial sums that a program adds up at a time
+
+
+def runs(spans: Sequence[range], columns: int) -> Iterator[range]:
+    """Numbers of modules, by their columns of grad_y, that one call of `write_gradients` takes together.
+
+    Their columns lie side by side, and no partial sum for low, of so many columns, has those of two of them.
+    """
+    first = 0
+    for number, span in enumerate(spans, 1):
+        together = number < len(spans) and spans[number].start == span.stop and number - first < MOST_MODULES
+        if not together or len(span) % columns:
+            yield range(first, number)
+            first = number
 
 
 def write_gradients(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexengine.kernels import lora_grads
-from flexengine.ops.adapters.lora_grads import MOST_RANK, partial_sums, runs
+from flexengine.ops.adapters.lora_grads import MOST_RANK, partial_sums
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
 from tests.adapter_ops import adapted, run_ops
@@ -77,9 +77,9 @@ def test_a_layer_has_the_gradients_of_separate_passes(before_a_unit, columns, ch
 def test_modules_share_a_call_where_no_sum_is_of_two(widths, expected):
     ends = list(itertools.accumulate(widths))
     spans = [range(end - width, end) for width, end in zip(widths, ends, strict=True)]
-    assert [len(numbers) for numbers in runs(spans)] == expected
+    assert [len(numbers) for numbers in lora_grads.runs(spans, 256)] == expected
     apart = [range(own.start + 256 * number, own.stop + 256 * number) for number, own in enumerate(spans)]
-    assert [len(numbers) for numbers in runs(apart)] == [1] * len(widths)
+    assert [len(numbers) for numbers in lora_grads.runs(apart, 256)] == [1] * len(widths)
 
 
 def test_large_ranks_take_a_pass_for_each_gradient():

@@ -6,7 +6,6 @@ pass writes partial sums (kernels/lora_grads.py): for low by COLUMNS columns, fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,8 +21,6 @@ SPANS = 16
 columns, and take more memory. The number must depend on nothing, or the sums would."""
 COLUMNS = 256
 """Columns of a partial sum for low. Fewer take more memory for partial sums, more take more registers."""
-MOST_MODULES = 3
-"""Modules of one call: queries, keys and values."""
 MOST_RANK = 32
 """Largest rank; beyond, the sums for B do not fit a program's registers, and each gradient takes its own pass."""
 
@@ -39,7 +36,7 @@ class PartialSums(NamedTuple):
         from flexengine.kernels import lora_grads  # noqa: PLC0415 (Triton is imported when first used)
 
         up, grad_low, rank = env.p[adapters.up], env.g[adapters.low.name], adapters.rank
-        for numbers in runs(adapters.rows):
+        for numbers in lora_grads.runs(adapters.rows, COLUMNS):
             ends = zip(adapters.modules[numbers[0]], adapters.modules[numbers[-1]], strict=True)
             columns, lows, rows = (slice(first.start, last.stop) for first, last in ends)
             widths = adapters.widths[numbers.start : numbers.stop]
@@ -77,19 +74,6 @@ def partial_sums(name: str, widths: tuple[int, ...], rank: int) -> PartialSums |
 def in_one_pass(grad_y: Tensor) -> bool:
     """Whether the kernel runs: for 16 bits, since a tile of 32 takes more shared memory than consumer cards have."""
     return use_product_kernel(grad_y) and grad_y.element_size() == 2
-
-
-def runs(spans: Sequence[range]) -> Iterator[range]:
-    """Numbers of modules, by their columns, that one call of the kernel takes together.
-
-    Their columns lie side by side, and no partial sum for low has columns of two of them.
-    """
-    first = 0
-    for number, span in enumerate(spans, 1):
-        together = number < len(spans) and spans[number].start == span.stop and number - first < MOST_MODULES
-        if not together or len(span) % COLUMNS:
-            yield range(first, number)
-            first = number
 
 
 def write_grad_low(adapters: Adapters, grad_y: Tensor, up: Tensor, grad_low: Tensor) -> None:
