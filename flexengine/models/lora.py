@@ -35,7 +35,8 @@ PEFT_PREFIX = "base_model.model."
 """What PEFT writes before the names of a model's modules."""
 
 IN_ONE_TENSOR = "qwen3_5_moe"
-"""The start of the families whose published checkpoints hold all experts of a layer in one tensor."""
+"""The start of the families whose published checkpoints hold all experts of a layer in one tensor: its name is that of
+their adapters, also where a checkpoint names experts one by one."""
 INNER = "gate_up_proj"
 """Of both tensors of such experts, the one that PEFT wraps first."""
 MEANT_BY = {"linear": (ALL_LINEAR, EVERYTHING), **dict.fromkeys(("expert", "experts"), (ALL_EXPERTS, EVERYTHING))}
@@ -83,7 +84,7 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
 
     Raises: ValueError for a target that no linear layer of the blocks has, or adapters that cannot be.
     """
-    named = with_named_experts(model)
+    named = model.with_fused_tensors() if model.family.startswith(IN_ONE_TENSOR) else model
     targeted = _targeted(named, lora)
     if any(isinstance(op, GroupedLinear) for found in targeted for op in found):
         model = named  # a checkpoint may hold experts without adapters one by one
@@ -314,13 +315,6 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
             tensors = (model.param_of(layer, name).sources for name in own.params)
             for (module, weight), *parts in zip(adapted, *tensors, strict=True):
                 yield Adapter(module, weight, own.transposed, *parts)
-
-
-def with_named_experts(model: ModelSpec) -> ModelSpec:
-    """Name the experts' weights of a family as its published checkpoints do, whose tensors adapters are named by."""
-    if not model.family.startswith(IN_ONE_TENSOR):
-        return model
-    return model.with_params(lambda param: replace(param, sources=(param.fused,)) if param.fused else param)
 
 
 def _file_module(module: Module, nested: bool) -> str:

@@ -43,11 +43,11 @@ def file_targets(model: ModelSpec) -> Targets:
     linear = {adapter.module.name for adapter in found if adapter.module.kind not in ("experts", "router")}
     experts = {module for module in linear if EXPERT.search(module)}
     by_parameter, stacked = _taken_for_experts(model, linear), set[str]()
-    if model.family not in TRANSLATED and not _in_part({_short(module) for module in experts}):
+    if model.family not in TRANSLATED and not _in_part({_end(module, 1) for module in experts}):
         # PEFT leaves these targets as they are, so that files name the tensors that transformers has.
-        stacked, linear = {f"experts.{STACKED[_short(module)]}" for module in experts}, linear - experts
+        stacked, linear = {f"experts.{STACKED[_end(module, 1)]}" for module in experts}, linear - experts
     modules, of_tensors = linear - by_parameter, {name.removesuffix(".weight") for name in tensors}
-    named = _shortest(modules, weights - modules, lambda module: [_short(module), *EXPERT.findall(module)])
+    named = _shortest(modules, weights - modules, lambda module: [_end(module, 1), *EXPERT.findall(module)])
     of_parameters = _shortest(by_parameter, weights - linear, lambda module: [_end(module)])
     return Targets(
         {name.replace(OLDER["prefix"], "language_model") for name in named},  # the end of its name in transformers
@@ -62,7 +62,7 @@ def file_targets(model: ModelSpec) -> Targets:
 
 def _shortest(names: Collection[str], others: Collection[str], ends: Callable[[str], list[str]]) -> set[str]:
     """Name each by the first of its ends that no other module's name has, or in full where there is none."""
-    taken = {end for other in others for end in (_short(other), _end(other), *EXPERT.findall(other))}
+    taken = {end for other in others for end in (_end(other, 1), _end(other), *EXPERT.findall(other))}
     return {next((end for end in ends(name) if end.removesuffix(".weight") not in taken), name) for name in names}
 
 
@@ -71,7 +71,7 @@ def unread_by_peft(model: ModelSpec) -> str | None:
     if model.lora is None:
         return None
     linear = {adapter.module.name for adapter in adapters(model)}
-    of_experts = sorted({_short(module) for module in linear if EXPERT.search(module)})
+    of_experts = sorted({_end(module, 1) for module in linear if EXPERT.search(module)})
     taken = _taken_for_experts(model, linear)
     others = [m for m in sorted(linear) if any(part in f"{m}." for part in CALLED_OTHERWISE.get(model.family, ()))]
     if others:
@@ -96,7 +96,7 @@ def _taken_for_experts(model: ModelSpec, linear: Collection[str]) -> set[str]:
     """Those of the linear layers that PEFT would take for experts."""
     if model.family not in TRANSLATED:
         return set()
-    return {module for module in linear if _short(module) in STACKED and not EXPERT.search(module)}
+    return {module for module in linear if _end(module, 1) in STACKED and not EXPERT.search(module)}
 
 
 def _weights(model: ModelSpec) -> set[str]:
@@ -109,9 +109,5 @@ def _weights(model: ModelSpec) -> set[str]:
     return {name.removesuffix(".weight") for name in names}
 
 
-def _end(name: str) -> str:
-    return ".".join(name.rsplit(".", 2)[-2:])
-
-
-def _short(module: str) -> str:
-    return module.rpartition(".")[2]
+def _end(name: str, parts: int = 2) -> str:
+    return ".".join(name.rsplit(".", parts)[-parts:])

@@ -313,6 +313,10 @@ class ModelSpec:
 
         return self.with_params(renamed)
 
+    def with_fused_tensors(self) -> ModelSpec:
+        """The model of a checkpoint that holds all parameters that may be one fused tensor as such."""
+        return self.with_params(lambda param: replace(param, sources=(param.fused,)) if param.fused else param)
+
     def with_params(self, changed: Callable[[ParamSpec], ParamSpec]) -> ModelSpec:
         """The model with its parameters described otherwise."""
         groups = (replace(group, params=tuple(map(changed, group.params))) for group in self.groups)
