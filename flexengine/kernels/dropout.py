@@ -1,4 +1,4 @@
-"""Dropout by counted draws in one pass over memory; the fused twin of `flexengine.ops.adapters.dropout.drop`."""
+"""Dropout by counted draws in one pass over memory; the fused twin of `flexengine.ops.dropout.drop`."""
 
 import triton
 import triton.language as tl

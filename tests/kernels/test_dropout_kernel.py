@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexengine.kernels.dropout import drop_
-from flexengine.ops.adapters.dropout import drop_threshold
+from flexengine.ops.dropout import drop_threshold
 from flexengine.random_bits import random_bits16, stream_keys
 
 

@@ -32,9 +32,9 @@ from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import build_model, open_model
-from flexengine.ops.adapters.dropout import drop
 from flexengine.ops.adapters.lora import LoraDown
 from flexengine.ops.base import DropoutDraws
+from flexengine.ops.dropout import drop
 from flexengine.optim import AdamW
 from flexengine.options.job import Job
 from flexengine.options.lora import ALL_LINEAR

@@ -6,8 +6,8 @@ from engine_helpers import ON_GPU, build_engine, make_plan, random_batch, random
 from family_configs import experts
 
 from flexengine.models.matmul_dtype import check_matmul_dtype
-from flexengine.ops.adapters.dropout import drop
 from flexengine.ops.base import DropoutDraws
+from flexengine.ops.dropout import drop
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE, GRADIENT_DTYPE
 from flexengine.ops.linear import Linear
