@@ -17,7 +17,10 @@ def use_product_kernel(tensor: Tensor) -> bool:
 
 
 def write_product(out: Tensor, a: Tensor, b: Tensor, added: bool) -> None:
-    """out = a @ b, or with `added` out += a @ b. Where out is wider than a and b, CUDA sums straight into it."""
+    """out = a @ b, or with `added` out += a @ b. Where out is wider than a and b, CUDA sums straight into it, and the
+    CPU widens both first."""
+    if a.dtype != out.dtype and not a.is_cuda:
+        a, b = wide(a), wide(b)
     kind: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     torch.addmm(out, a, b, out=out, **kind) if added else torch.mm(a, b, out=out, **kind)
 

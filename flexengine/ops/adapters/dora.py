@@ -85,8 +85,6 @@ class Magnitude(Linear):
     def _large_product(self, env: OpEnv, x: Tensor, block: Slices, added: bool = False) -> Tensor:
         """Columns of x @ W.T, wide, in the buffer of products; added: on top of what that holds."""
         weight, product = self._matrix(env)[block.columns].t(), self._buffer(env, self.product, block)
-        if x.dtype != product.dtype and not x.is_cuda:
-            x, weight = wide(x), wide(weight)
         write_product(product, x, weight, added)
         return product
 
