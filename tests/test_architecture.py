@@ -337,7 +337,7 @@ MOST_LINES = {"class": 250, "function": 50, "module": 400}
 MOST_PARAMETERS = 8
 """Of functions; what makes a value takes as many as it has fields, and a kernel as many as it has tensors."""
 MOST_ROOT_MODULES = 14
-MOST_LINES_OF_ADAPTERS = 1469
+MOST_LINES_OF_ADAPTERS = 1450
 TOO_LARGE = {
     "ops/base.py": 406,
     "run/trainer.py": 436,

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from flexengine.checkpoint.expressions import full_matches
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.lora_layers import with_adapters
-from flexengine.models.saved_modules import edge_modules, is_saved, saved_tensors, with_saved_modules
+from flexengine.models.saved_modules import edge_modules, is_saved, with_saved_modules
 from flexengine.models.spec import ADAPTER_CLASS, GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource, divided
 from flexengine.ops.adapters.lora import LoraDown
 from flexengine.ops.adapters.low_rank import Adapters, OfExperts
@@ -35,8 +35,7 @@ PEFT_PREFIX = "base_model.model."
 """What PEFT writes before the names of a model's modules."""
 
 IN_ONE_TENSOR = "qwen3_5_moe"
-"""The start of the families whose published checkpoints hold all experts of a layer in one tensor: its name is that of
-their adapters, also where a checkpoint names experts one by one."""
+"""The start of the families whose published checkpoints, and so adapters, have all experts of a layer in one tensor."""
 INNER = "gate_up_proj"
 """Of both tensors of such experts, the one that PEFT wraps first."""
 MEANT_BY = {"linear": (ALL_LINEAR, EVERYTHING), **dict.fromkeys(("expert", "experts"), (ALL_EXPERTS, EVERYTHING))}
@@ -101,9 +100,8 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
     given = placing(layers[0].ops).given if model.given is not None else None
     adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers), given=given)
     _check(adapted, lora)
-    beneath = set(range(len(model.groups)))
     adapted, whole = with_saved_modules(adapted, lora.modules_to_save)
-    beneath |= {i for i, group in enumerate(adapted.groups) if group.name.startswith("frozen.")}
+    beneath = {i for i, group in enumerate(adapted.groups) if not group.name.startswith("adapter.")}
     return freeze_groups(adapted, beneath - whole)
 
 
@@ -119,12 +117,11 @@ def _adapters(op: _Target, modules: Sequence[Module], lora: LoRA) -> Adapters:
 
 def _group(layer: LayerSpec, ops: tuple[Op, ...], own: dict[Adapters, tuple[Module, ...]]) -> GroupSpec:
     """Describe the group of a layer's adapters, which belong to these modules; ops: with them."""
-    together = [modules for modules in own.values() if modules[0].kind == "experts"]
-    nested = len(together) == 2
-    params = tuple(param for each, modules in own.items() for param in _params(each, modules, nested))
+    stacks = sum(modules[0].kind == "experts" for modules in own.values())
+    params = tuple(param for each, modules in own.items() for param in _params(each, modules, nested=stacks == 2))
     if layer.kind != "block":  # a tower's are planned as its weights are
         return GroupSpec("adapter.tower", f"tower {ADAPTER_CLASS}", params)
-    divisions, cut = (1, ()) if together else divided(ops, params)
+    divisions, cut = (1, ()) if stacks else divided(ops, params)
     name = f"adapter.{layer.name.rpartition('.')[2]}"
     return GroupSpec(name, ADAPTER_CLASS, params, divisions=divisions, cut=cut, adapter=True)
 
@@ -327,13 +324,3 @@ def _file_module(module: Module, nested: bool) -> str:
         return module.name
     around = module.name.rpartition(".")[0]
     return f"{around}.base_layer" if nested and module.short == INNER else around
-
-
-def adapter_counts(model: ModelSpec) -> dict[str, int]:
-    """Count trained parameters by the own names of modules, those of adapters first."""
-    counts: Counter[str] = Counter()
-    for adapter in adapters(model):
-        counts[adapter.module.short] += sum(math.prod(part.shape) for part in adapter.parts)
-    for source in {source.name: source for _, source in saved_tensors(model)}.values():
-        counts[source.name.rpartition(".")[0].rpartition(".")[2]] += math.prod(source.shape)
-    return dict(counts)

@@ -54,8 +54,7 @@ def _adapted(op: Op, adapters: Adapters, dropout: float, number: int, ops: tuple
         added = TensorSpec(f"{op.name}.added", (op.num_experts,))
         return [LoraDown(adapters, op.x), LoraUp(adapters, adapters.low.name, "", added), op.onto(added.name)]
     assert isinstance(op, Linear)
-    buffer = TensorSpec(f"{op.name}.dropped", (op.in_features,))
-    drops = Dropout(dropout, number, buffer)
+    drops = Dropout(dropout, number, TensorSpec(f"{op.name}.dropped", (op.in_features,)))
     down, again = LoraDown(adapters, op.x, drops), list[Op]()
     low_again = down.low.name
     if op.x_again != op.x:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from flexengine.metrics import format_bytes, format_seconds
-from flexengine.models.lora import adapter_counts
+from flexengine.models.lora import adapters
+from flexengine.models.saved_modules import saved_tensors
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan
 from flexengine.reports.bits import bits_line
@@ -177,6 +180,16 @@ def _adapter_lines(model: ModelSpec | None) -> list[str]:
         return []
     counts = ", ".join(f"{name} {count:,}" for name, count in adapter_counts(model).items())
     return [f"adapters: rank {model.lora.rank}, {model.num_trained_parameters:,} parameters ({counts})"]
+
+
+def adapter_counts(model: ModelSpec) -> dict[str, int]:
+    """Count trained parameters by the own names of modules, those of adapters first."""
+    counts: Counter[str] = Counter()
+    for adapter in adapters(model):
+        counts[adapter.module.short] += sum(math.prod(part.shape) for part in adapter.parts)
+    for source in {source.name: source for _, source in saved_tensors(model)}.values():
+        counts[source.name.rpartition(".")[0].rpartition(".")[2]] += math.prod(source.shape)
+    return dict(counts)
 
 
 def _gradient_lines(plan: Plan) -> list[str]:

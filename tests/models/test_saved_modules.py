@@ -25,11 +25,12 @@ from flexengine import LoRA
 from flexengine.checkpoint.manifest import FOLDER_MANIFEST
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.hardware.presets import named_profile
-from flexengine.models.lora import adapter_counts, with_lora
+from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model
 from flexengine.optim import AdamW
 from flexengine.plan import Numerics, Request
 from flexengine.planner import planner
+from flexengine.reports.plan_decisions import adapter_counts
 from flexengine.schedule.layout import Layout
 
 

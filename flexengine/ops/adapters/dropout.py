@@ -38,8 +38,7 @@ class Dropout(NamedTuple):
         """Passes over tensors like x, to read and to write."""
         if not self.probability:
             return Work()
-        num_bytes = float(passes * tokens * self.buffer.shape[0] * compute_bytes)
-        return Work(memory_bytes=num_bytes, kernels=passes // 2)
+        return Work(memory_bytes=float(passes * tokens * self.buffer.shape[0] * compute_bytes), kernels=passes // 2)
 
 
 NO_DROPOUT = Dropout(0.0, 0, TensorSpec("", ()))

@@ -109,14 +109,12 @@ class GroupedLoraUp(GroupedLinear):
         return Work(memory_bytes=num_bytes, kernels=kernels, grouped_flops=flops)
 
     def half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
+        passes, kernels = {"forward": (0, 3), "input": (1, 3), "weight": (1, 5)}[half]
+        work = self._up_work(tokens, compute_bytes, passes, kernels)
         if half == "weight":
-            accumulators = Work(memory_bytes=16.0 * self.spread.elements(0))
-            return self._up_work(tokens, compute_bytes, 1, 5).plus(accumulators)
-        work = super().half_work(half, tokens, compute_bytes)
-        if half == "forward":
-            return work.plus(self._up_work(tokens, compute_bytes, 0, 3))
-        work = work.plus(self._up_work(tokens, compute_bytes, 1, 3))
-        return work.plus(self.adapters.down_work(tokens, 0, compute_bytes))
+            return work.plus(Work(memory_bytes=16.0 * self.spread.elements(0)))  # accumulators
+        work = work.plus(super().half_work(half, tokens, compute_bytes))
+        return work if half == "forward" else work.plus(self.adapters.down_work(tokens, 0, compute_bytes))
 
     def model_flops(self, seq_len: int) -> float:
         """The frozen product forward and for the gradient of x, that of B once more for its own gradient."""
