@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
+from flexengine.ops.attention.attention import CausalAttention, block_workspace_bytes
 from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.drive import drive_kinds, staged_offsets
 from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage, tile_offsets
@@ -162,6 +163,14 @@ class PlannedSizes:
         return max(*needs, *(p.forward_scratch_bytes for p in self.all_programs))
 
     @property
+    def _block_workspace_bytes(self) -> int:
+        """What blocks of a long sequence's earlier keys take beside that."""
+        tokens = self.plan.chunk_tokens
+        earlier = tokens * (-(-self.plan.request.max_seq_len // tokens) - 1)
+        ops = (op for layer in self.model.layers for op in layer.ops if isinstance(op, CausalAttention))
+        return max((block_workspace_bytes(op, tokens, earlier, self.compute_bytes) for op in ops), default=0)
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes that the calls of ops may take from the device allocator at one moment.
 
@@ -169,6 +178,7 @@ class PlannedSizes:
         """
         sliced = self.plan.slices_sequences
         by_kernels = max(p.workspace_bytes + sliced * p.window_workspace_bytes for p in self.programs)
+        by_kernels += sliced * self._block_workspace_bytes
         return max(by_kernels, self.plain_workspace_bytes) if self.plan.request.numerics.scales_loss else by_kernels
 
     @property

@@ -36,7 +36,7 @@ def test_one_layer_more_does_not_fit(host_gib):
 @pytest.mark.parametrize("states", cases(["int8", "bfloat16"], ["int8"]))
 def test_bytes_of_updates_by_the_cpu(states):
     model, profile = open_model("preset:llama-3.2-1b").spec, preset("h100-80")
-    request = Request(512, 1024, 3 * GIB, 64 * GIB, numerics=Numerics(state=states), segment_blocks=1)
+    request = Request(512, 1024, 5 * GIB // 2, 64 * GIB, numerics=Numerics(state=states), segment_blocks=1)
     plan = find_plan(Problem(model, request, profile))
     assert plan is not None
     program = lower_update(Layout(model, plan))

@@ -193,8 +193,9 @@ def test_slices_pay_for_sums_over_blocks_of_earlier_keys():
         sums = 10 * 4096 * 32 * 128 + 12 * 4096 * 32 * 128 + 10 * 16384 * columns
         assert slices.memory_bytes == whole.memory_bytes + sums
         assert slices.kernels > whole.kernels
-    keys = (16384 - 4096) * 2 * (32 + 8) * 128 * 2
-    assert op.window_workspace_bytes(4096, 2) == 4 * 4096 * 32 * 128 + keys
+    for earlier, keys in ((4096, 4096), (8192, 8192), (16384, 16384), (10**6, 16384)):
+        more = (keys - 4096) * 2 * (32 + 8) * 128 * 2
+        assert attention.block_workspace_bytes(op, 4096, earlier, 2) == more
 
 
 @pytest.fixture

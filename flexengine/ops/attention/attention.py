@@ -365,5 +365,15 @@ class CausalAttention(Op):
         blocks = SUM_BYTES * tokens * self.num_heads * self.head_dim  # sum over the blocks of keys
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, compute_bytes)
         if not self.style.window:
-            return blocks + kernel_key_bytes(block_tokens_of(tokens) - tokens, *sizes)
+            return blocks
         return max(blocks, kernel_key_bytes(self.style.window, *sizes))
+
+
+def block_workspace_bytes(op: CausalAttention, tokens: int, earlier: int, compute_bytes: int) -> int:
+    """What calls of a slice take beside `window_workspace_bytes`, where blocks of earlier keys are larger than the
+    slice: gradients of more keys. earlier: the most keys before a slice."""
+    more = min(block_tokens_of(tokens), earlier) - tokens
+    own = op.style.window or op._own_only(compute_bytes) or not op._serves("flash", compute_bytes)
+    if more <= 0 or own:
+        return 0
+    return kernel_key_bytes(more, op.num_heads, op.num_kv_heads, op.head_dim, compute_bytes)
