@@ -99,8 +99,8 @@ def bytes_for_drive(problem: Problem) -> tuple[int, int]:
     """Bytes of all planes that may lie on a drive, and with the inputs that layers keep of a whole step."""
     planes, tokens = _bytes_of_planes(problem), problem.request.max_global_batch_tokens
     blocks = sum(layer.keeps for layer in problem.model.blocks)
-    width = problem.model.hidden_size * DTYPE_BYTES[problem.request.numerics.compute]
-    return planes, planes + in_blocks(tokens * width) * blocks
+    inputs = problem.model.hidden.num_bytes(tokens, DTYPE_BYTES[problem.request.numerics.compute])
+    return planes, planes + in_blocks(inputs) * blocks
 
 
 def _bytes_of_planes(problem: Problem) -> int:
@@ -150,7 +150,7 @@ def _least_of_inputs(problem: Problem) -> int:
         return 0
     blocks = sum(layer.keeps for layer in model.blocks)
     inputs = min((-(-blocks // length) + length - 1 for length in range(1, blocks + 1)), default=0)
-    return (1 + inputs) * longest * model.hidden_size * DTYPE_BYTES[request.numerics.compute]
+    return (1 + inputs) * model.hidden.num_bytes(longest, DTYPE_BYTES[request.numerics.compute])
 
 
 KINDS = ("weights", "grads", "kept", "states")

@@ -8,6 +8,7 @@ from flexengine.hardware.drive import drive_budget
 from flexengine.hardware.drive_profile import DriveProfile, shared_drive
 from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
+from flexengine.models.keep_dtype import with_coded_inputs
 from flexengine.plan import PlanError, Request
 from flexengine.planner import planner
 from flexengine.planner.cost.cost_model import step_seconds
@@ -156,6 +157,22 @@ def test_what_no_memory_holds_is_not_searched():
             problem = replace(Problem(MODEL, asked, PROFILE), **flags)
             assert memory_may_hold(problem) == holds
             assert memory_may_hold(replace(problem, request=replace(asked, max_drive_bytes=0)))
+
+
+def test_inputs_in_fp8_count_as_what_they_are():
+    """Three of a long sequence, in half the bytes and their scales."""
+    model = with_coded_inputs(MODEL, "fp8-inputs")
+    assert model.hidden.num_bytes(4096, 2) == 4096 * (512 + 16)
+    edges = sum(
+        group_storage(group, REQUEST.numerics).plane_bytes["weights"]
+        for group in model.groups
+        if group.slot_class != "block"
+    )
+    for lack, holds in ((0, True), (1, False)):
+        most = edges + 3 * 4096 * (512 + 16) - 1 - lack
+        asked = replace(REQUEST, max_seq_len=4096, max_global_batch_tokens=4096, round_tokens=4096)
+        asked = replace(asked, max_gpu_bytes=1, max_host_bytes=most, max_drive_bytes=GIB)
+        assert memory_may_hold(Problem(model, asked, PROFILE, on_drive=True, all_on_drive=True)) == holds
 
 
 def test_every_stream_has_its_words():
