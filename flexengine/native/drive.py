@@ -14,6 +14,7 @@ import os
 import tempfile
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class DrivePiece(NamedTuple):
     memory: Tensor
 
 
-class BlockFile:
+class BlockFile(ABC):
     """A file that is open, `num_bytes` of it, until `close`.
 
     direct: whether blocks are moved past the page cache. `tensor` maps it for whoever touches it between steps;
@@ -172,8 +173,9 @@ class BlockFile:
             piece.memory[begin : begin + count].numpy().data[:] = around[skipped:needed]
             position += count
 
+    @abstractmethod
     def _failure(self, offset_bytes: int, error_number: int, *, writes: bool) -> DriveError:
-        raise NotImplementedError
+        """The error that tells of bytes which could not be moved."""
 
     def _forget(self, offset_bytes: int, num_bytes: int) -> None:
         if hasattr(os, "posix_fadvise"):

@@ -51,8 +51,6 @@ def kept_slots(sizes: PlannedSizes) -> Iterator[tuple[SlotKey, int]]:
 def add_staged(sizes: PlannedSizes, region: Region) -> None:
     """Append the slots of the host that it passes through, at borders of a drive's blocks."""
     held = [num_bytes for layer in range(len(sizes.plan.layers)) for num_bytes in kept_sizes(sizes, layer)]
-    if held and sizes.plan.shares_node:
-        raise ValueError("activations lie on a drive only where one rank trains")
     for k in range(STAGED_KEPT if held else 0):
         region.end = in_blocks(region.end)
         region.add("staged_kept", in_blocks(max(held)), "drive slots", index=k)
