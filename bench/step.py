@@ -20,6 +20,7 @@ import argparse
 import hashlib
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from flexengine.ops.opaque import OpaqueBlock
 from flexengine.optim import AdamW
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import Team, is_first, leave
+from flexengine.plan import PlanError
 from flexengine.reports.text_format import align_columns
 from flexengine.runtime.engine import Engine
 
@@ -305,17 +307,24 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
+def main() -> int:
     args, rows = parse(), []
+    first_rank = Ranks.of_environment().rank == 0
     require_native_code("bench.step")
     for cap, tokens in product(args.caps, (args.max_global_batch_tokens, *args.also_tokens)):
-        rows.append(run_cap(args, None if cap == "none" else float(cap), tokens, first=not rows))
-        if Ranks.of_environment().rank == 0:
+        try:
+            rows.append(run_cap(args, None if cap == "none" else float(cap), tokens, first=not rows))
+        except PlanError as error:
+            if first_rank:
+                print(f"bench.step: {error}", file=sys.stderr)
+            return 1
+        if first_rank:
             write_json(args.json, {"rows": rows})
-    if Ranks.of_environment().rank == 0:
+    if first_rank:
         print("\n".join(["", *summary(rows)]))
     leave()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
