@@ -46,13 +46,14 @@ def single_kinds(fields: Fields, count: int) -> list[str]:
 
 def without_experts(config: dict) -> bool:
     """Tell whether no layer has experts, which have no gates here: they run as opaque blocks."""
-    return "moe" not in nemotron_layers(config).get("layer_types", [])
+    return "moe" not in nemotron_layers(Fields("", config)).get("layer_types", [])
 
 
-def nemotron_layers(config: dict) -> dict:
+def nemotron_layers(fields: Fields) -> dict:
     """Older configs name kinds by letters, or by other words; all name as many as there are layers. `use_bias` is that
     of projections, beside a mamba_proj_bias that nothing reads, and heads are their own whatever a config says."""
-    config = {**config, "mamba_proj_bias": config.get("use_bias", False), "tie_word_embeddings": False}
+    bias = fields.values.get("use_bias", False)
+    config = {**fields.values, "mamba_proj_bias": bias, "tie_word_embeddings": False}
     kinds, pattern = config.get("layers_block_type") or config.get("layer_types"), config.get("hybrid_override_pattern")
     if kinds is None:
         kinds = list(pattern) if isinstance(pattern, str) else [LINEAR, "moe", FULL, MLP]
@@ -74,8 +75,9 @@ def hybrid_experts(fields: Fields, sizes: Sizes) -> Routed | None:
     return granite_experts(fields, sizes) if fields.whole("num_local_experts", least=0) else None
 
 
-def shared_alone(config: dict) -> dict:
+def shared_alone(fields: Fields) -> dict:
     """Older names of kinds; without experts the shared one is the FFN."""
+    config = dict(fields.values)
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         config = {**config, "layer_types": [OLD_KINDS.get(kind, kind) for kind in kinds if isinstance(kind, str)]}

@@ -16,16 +16,11 @@ from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.models import (
     deepseek,
-    gemma,
     gemma4,
     gpt2,
     gpt_oss,
     llama,
-    mistral,
     moe,
-    olmo,
-    phi3,
-    qwen,
     qwen_next,
     variants,
     with_images,
@@ -41,7 +36,8 @@ from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.task_heads import read_head, with_task_head
 from flexengine.models.unknown import unknown_family
-from flexengine.models.variant import any_config
+from flexengine.models.usual_rows import USUAL
+from flexengine.models.variant import Variant, any_config
 from flexengine.models.variant_rows import VARIANTS
 from flexengine.models.wrappers import WRAPPERS
 from flexengine.wording import did_you_mean, hub_model, parse_json, shown
@@ -65,6 +61,15 @@ class Family(NamedTuple):
     covers: Callable[[dict], bool] = any_config
 
 
+def _of_rows(rows: Mapping[str, Variant]) -> dict[str, Family]:
+    return {
+        name: Family(
+            variants.build, row.checkpoints, row.options, row.configs_compared, row.quantised, covers=row.covers
+        )
+        for name, row in rows.items()
+    }
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         llama.build,
@@ -72,19 +77,7 @@ FAMILIES: dict[str, Family] = {
         "grouped queries, biases, linear, dynamic, llama3, yarn and longrope scaling",
         14,
     ),
-    "mistral": Family(mistral.build, "Mistral 7B, Mistral Nemo, Mistral Small 24B", "sliding window", 3),
-    "ministral": Family(mistral.build, "Ministral", "sliding window in some layers", 1),
-    "qwen2": Family(qwen.build, "Qwen2, Qwen2.5", "biases on queries, keys and values; windows in upper layers", 3),
-    "qwen3": Family(qwen.build, "Qwen3 (dense)", "queries and keys normalised head by head", 3, ("fp8",)),
-    "gemma2": Family(
-        gemma.build,
-        "Gemma 2",
-        "GeGLU, norms before and after, weights around zero, soft caps, alternating windows, scaled embedding",
-        3,
-    ),
-    "gemma3_text": Family(
-        gemma.build, "Gemma 3 (text)", "as Gemma 2; normalised queries and keys in place of caps, two rope bases", 3
-    ),
+    **_of_rows(USUAL),
     "gemma4_text": Family(
         gemma4.build,
         "Gemma 4 31B, 26B-A4B (text)",
@@ -93,9 +86,6 @@ FAMILIES: dict[str, Family] = {
         3,
     ),
     "gemma4_unified_text": Family(gemma4.build, "Gemma 4 12B (text)", "as gemma4_text, without experts", 1),
-    "olmo2": Family(olmo.build, "OLMo 2", "norms after attention and FFN, queries and keys normalised by row", 3),
-    "olmo3": Family(olmo.build, "OLMo 3", "as OLMo 2; windows in three layers of four, two rope tables", 3),
-    "phi3": Family(phi3.build, "Phi-3, Phi-3.5, Phi-4", "fused projections, longrope, a part of each head rotated", 4),
     "mixtral": Family(moe.build, "Mixtral 8x7B, 8x22B", "experts; the weights of a token's experts add up to 1", 3),
     "olmoe": Family(moe.build, "OLMoE", "experts; queries and keys normalised by row", 3),
     "qwen2_moe": Family(moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated shared expert; biases", 4),
@@ -133,10 +123,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (experts, text)", "as qwen3_next", 3),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
     "gpt-sw3": Family(gpt2.build, "GPT-SW3", "as gpt2, which its configs call themselves", 0),
-    **{
-        name: Family(variants.build, row.checkpoints, row.options, row.configs_compared, covers=row.covers)
-        for name, row in VARIANTS.items()
-    },
+    **_of_rows(VARIANTS),
     **{
         name: Family(with_images.build, f"{row.checkpoints}: the text", f"as `{row.text}`; {with_images.BESIDE}", 1)
         for name, row in WRAPPERS.items()

@@ -29,25 +29,10 @@ GEMMA4: dict[str, Any] = {
 }
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "ministral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096},
     "qwen2_moe": {"num_key_value_heads": 16, "max_position_embeddings": 32768},
     "qwen3_moe": {"num_key_value_heads": 4, "max_position_embeddings": 32768},
     "olmoe": {"max_position_embeddings": 4096},
-    "olmo2": {"max_position_embeddings": 2048},
-    "olmo3": {"max_position_embeddings": 2048, "sliding_window": 4096},
-    "gemma2": {
-        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": {
-        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
     "gemma4_text": {**GEMMA4, "max_position_embeddings": 131072, "sliding_window": 512},
     "gemma4_unified_text": {**GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024},
     "qwen3_next": {
@@ -74,7 +59,6 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "norm_topk_prob": True,
         "max_position_embeddings": 4096,
     },
-    "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     "gpt_oss": {
         "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128,
     },

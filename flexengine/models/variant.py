@@ -22,6 +22,7 @@ from flexengine.ops.qk_norm import NormSpan
 from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
 
+Adjusted = Callable[[Fields], dict]
 Kinds = Callable[[Fields, int], list[str]]
 Rotated = Callable[[Fields, list[str]], list[bool]]
 Number = Callable[[Fields], float]
@@ -44,6 +45,22 @@ def all_windows(fields: Fields, count: int) -> list[str]:
 def all_windows_named(fields: Fields, count: int) -> list[str]:
     """Windows where layer_types names them alone."""
     return layer_types(fields, count, [FULL] * count)
+
+
+def one_kind(kind: str) -> Kinds:
+    """Give all layers one kind, whatever a config says of its layers."""
+    return lambda fields, count: [kind] * count
+
+
+def last_full_of(number: int, field: str = "") -> Kinds:
+    """Read the kinds of layers where the last of every so many has no window. field: what else may state how many."""
+
+    def kinds(fields: Fields, count: int) -> list[str]:
+        step = fields.whole(field, number) if field else number
+        default = [SLIDING if (i + 1) % step else FULL for i in range(count)]
+        return layer_types(fields, count, default, older=field or None)
+
+    return kinds
 
 
 def full_every(number: int, first: int) -> Kinds:
@@ -206,26 +223,29 @@ def any_config(config: dict) -> bool:
     return True
 
 
-def as_it_is(config: dict) -> dict:
+def as_it_is(fields: Fields) -> dict:
     """Leave a config as it is."""
-    return config
+    return dict(fields.values)
 
 
-def tanh_gelu(config: dict) -> dict:
+def tanh_gelu(fields: Fields) -> dict:
     """Early configs of Gemma say gelu for its tanh form, as transformers takes it."""
+    config = dict(fields.values)
     return {**config, "hidden_act": "gelu_pytorch_tanh"} if config.get("hidden_act") in ("gelu", None) else config
 
 
-def with_rotary_dim(config: dict) -> dict:
+def with_rotary_dim(fields: Fields) -> dict:
     """Columns that are rotated, as a share of a head."""
+    config = dict(fields.values)
     columns, width = config.get("rotary_dim"), config.get("head_dim")
     if isinstance(columns, int) and isinstance(width, int) and 0 < columns <= width:
         return {"partial_rotary_factor": columns / width, **config}
     return config
 
 
-def latent_heads(config: dict) -> dict:
+def latent_heads(fields: Fields) -> dict:
     """Tell the width of heads of latent attention, which have keys of their own each."""
+    config = dict(fields.values)
     nope, rope = (config.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
     if not isinstance(nope, int) or not isinstance(rope, int):
         return config
@@ -234,14 +254,19 @@ def latent_heads(config: dict) -> dict:
     return {**config, "head_dim": nope + rope, "v_head_dim": config.get("v_head_dim") or equal}
 
 
-def with_rope(**options: Any) -> Callable[[dict], dict]:
+def with_rope(**options: Any) -> Adjusted:
     """Give rope options to a config that states none."""
-    none = lambda config: config.get("rope_parameters") is None and not config.get("rope_scaling")  # noqa: E731
-    return lambda config: {**config, "rope_parameters": options} if none(config) else config
+
+    def adjusted(fields: Fields) -> dict:
+        none = fields.values.get("rope_parameters") is None and not fields.values.get("rope_scaling")
+        return {**fields.values, "rope_parameters": options} if none else dict(fields.values)
+
+    return adjusted
 
 
-def ntk_alpha(config: dict) -> dict:
+def ntk_alpha(fields: Fields) -> dict:
     """Dynamic scaling with a fixed alpha is another base for all lengths."""
+    config = dict(fields.values)
     options, width = config.get("rope_parameters") or config.get("rope_scaling"), config.get("head_dim")
     alpha = options.get("alpha") if isinstance(options, dict) else None
     theta = config.get("rope_theta") or THETA
@@ -258,12 +283,13 @@ def ntk_alpha(config: dict) -> dict:
 class Variant:
     """What a type of decoder has beside Llama's, as values or as what reads them from its config.
 
-    checkpoints, options, configs_compared: as in registry.py:Family. defaults: of fields that a config leaves out.
-    renamed: a config's own names of fields -> usual ones. adjusted: what else is told in another way. refused: fields
-    that ask for features which no op has. eps: the field that states it, and its default. share: of a head that is
-    rotated. typed_ropes: frequencies for each kind of layers. latent: whether latent attention rotates pairs side by
-    side; None for attention of the usual kind. longest: the field with the longest sequence that trains, and beyond
-    it what longer ones would need. covers: as in registry.py:Family.
+    checkpoints, options, configs_compared, quantised, covers: as in registry.py:Family. defaults: of fields that a
+    config leaves out. renamed: a config's own names of fields -> usual ones. adjusted: what else is told otherwise.
+    refused: fields that ask for features which no op has. eps: the field that states it, and its default. share: of a
+    head that is rotated. typed_ropes: frequencies for each kind of layers; window_theta_field states the base of those
+    with a window. score_cap, logit_cap: whether configs bound scores and logits. latent: whether latent attention
+    rotates pairs side by side; None for attention of the usual kind. longest: the field with the longest sequence that
+    trains, and beyond it what longer ones would need.
     mixer: what has the place of attention in layers of linear attention. single: whether a layer has one branch, which
     is its FFN where its kind is "mlp".
     layer_thetas: the field with a base for every layer, 0 for one that does not rotate.
@@ -274,7 +300,7 @@ class Variant:
     configs_compared: int = 1
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
-    adjusted: Callable[[dict], dict] = as_it_is
+    adjusted: Adjusted = as_it_is
     refused: Mapping[str, str] = field(default_factory=dict)
     names: BlockNames = field(default_factory=BlockNames)
     norm: AnyNorm = RMS
@@ -290,6 +316,7 @@ class Variant:
     interleaved: bool = False
     theta: float = 10000.0
     window_theta: float = 10000.0
+    window_theta_field: str = "rope_theta"
     share: float = 1.0
     partial: bool = False
     typed_ropes: bool = False
@@ -300,7 +327,8 @@ class Variant:
     plain: bool = False
     parallel: Switch = False
     sinks: bool = False
-    capped: bool = False
+    score_cap: bool = False
+    logit_cap: bool = False
     embedding_scale: Number = one
     residual_scale: Number = one
     logit_scale: Number = one
@@ -316,6 +344,7 @@ class Variant:
     layer_thetas: str = ""
     parts: DecoderNames = field(default_factory=DecoderNames)
     notice: str = ""
+    quantised: tuple[str, ...] = ()
     covers: Callable[[dict], bool] = any_config
 
     def told(self, spec: ModelSpec, fields: Fields) -> ModelSpec:

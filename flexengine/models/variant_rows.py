@@ -20,6 +20,7 @@ from flexengine.models.routed import (
     minimax_experts,
     sigmoid_experts,
 )
+from flexengine.models.usual_rows import USUAL
 from flexengine.models.variant import (
     Variant,
     all_windows,
@@ -70,6 +71,7 @@ BALANCE = "a loss that balances experts"
 EXPERT_COUNTS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 
 VARIANTS: dict[str, Variant] = {
+    **USUAL,
     "gemma": Variant(
         "Gemma 1, CodeGemma", "GeGLU, norms with weights around zero, scaled embedding",
         defaults={"head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192},
@@ -83,8 +85,8 @@ VARIANTS: dict[str, Variant] = {
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
         norm=NormStyle(0.0, offset=1.0, wide=True), tied=True, qkv_bias="attention_bias", o_bias="attention_bias",
-        kinds=full_every(2, 1), activation="gelu_pytorch_tanh", activation_field="hidden_activation", capped=True,
-        embedding_scale=root_of_width, score_scale=from_query_scalar,
+        kinds=full_every(2, 1), activation="gelu_pytorch_tanh", activation_field="hidden_activation",
+        score_cap=True, logit_cap=True, embedding_scale=root_of_width, score_scale=from_query_scalar,
         names=BlockNames(mlp_norm="pre_feedforward_layernorm"),
     ),
     "smollm3": Variant(

@@ -52,15 +52,17 @@ def build(name: str, config: dict) -> ModelSpec:
             shape = replace(shape, only="ffn" if kinds[index] == MLP else "mixer")
         return shape if experts is None or index in experts.dense else replace(shape, experts=experts.shape)
 
+    # those for each kind in the order of kinds, whichever comes first in the model
+    made = (*tables.values(), *by_layer) if row.typed_ropes else (*by_layer, *tables.values())
     shape = DecoderShape(
         vocab_size=sizes.vocab_size,
         tie_word_embeddings=fields.switch("tie_word_embeddings", row.tied),
         blocks=tuple(block(i) for i in range(sizes.num_hidden_layers)),
-        tables=tuple(dict.fromkeys(table for table in (*by_layer, *tables.values()) if table is not None)),
+        tables=tuple(dict.fromkeys(table for table in made if table is not None)),
         final_norm=norm,
         embedding_scale=row.embedding_scale(fields),
         logit_scale=row.logit_scale(fields),
-        logit_soft_cap=fields.number("final_logit_softcapping", 0.0) if row.capped else 0.0,
+        logit_soft_cap=fields.number("final_logit_softcapping", 0.0) if row.logit_cap else 0.0,
         balance_coefficient=read_balance(fields) if row.balanced else 0.0,
         names=row.names,
         parts=row.parts,
@@ -76,7 +78,7 @@ def _with_usual_names(name: str, config: dict, row: Variant) -> dict:
             if config.get(usual) is not None:
                 fields.check_told_once(own, usual, config[own] == config[usual])
             renamed[usual] = config[own]
-    return row.adjusted({**row.defaults, **renamed})
+    return row.adjusted(Fields(name, {**row.defaults, **renamed}))
 
 
 def _refuse_others(fields: Fields, row: Variant) -> None:
@@ -95,10 +97,8 @@ def _tables(fields: Fields, config: dict, head_dim: int, row: Variant) -> dict[s
     """Give the frequencies of each kind of layers."""
     name = fields.model
     if row.typed_ropes:
-        thetas = {FULL: row.theta, SLIDING: row.window_theta}
-        return {
-            kind: typed_rope_table(config, head_dim, name, kind, "rope_theta", theta) for kind, theta in thetas.items()
-        }
+        thetas = {FULL: ("rope_theta", row.theta), SLIDING: (row.window_theta_field, row.window_theta)}
+        return {kind: typed_rope_table(config, head_dim, name, kind, *theta) for kind, theta in thetas.items()}
     options = {"theta": row.theta, "share": row.share, "partial": row.share < 1.0 or row.partial}
     return dict.fromkeys(
         (FULL, SLIDING, LINEAR, MLP), rope_table(config, head_dim, name, config["model_type"], **options)
@@ -127,7 +127,7 @@ def _block(fields: Fields, sizes: Sizes, row: Variant, kind: str) -> BlockShape:
     style = AttentionStyle(
         row.score_scale(fields),
         read_window(fields) if kind == SLIDING else 0,
-        fields.number("attn_logit_softcapping", 0.0) if row.capped else 0.0,
+        fields.number("attn_logit_softcapping", 0.0) if row.score_cap else 0.0,
         row.sinks,
     )
     return sizes.block(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flexengine.models import deepseek, gemma, gemma4, gpt_oss, llama, mistral, moe, qwen, qwen_next, variants
+from flexengine.models import deepseek, gemma4, gpt_oss, llama, moe, qwen_next, variants
 from flexengine.models.checkpoints import HEADS
 from flexengine.models.fields import Fields
 from flexengine.models.sizes import with_class_defaults
@@ -26,9 +26,7 @@ AXES = {"mrope": "default", "xdrope": "dynamic"}
 LAID_EITHER_WAY = (moe.WITH_IMAGES,)
 """Types of texts whose experts lie input by output, or the other way."""
 BUILDERS: dict[str, Callable[[str, dict], ModelSpec]] = {
-    "llama": llama.build, "mistral": mistral.build, "ministral": mistral.build, "qwen2": qwen.build,
-    "qwen3": qwen.build, "qwen3_moe": moe.build, moe.WITH_IMAGES: moe.build,
-    "gemma2": gemma.build, "gemma3_text": gemma.build,
+    "llama": llama.build, "qwen3_moe": moe.build, moe.WITH_IMAGES: moe.build,
     "gemma4_text": gemma4.build, "gemma4_unified_text": gemma4.build,
     "qwen3_5_text": qwen_next.build, "qwen3_5_moe_text": qwen_next.build, "deepseek_v3": deepseek.build,
     "gpt_oss": gpt_oss.build, **dict.fromkeys(VARIANTS, variants.build),

@@ -1,12 +1,14 @@
 """`flexengine check`: a model that computes what transformers does passes; of one that does not the op is named."""
 
+from dataclasses import replace
+
 import pytest
 from engine_helpers import saved_model, tiny_config
 from family_configs import CASES, FAMILY_CASES
 
 from flexengine import cli
 from flexengine.commands.check import check
-from flexengine.models import qwen
+from flexengine.models.variant_rows import VARIANTS
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("granitemoe", "float32"), ("glm4", "float64")])
@@ -29,7 +31,8 @@ def test_every_op_with_parameters_is_compared(tmp_path):
 
 def test_the_first_difference_is_named(tmp_path, monkeypatch, capsys):
     saved_model(tmp_path, CASES["qwen3"])
-    monkeypatch.setattr(qwen, "read_rms_norm_eps", lambda fields: 0.5)
+    other = replace(VARIANTS["qwen3"], eps=("another_eps", 0.5))
+    monkeypatch.setitem(VARIANTS, "qwen3", other)
     assert cli.main(["check", str(tmp_path)]) == 1
     assert "first difference beyond 0.0001: block.0 attn_norm: forward" in capsys.readouterr().out
 
