@@ -1,7 +1,6 @@
 """Objectives beyond learning answers: preferences and GRPO, which weights of tokens train, and distillation."""
 
 from flexengine.objectives.distill import Distillation, TeacherRows, likeliest
-from flexengine.objectives.dpo import DPO
 from flexengine.objectives.grpo import (
     GRPO,
     GroupLoss,
@@ -12,12 +11,8 @@ from flexengine.objectives.grpo import (
     update_groups,
     weighed_groups,
 )
-from flexengine.objectives.ipo import IPO
-from flexengine.objectives.kto import KTO
 from flexengine.objectives.objective import Answers, Judged, Objective, Records
-from flexengine.objectives.orpo import ORPO
-from flexengine.objectives.reward import Reward
-from flexengine.objectives.simpo import SimPO
+from flexengine.objectives.preferences import DPO, IPO, KTO, ORPO, Reward, SimPO
 from flexengine.objectives.two_passes import AnswerRows, Found, evaluate, reference_log_probs, train_step, weighted
 
 OBJECTIVES: dict[str, type[Objective]] = {

@@ -7,7 +7,7 @@ from engine_helpers import build_engine, relative_error, saved_model, streamed_p
 from family_checks import as_stored
 
 from flexengine.objectives import AnswerRows, evaluate, weighted
-from flexengine.objectives.reward import Reward
+from flexengine.objectives.preferences import Reward
 from tests.models.test_images_match_transformers import (
     DECAYS,
     FAMILIES,
