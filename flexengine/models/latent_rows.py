@@ -11,9 +11,9 @@ from flexengine.models.block_shape import BlockNames
 from flexengine.models.routed import sigmoid_experts
 from flexengine.models.variant import (
     Variant,
+    always,
     base_scale,
     depth_scale,
-    halves,
     indexed,
     latent_heads,
     side_by_side,
@@ -55,7 +55,7 @@ LATENT: dict[str, Variant] = {
             "kv_lora_rank": 256, "q_lora_rank": 768, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
             "max_position_embeddings": 32768, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
         },
-        adjusted=latent_heads, latent=halves, tied=True, eps=("rms_norm_eps", 1e-5), mlp_bias="mlp_bias",
+        adjusted=latent_heads, latent=always(False), tied=True, eps=("rms_norm_eps", 1e-5), mlp_bias="mlp_bias",
         embedding_scale=times("scale_emb", 12.0), residual_scale=depth_scale, logit_scale=base_scale,
     ),
     "glm4_moe_lite": Variant(

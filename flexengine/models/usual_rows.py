@@ -15,11 +15,10 @@ from flexengine.models.sizes import FULL, SLIDING, layer_types, read_window
 from flexengine.models.variant import (
     Variant,
     all_windows,
-    both,
+    always,
     from_query_scalar,
     last_full_of,
     one_kind,
-    post,
     root_of_width,
 )
 from flexengine.ops.rmsnorm import NormStyle
@@ -32,12 +31,12 @@ LONGROPE_TYPES = {None: None, "default": "default", "longrope": "longrope", "su"
 MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
 OLMO: dict[str, Any] = {
-    "norm": NormStyle(0.0, wide=True), "eps": ("rms_norm_eps", 1e-5), "norms": post, "qk_norm": "row",
+    "norm": NormStyle(0.0, wide=True), "eps": ("rms_norm_eps", 1e-5), "norms": always("post"), "qk_norm": "row",
     "qkv_bias": "attention_bias", "o_bias": "attention_bias",
 }  # fmt: skip
 GEMMA: dict[str, Any] = {
     # checkpoints store the weights of norms less 1
-    "norm": NormStyle(0.0, offset=1.0, wide=True), "norms": both, "tied": True, "qkv_bias": "attention_bias",
+    "norm": NormStyle(0.0, offset=1.0, wide=True), "norms": always("both"), "tied": True, "qkv_bias": "attention_bias",
     "o_bias": "attention_bias", "activation": "gelu_pytorch_tanh", "activation_field": "hidden_activation",
     "embedding_scale": root_of_width, "score_scale": from_query_scalar, "logit_cap": True,
     "names": BlockNames(mlp_norm="pre_feedforward_layernorm"),

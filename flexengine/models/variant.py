@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from flexengine.models.block_shape import AnyNorm, BlockNames, Mixer, Norms
 from flexengine.models.decoder import DecoderNames
@@ -22,6 +22,7 @@ from flexengine.ops.qk_norm import NormSpan
 from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
 
+T = TypeVar("T")
 Adjusted = Callable[[Fields], dict]
 Kinds = Callable[[Fields, int], list[str]]
 Rotated = Callable[[Fields, list[str]], list[bool]]
@@ -45,6 +46,11 @@ def all_windows(fields: Fields, count: int) -> list[str]:
 def all_windows_named(fields: Fields, count: int) -> list[str]:
     """Windows where layer_types names them alone."""
     return layer_types(fields, count, [FULL] * count)
+
+
+def always(value: T) -> Callable[[Fields], T]:
+    """Read nothing: give a value for all configs."""
+    return lambda fields: value
 
 
 def one_kind(kind: str) -> Kinds:
@@ -121,19 +127,9 @@ def in_windows_if_any(fields: Fields, kinds: list[str]) -> list[bool]:
     return [kind == SLIDING or not read_window(fields) for kind in kinds]
 
 
-def halves(fields: Fields) -> bool:
-    """Rotate pairs of which one lies in each half."""
-    return False
-
-
 def side_by_side(fields: Fields) -> bool:
     """Rotate pairs side by side, unless the config says otherwise."""
     return fields.switch("rope_interleave", True)
-
-
-def one(fields: Fields) -> float:
-    """Scale nothing."""
-    return 1.0
 
 
 def times(name: str, default: float = 1.0) -> Number:
@@ -163,11 +159,6 @@ def base_scale(fields: Fields) -> float:
     return 1.0 if base is None else base / fields.whole("hidden_size")
 
 
-def usual(fields: Fields) -> float | None:
-    """Scale scores by 1 / sqrt(head_dim)."""
-    return None
-
-
 def from_query_scalar(fields: Fields) -> float:
     """Scale scores by what the config has in the place of head_dim."""
     return fields.number("query_pre_attn_scalar", 256.0, low=1e-3) ** -0.5
@@ -191,26 +182,6 @@ def llama4_scaling(fields: Fields) -> tuple[float, int] | None:
             "original_max_position_embeddings, which it needs. Fetch the published one again"
         )
     return beta, int(original)
-
-
-def no_scaling(fields: Fields) -> tuple[float, int] | None:
-    """Scale no queries by position."""
-    return None
-
-
-def pre(fields: Fields) -> Norms:
-    """Put norms before both branches."""
-    return "pre"
-
-
-def post(fields: Fields) -> Norms:
-    """Put norms after both branches."""
-    return "post"
-
-
-def both(fields: Fields) -> Norms:
-    """Put norms before and after both branches."""
-    return "both"
 
 
 def both_if(name: str) -> Callable[[Fields], Norms]:
@@ -279,6 +250,10 @@ def ntk_alpha(fields: Fields) -> dict:
     return {**config, "rope_scaling": None, "rope_theta": None, "rope_parameters": rope}
 
 
+PRE: Callable[[Fields], Norms] = always("pre")
+ONE, UNSCALED = always(1.0), always(None)
+
+
 @dataclass(frozen=True)
 class Variant:
     """What a type of decoder has beside Llama's, as values or as what reads them from its config.
@@ -305,7 +280,7 @@ class Variant:
     names: BlockNames = field(default_factory=BlockNames)
     norm: AnyNorm = RMS
     eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
-    norms: Callable[[Fields], Norms] = pre
+    norms: Callable[[Fields], Norms] = PRE
     tied: bool = False
     qkv_bias: Switch = False
     o_bias: Switch = False
@@ -329,11 +304,11 @@ class Variant:
     sinks: bool = False
     score_cap: bool = False
     logit_cap: bool = False
-    embedding_scale: Number = one
-    residual_scale: Number = one
-    logit_scale: Number = one
-    score_scale: Callable[[Fields], float | None] = usual
-    query_scale: Callable[[Fields], tuple[float, int] | None] = no_scaling
+    embedding_scale: Number = ONE
+    residual_scale: Number = ONE
+    logit_scale: Number = ONE
+    score_scale: Callable[[Fields], float | None] = UNSCALED
+    query_scale: Callable[[Fields], tuple[float, int] | None] = UNSCALED
     experts: Callable[[Fields, Sizes], Routed | None] | None = None
     mixer: Callable[[Fields], Mixer] | None = None
     single: bool = False

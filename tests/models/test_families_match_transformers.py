@@ -239,7 +239,8 @@ def test_an_absent_field_is_what_transformers_takes_it_for(family, field):
 def test_rows_have_the_defaults_of_transformers(family):
     """All fields at once: counts of heads and experts go together."""
     row = VARIANTS[family]
-    config = lacking(CASES[FAMILY_CASES.get(family, "gemma3")], *row.defaults, *row.renamed, "layer_types", "mlp_layer_types")
+    case = CASES[FAMILY_CASES.get(family, "gemma3")]
+    config = lacking(case, *row.defaults, *row.renamed, "layer_types", "mlp_layer_types")
     heads = row.defaults["num_key_value_heads"] if row.latent else 160  # latent attention has as many of both
     check_completed(family, {**config, "num_attention_heads": heads or 160, "hidden_size": 320})
 
