@@ -49,55 +49,47 @@ class Batch:
         return sum(num_targets(labels) for labels in self.labels)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageBatch(Batch):
+    """Sequences that may have images, in the order of their tokens. columns: their pixels, once these are decoded."""
+
+    images: Sequence[KeptImage] = ()
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
-class PairBatch(Batch):
+class PairBatch(ImageBatch):
     """The pairs of one step: the rows of each stand one behind the other.
 
     wanted: whether the first answer of each pair is a good one. reference: float64 [2 * pairs], the log-probability of
-    each row's answer in the model before training; None where nothing compares with it. images: those of all rows, in
-    the order of their tokens. columns: their pixels, once these are decoded.
+    each row's answer in the model before training; None where nothing compares with it.
     """
 
     wanted: Sequence[bool] = ()
     reference: np.ndarray | None = None
-    images: Sequence[KeptImage] = ()
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaughtBatch(Batch):
+class TaughtBatch(ImageBatch):
     """Single answers, and what a teacher says of their target tokens, in their order.
 
     tokens: int32 [targets, k], the likeliest. log_probs: float32 [targets, k + 1], theirs and that of all others.
-    images, columns: as of `ImageBatch`.
     """
 
     tokens: np.ndarray
     log_probs: np.ndarray
-    images: Sequence[KeptImage] = ()
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageBatch(Batch):
-    """Single answers with images, in the order of their tokens. columns: their pixels, once these are decoded."""
-
-    images: Sequence[KeptImage]
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptBatch(Batch):
+class PromptBatch(ImageBatch):
     """Prompts that the model answers itself, and all columns of the record of each.
 
-    images: of each prompt as many times as it is answered, in the order of completions. columns: their pixels, once
-    these are decoded. asked: each prompt as it was read, with its images and turns.
+    images: of each prompt as many times as it is answered, in the order of completions. asked: each prompt as it was
+    read, with its images and turns.
     """
 
     records: list[dict[str, Any]]
     asked: Sequence[TokenizedPrompt] = ()
-    images: Sequence[KeptImage] = ()
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Taught(Protocol):
@@ -163,8 +155,8 @@ def batch_of(
     rows = [row for pair in pairs for row in (pair.first, pair.second)]
     chosen = None if reference is None else reference[np.asarray(numbers, np.int64)].reshape(-1)
     images = [image for p in pairs for _ in range(2) for image in p.images]
-    beside = [p.value for p in pairs], [p.wanted for p in pairs], chosen, images
-    return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], *beside)
+    beside = [p.value for p in pairs], [p.wanted for p in pairs], chosen
+    return PairBatch([row.input_ids for row in rows], [row.labels for row in rows], *beside, images=images)
 
 
 class Room(NamedTuple):

@@ -1,7 +1,8 @@
 """Records to ids, many at once: while one batch is tokenized, the templates of the next are rendered."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from flexengine.checkpoint.bounded_process import report_alive
 from flexengine.data.bad_records import BadRecords
@@ -16,6 +17,8 @@ LONGEST_TEXT = 2**23
 SLOWEST_CHARACTERS_PER_S = 2**17
 """Of what is tokenized in a CPU second: the slowest tokenizers, without a split into words, take two to ten times."""
 
+T = TypeVar("T")
+E = TypeVar("E")
 Batch = list[tuple[Record, Marked | None]]
 """Records with their texts and trained spans; None for those of tokens."""
 
@@ -42,6 +45,22 @@ def encode_whole(record: Record, tokenizer: ChatTokenizer) -> TokenizedRecord:
     num_characters = len(record.text or "") + sum(len(message.content or "") for message in record.messages)
     report_alive(record.where, num_characters / SLOWEST_CHARACTERS_PER_S)
     return tokenizer.encode_record(record)
+
+
+def encoded_one_by_one(
+    items: Iterable[T], encode: Callable[[T], Iterable[E]], record_of: Callable[[T], Record], tokenizer: ChatTokenizer,
+    bad: BadRecords,
+) -> Iterator[E]:  # fmt: skip
+    """All that `encode` makes of each item, but of those that are left out. record_of: the one that errors name."""
+    for item in items:
+        try:
+            found = encode(item)
+        except LeftOutError as error:
+            tokenizer.left_out[str(error)] += 1
+        except ValueError as error:
+            bad.leave_out(_named(record_of(item), error))
+        else:
+            yield from found
 
 
 def _checked(

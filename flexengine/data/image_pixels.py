@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexengine.checkpoint.bounded_process import MOST_BYTES, BoundedProcess
-from flexengine.data.batches import Batch, ImageBatch, PairBatch, PromptBatch, TaughtBatch
+from flexengine.data.batches import Batch, ImageBatch
 from flexengine.data.image_processor import in_own_process
 from flexengine.data.kept_images import KeptImage
 
 MOST_WORKERS = 4
-WITH_IMAGES = (ImageBatch, PairBatch, PromptBatch, TaughtBatch)
 AHEAD = 1
 """Batches whose images are decoded before they are due. More would wait for a slow image less, and take more disk."""
 
@@ -52,7 +51,7 @@ class PixelReader:
         waiting = deque[tuple[Batch, list[Future[Path]]]]()
         try:
             for batch in batches:
-                images = batch.images if isinstance(batch, WITH_IMAGES) else ()
+                images = batch.images if isinstance(batch, ImageBatch) else ()
                 decoded = {image: self._submitted(image) for image in dict.fromkeys(images)}  # a pair has each twice
                 waiting.append((batch, [decoded[image] for image in images]))
                 if len(waiting) > AHEAD:
@@ -89,7 +88,7 @@ class PixelReader:
             if path not in found:
                 found[path] = load_file(path)
                 path.unlink()
-        assert isinstance(batch, WITH_IMAGES), "a batch without images waits for none"
+        assert isinstance(batch, ImageBatch), "a batch without images waits for none"
         return replace(batch, columns=joined([found[future.result()] for future in futures]))
 
     def close(self) -> None:

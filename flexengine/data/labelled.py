@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.data.bad_records import BadRecords
-from flexengine.data.encoding import encode_whole
-from flexengine.data.masks import LeftOutError
+from flexengine.data.encoding import encode_whole, encoded_one_by_one
 from flexengine.data.pictured import with_own_images
 from flexengine.data.records import IGNORE, Record, parse_record
 from flexengine.data.sources import LabelNames
@@ -77,18 +76,12 @@ def encode_labelled(records: Iterable[Labelled], tokenizer: ChatTokenizer, bad: 
 
     A record that is too long is cut or dropped, never split.
     """
-    for record, value in records:
-        images = None
-        try:
-            if tokenizer.images is None:
-                ids = encode_whole(record, tokenizer).input_ids
-            else:
-                (ids, _), images = with_own_images(record, tokenizer)
-        except LeftOutError as error:
-            tokenizer.left_out[str(error)] += 1
-        except ValueError as error:
-            bad.leave_out(ValueError(f"{record.where}: {error}" if record.where else str(error)))
+
+    def encode(one: Labelled) -> list[ValuedRecord]:
+        if tokenizer.images is None:
+            (ids, _), images = encode_whole(one.record, tokenizer), []
         else:
-            yield ValuedRecord(ids, [IGNORE, *ids[1:]], value)
-            if images is not None:
-                yield images
+            (ids, _), *images = with_own_images(one.record, tokenizer)
+        return [ValuedRecord(ids, [IGNORE, *ids[1:]], one.value), *images]
+
+    return encoded_one_by_one(records, encode, lambda one: one.record, tokenizer, bad)

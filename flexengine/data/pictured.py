@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from flexengine.data.bad_records import BadRecords
-from flexengine.data.encoding import encode_whole
+from flexengine.data.encoding import encode_whole, encoded_one_by_one
 from flexengine.data.image_places import PLACE
 from flexengine.data.image_processor import expanded
 from flexengine.data.kept_images import KeptImage, packed
-from flexengine.data.masks import LeftOutError
 from flexengine.data.records import Record, TokenizedRecord
 from flexengine.data.token_columns import ValuedRecord
 from flexengine.data.tokenizer import ChatTokenizer
@@ -21,16 +20,7 @@ def encode_with_images(
     records: Iterable[Record], tokenizer: ChatTokenizer, bad: BadRecords
 ) -> Iterator[ValuedRecord | TokenizedRecord]:
     """Two records of each: its tokens, and its images as numbers, whose value is how many tokens stand for them."""
-    for record in records:
-        try:
-            tokens, images = with_own_images(record, tokenizer)
-        except LeftOutError as error:
-            tokenizer.left_out[str(error)] += 1
-        except ValueError as error:
-            bad.leave_out(ValueError(f"{record.where}: {error}" if record.where else str(error)))
-        else:
-            yield tokens
-            yield images
+    return encoded_one_by_one(records, lambda one: with_own_images(one, tokenizer), lambda one: one, tokenizer, bad)
 
 
 def with_own_images(record: Record, tokenizer: ChatTokenizer) -> tuple[TokenizedRecord, ValuedRecord]:

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.data.bad_records import BadRecords
-from flexengine.data.encoding import encode_whole
-from flexengine.data.masks import LeftOutError
+from flexengine.data.encoding import encode_whole, encoded_one_by_one
 from flexengine.data.pictured import images_behind, tokens_with_images
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord, parse_record
 from flexengine.data.sources import Reader
@@ -330,26 +329,22 @@ def encode_compared(
     IGNORE for one that is not, and its value by how much it is to be ahead. Where images are read, they follow as
     numbers, whose value is how many tokens of both stand for them.
     """
-    for two in compared:
-        try:
-            (first, second), images = _encoded(two, tokenizer)
-        except LeftOutError as error:
-            tokenizer.left_out[str(error)] += 1
-        except ValueError as error:
-            bad.leave_out(ValueError(f"{two.first.where}: {error}" if two.first.where else str(error)))
-        else:
-            labels = [first.input_ids[0] if two.wanted else IGNORE, *first.labels[1:]]
-            own = first._replace(labels=labels)
-            yield ValuedRecord(*own, two.margin) if two.margin else own
-            yield second
-            if images is not None:
-                yield images
+
+    def encode(two: Compared) -> list[TokenizedRecord | ValuedRecord]:
+        first, *others = _encoded(two, tokenizer)
+        own = first._replace(labels=[first.input_ids[0] if two.wanted else IGNORE, *first.labels[1:]])
+        return [ValuedRecord(*own, two.margin) if two.margin else own, *others]
+
+    return encoded_one_by_one(compared, encode, lambda two: two.first, tokenizer, bad)
 
 
-def _encoded(two: Compared, tokenizer: ChatTokenizer) -> tuple[list[TokenizedRecord], ValuedRecord | None]:
-    """Both conversations of a comparison, and their images; None where these are not read."""
+def _encoded(
+    two: Compared, tokenizer: ChatTokenizer
+) -> tuple[TokenizedRecord, TokenizedRecord] | tuple[TokenizedRecord, TokenizedRecord, ValuedRecord]:
+    """Both conversations of a comparison, and their images where these are read."""
     if tokenizer.images is None:
-        return [encode_whole(record, tokenizer) for record in (two.first, two.second)], None
+        return encode_whole(two.first, tokenizer), encode_whole(two.second, tokenizer)
     found, ids = tokenizer.images.taken(two.first, tokenizer.notes)
-    rows = [tokens_with_images(record, ids, tokenizer) for record in (two.first, two.second)]
-    return rows, images_behind(found, sum(row.input_ids.count(tokenizer.images.row_id) for row in rows))
+    first, second = (tokens_with_images(record, ids, tokenizer) for record in (two.first, two.second))
+    num_tokens = sum(row.input_ids.count(tokenizer.images.row_id) for row in (first, second))
+    return first, second, images_behind(found, num_tokens)
