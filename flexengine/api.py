@@ -35,7 +35,7 @@ from flexengine.parallel.cores import take_cores
 from flexengine.parallel.devices import device_of_rank, gpus_of_ranks
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import Team, join
-from flexengine.plan import Plan
+from flexengine.plan import CacheBytes, Plan
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.remembered import remembered_plan
 from flexengine.planner.timed_blocks import with_timed_blocks
@@ -206,15 +206,14 @@ def prepare_job(
     path_or_preset: str | Path,
     job: Job,
     hardware: HardwareProfile | str | Path | None = None,
-    cache_bytes: int = 0,
+    caches: CacheBytes = CacheBytes(),  # noqa: B008 (an immutable value)
     needs_weights: bool = True,
     tell: bool = True,
     whole_steps: bool = False,
-    host_bytes: int = 0,
 ) -> PlannedRun:
     """What `prepare` does, for a job that is a value already.
 
-    cache_bytes, host_bytes: of the budgets, what sequences get that are generated. needs_weights: False where nothing
+    caches: of the budgets, what sequences get that are generated. needs_weights: False where nothing
     will be built of the plan. tell: whether budgets that were found are logged. whole_steps: as of `prepare`.
     """
     team = join()
@@ -228,9 +227,9 @@ def prepare_job(
     if hardware is None:
         opened, profile = _at_work(opened, profile, team)
     ranks = Ranks.alone() if team is None else team.ranks
-    asked = profile, hardware is None, ranks, (cache_bytes, host_bytes), whole_steps and team is None
+    asked = profile, hardware is None, ranks, caches, whole_steps and team is None
     plan = _told_by_first(team, lambda: _plan(opened, *asked), Plan)
-    planned = PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
+    planned = PlannedRun(opened.source, opened.job, plan, profile, opened.device, caches.gpu_bytes, team)
     if tell and (found := budgets_found(opened.job, plan.request, profile, opened.device.type)):
         logger.info(found)
     return planned
@@ -303,15 +302,15 @@ def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tu
 
 
 def _plan(
-    opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, beside: tuple[int, int], whole_steps: bool
+    opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, caches: CacheBytes, whole_steps: bool
 ) -> Plan:
-    """The plan of all ranks. is_here: its memory has to be free. beside: cache, host bytes of `prepare_job`."""
+    """The plan of all ranks. is_here: its memory has to be free. caches: as of `prepare_job`."""
     source, job, device = opened
     request = make_request(
         job, profile, device.type, ranks.local_size, ranks.nodes, source.spec.whole_sequences, whole_steps
     )
     find = partial(remembered_plan, plan_for_ranks) if is_here and device.type == "cuda" else plan_for_ranks
-    plan = with_cache(find(source.spec, without_cache(request, *beside), profile), request, *beside)
+    plan = with_cache(find(source.spec, without_cache(request, caches), profile), request, caches)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:
         check_is_free(plan, profile, device.type)

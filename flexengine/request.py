@@ -35,7 +35,7 @@ from flexengine.options.adapters import LORA_OPTIONS
 from flexengine.options.job import Job, plans_clipping
 from flexengine.options.lora import LoRA
 from flexengine.options.ranks import check_several
-from flexengine.plan import Plan, PlanError, PlanReason, Request
+from flexengine.plan import CacheBytes, Plan, PlanError, PlanReason, Request
 from flexengine.wording import hub_model, shown
 
 logger = logging.getLogger(__name__)
@@ -251,21 +251,21 @@ def make_request(
     )
 
 
-def without_cache(request: Request, cache_bytes: int, host_bytes: int = 0) -> Request:
+def without_cache(request: Request, caches: CacheBytes) -> Request:
     """Take what sequences that are generated need out of the budgets. Raises PlanError where the cache takes all."""
-    if cache_bytes >= request.max_gpu_bytes:
+    if caches.gpu_bytes >= request.max_gpu_bytes:
         raise PlanError(
             PlanReason.INSUFFICIENT_DEVICE_MEMORY,
-            f"the cache of the sequences takes {format_bytes(cache_bytes)}, the GPU budget is"
+            f"the cache of the sequences takes {format_bytes(caches.gpu_bytes)}, the GPU budget is"
             f" {format_bytes(request.max_gpu_bytes)}; give shorter prompts, fewer new tokens, or a larger budget",
         )
-    gpu_bytes, host_bytes = request.max_gpu_bytes - cache_bytes, request.max_host_bytes - host_bytes
-    return replace(request, max_gpu_bytes=gpu_bytes, max_host_bytes=max(0, host_bytes))
+    host_bytes = max(0, request.max_host_bytes - caches.host_bytes)
+    return replace(request, max_gpu_bytes=request.max_gpu_bytes - caches.gpu_bytes, max_host_bytes=host_bytes)
 
 
-def with_cache(plan: Plan, request: Request, cache_bytes: int, host_bytes: int = 0) -> Plan:
+def with_cache(plan: Plan, request: Request, caches: CacheBytes) -> Plan:
     """Count the cache in a plan that was made without it: its bytes, and the budgets that were asked for."""
-    return plan.for_request(request).with_caches(cache_bytes, host_bytes) if cache_bytes or host_bytes else plan
+    return plan.for_request(request).with_caches(caches) if any(caches) else plan
 
 
 class Room(NamedTuple):

@@ -114,7 +114,7 @@ def plan_for(
     model together.
     """
     from flexengine.api import prepare_job  # noqa: PLC0415
-    from flexengine.plan import PlanError  # noqa: PLC0415
+    from flexengine.plan import CacheBytes, PlanError  # noqa: PLC0415
     from flexengine.schedule.decoding_cache import sequence_cache_bytes  # noqa: PLC0415
     from flexengine.schedule.group_storage import DTYPE_BYTES  # noqa: PLC0415
 
@@ -123,7 +123,7 @@ def plan_for(
     sequence_bytes = sequence_cache_bytes(model, longest, DTYPE_BYTES[job.dtype])
     while True:
         try:
-            return prepare_job(arguments.model, job, cache_bytes=count * sequence_bytes)
+            return prepare_job(arguments.model, job, caches=CacheBytes(count * sequence_bytes))
         except PlanError as error:
             if not count:
                 raise

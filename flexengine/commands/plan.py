@@ -26,7 +26,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.options.job import Job
 from flexengine.options.objective import ObjectiveOptions
 from flexengine.options.option import flag_of
-from flexengine.plan import Plan, PlanError, Request
+from flexengine.plan import CacheBytes, Plan, PlanError, Request
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.ranks.plan import beside_fewer_gpus, plan_for_ranks
@@ -81,12 +81,12 @@ def main(argv: Sequence[str]) -> int:
     request = request_of(asked, job, profile)
     if found := budgets_found(job, request, profile, profile.device_type):
         print(found, file=sys.stderr)
-    room = CacheRoom(0, fits=True)
+    room = CacheRoom(CacheBytes(), fits=True)
     try:
-        plan = _plan(asked, request, profile)
+        plan = _plan(asked, request, profile, room.caches)
         room = cache_room(objective, plan, model, profile)
-        beside = room.num_bytes, room.host_bytes
-        plan = with_cache(plan, request, *beside) if room.fits else _plan(asked, request, profile, *beside)
+        caches = room.caches
+        plan = with_cache(plan, request, caches) if room.fits else _plan(asked, request, profile, caches)
     except ShortageError as error:
         status = _does_not_fit(asked, profile, error)
         print("" if room.fits else f"  {room.missing(job.max_seq_len)}\n", end="", file=sys.stderr)
@@ -107,11 +107,11 @@ def _trades(asked: Asked, source: ModelSource, plan: Plan, profile: HardwareProf
     )
 
 
-def _plan(asked: Asked, request: Request, profile: HardwareProfile, cache_bytes: int = 0, host_bytes: int = 0) -> Plan:
-    """The plan of all GPUs. cache_bytes, host_bytes: of the budgets, what it leaves to completions."""
-    least = without_cache(request, cache_bytes, host_bytes)
+def _plan(asked: Asked, request: Request, profile: HardwareProfile, caches: CacheBytes) -> Plan:
+    """The plan of all GPUs. caches: of the budgets, what it leaves to completions."""
+    least = without_cache(request, caches)
     plan = plan_for_ranks(asked.model, least, profile, _network_bytes_per_s(asked.flags))
-    return with_cache(beside_fewer_gpus(asked.model, plan, profile), request, cache_bytes, host_bytes)
+    return with_cache(beside_fewer_gpus(asked.model, plan, profile), request, caches)
 
 
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:

@@ -1,12 +1,13 @@
 """Every decision as a frozen value, what is asked, and how the planner says no; imports nothing else of the package."""
 
 from flexengine.plan.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan, rounds_of_step
-from flexengine.plan.prediction import CACHES, Prediction
+from flexengine.plan.prediction import CACHES, CacheBytes, Prediction
 from flexengine.plan.request import KeepDtype, MatmulDtype, Numerics, PlanError, PlanReason, Request
 
 __all__ = [
     "CACHES",
     "MOST_ROUNDED",
+    "CacheBytes",
     "GroupPlan",
     "Home",
     "KeepDtype",

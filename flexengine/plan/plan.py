@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from flexengine.plan.group_plan import GroupPlan
-from flexengine.plan.prediction import CACHES, Prediction
+from flexengine.plan.prediction import CACHES, CacheBytes, Prediction
 from flexengine.plan.request import SHARES_DRIVE, TRANSPORTS, Numerics, Request, TransportName
 
 Home = Literal["gpu", "host"]
@@ -276,12 +276,13 @@ class Plan:
         """The plan for a request that differs in budgets; what the planner decided of a request stays decided."""
         return replace(self, request=replace(request, **{name: getattr(self.request, name) for name in DECIDED}))
 
-    def with_caches(self, num_bytes: int, host_bytes: int = 0) -> Plan:
-        """The plan with so many GPU bytes for caches of sequences beside its slots, and more slack on the host."""
-        p, beside = self.predicted, {CACHES: num_bytes} if num_bytes else {}
-        host = p.host_categories | ({"slack": p.host_categories.get("slack", 0) + host_bytes} if host_bytes else {})
-        counted = replace(p, gpu_bytes=p.gpu_bytes + num_bytes, gpu_categories=p.gpu_categories | beside)
-        return replace(self, predicted=replace(counted, host_bytes=p.host_bytes + host_bytes, host_categories=host))
+    def with_caches(self, caches: CacheBytes) -> Plan:
+        """The plan with caches of sequences beside its slots."""
+        p, (gpu, host) = self.predicted, caches
+        on_gpu = p.gpu_categories | ({CACHES: gpu} if gpu else {})
+        on_host = p.host_categories | ({"slack": p.host_categories.get("slack", 0) + host} if host else {})
+        counted = replace(p, gpu_bytes=p.gpu_bytes + gpu, gpu_categories=on_gpu)
+        return replace(self, predicted=replace(counted, host_bytes=p.host_bytes + host, host_categories=on_host))
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives it back equal."""

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 CACHES = "caches of sequences"
 """The category of GPU bytes that sequences have beside a plan's slots while they are generated."""
+
+
+class CacheBytes(NamedTuple):
+    """What sequences that are generated take beside a plan: GPU bytes of their caches, and slack on the host."""
+
+    gpu_bytes: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)

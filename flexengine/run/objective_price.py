@@ -16,7 +16,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.objectives import OBJECTIVES
 from flexengine.options.objective import ObjectiveOptions
 from flexengine.options.train_config import TrainConfig
-from flexengine.plan import Plan, PlanError, Request
+from flexengine.plan import CacheBytes, Plan, PlanError, Request
 from flexengine.run.group_prediction import Forecast
 from flexengine.run.start_times import START
 from flexengine.run.step_prediction import StepPredictor
@@ -109,20 +109,17 @@ a run took 97 MiB more than a plan without."""
 
 
 class CacheRoom(NamedTuple):
-    """GPU bytes beside a plan for the caches of completions. fits: whether the budgets have them left.
+    """What a plan lacks for the caches of completions. fits: whether the budgets have it left."""
 
-    host_bytes: what writing them takes of the host beside a step.
-    """
-
-    num_bytes: int
+    caches: CacheBytes
     fits: bool
-    host_bytes: int = 0
 
     def missing(self, longest: int) -> str:
         """Say what stands beside a plan that does not fit."""
-        host = f" and what writes it {format_bytes(self.host_bytes)} of the host's" if self.host_bytes else ""
+        gpu_bytes, host_bytes = self.caches
+        host = f" and what writes it {format_bytes(host_bytes)} of the host's" if host_bytes else ""
         return (
-            f"beside that, the cache of one completion of {longest} tokens takes {format_bytes(self.num_bytes)} of the"
+            f"beside that, the cache of one completion of {longest} tokens takes {format_bytes(gpu_bytes)} of the"
             f" GPU budget{host}; a smaller --max-seq-len takes less, and --generator has a server write"
         )
 
@@ -134,7 +131,7 @@ def cache_room(options: ObjectiveOptions, plan: Plan, model: ModelSpec, profile:
     fits, it is that of one, for which the step has to be planned with less.
     """
     if options.objective != "grpo" or options.generator is not None:
-        return CacheRoom(0, fits=True)
+        return CacheRoom(CacheBytes(), fits=True)
     predictor, tokens = StepPredictor(plan, model, profile), plan.request.max_seq_len - 1
     count, has = num_completions(options, plan.request), predictor.num_caches(tokens, predictor.arena_bytes)
     size, host_bytes = predictor.cache_bytes(tokens), 0
@@ -142,12 +139,13 @@ def cache_room(options: ObjectiveOptions, plan: Plan, model: ModelSpec, profile:
         host_bytes = WRITING_SLACK_BYTES * plan.request.ranks
     fits = plan.predicted.host_bytes + host_bytes <= plan.request.max_host_bytes
     if has >= count:
-        return CacheRoom(0, fits, host_bytes)
+        return CacheRoom(CacheBytes(0, host_bytes), fits)
     memory, most = profile.memory, plan.request.max_gpu_bytes
     if profile.device_type == "cuda":
         most = min(most, memory.gpu_free_bytes + memory.gpu_context_bytes)
     left = max(0, most - plan.predicted.gpu_bytes) // size
-    return CacheRoom(min(count - has, left) * size if has + left else size, fits and has + left > 0, host_bytes)
+    gpu_bytes = min(count - has, left) * size if has + left else size
+    return CacheRoom(CacheBytes(gpu_bytes, host_bytes), fits and has + left > 0)
 
 
 @START.part("probe and plan")
@@ -162,10 +160,9 @@ def plan_with_room(config: TrainConfig, prepare: Callable[..., PlannedRun]) -> P
         return planned
     room = cache_room(config, planned.plan, planned.source.spec, planned.profile)
     if room.fits:
-        counted = planned.plan.with_caches(room.num_bytes, room.host_bytes)
-        return replace(planned, plan=counted, cache_bytes=room.num_bytes)
+        return replace(planned, plan=planned.plan.with_caches(room.caches), cache_bytes=room.caches.gpu_bytes)
     try:
-        return prepare(needs_weights=not dry, tell=False, cache_bytes=room.num_bytes, host_bytes=room.host_bytes)
+        return prepare(needs_weights=not dry, tell=False, caches=room.caches)
     except PlanError as error:
         raise ValueError(f"{error}\n  {room.missing(config.max_seq_len)}") from None
 

@@ -6,7 +6,7 @@ import pytest
 
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
-from flexengine.plan import Numerics, Plan, Request
+from flexengine.plan import CacheBytes, Numerics, Plan, Request
 from flexengine.planner.cost.cost_model import issue_calls
 from flexengine.planner.planner import make_plan
 from flexengine.planner.variants import graphs_may_pay
@@ -69,7 +69,7 @@ def test_the_drawn_step_is_priced_as_the_plan_is():
 
 
 def test_other_budgets_leave_graphs_decided(plan):
-    assert with_cache(plan, REQUEST, GIB).replays
+    assert with_cache(plan, REQUEST, CacheBytes(GIB)).replays
     assert plan.for_request(replace(REQUEST, max_gpu_bytes=3 * GIB)).replays
 
 
