@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from flexengine.plan.group_plan import GroupPlan
-from flexengine.plan.prediction import CACHES, CacheBytes, Prediction
+from flexengine.plan.prediction import CacheBytes, Prediction
 from flexengine.plan.request import SHARES_DRIVE, TRANSPORTS, Numerics, Request, TransportName
 
 Home = Literal["gpu", "host"]
@@ -278,11 +278,7 @@ class Plan:
 
     def with_caches(self, caches: CacheBytes) -> Plan:
         """The plan with caches of sequences beside its slots."""
-        p, (gpu, host) = self.predicted, caches
-        on_gpu = p.gpu_categories | ({CACHES: gpu} if gpu else {})
-        on_host = p.host_categories | ({"slack": p.host_categories.get("slack", 0) + host} if host else {})
-        counted = replace(p, gpu_bytes=p.gpu_bytes + gpu, gpu_categories=on_gpu)
-        return replace(self, predicted=replace(counted, host_bytes=p.host_bytes + host, host_categories=on_host))
+        return replace(self, predicted=self.predicted.with_caches(caches))
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives it back equal."""

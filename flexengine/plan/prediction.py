@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 CACHES = "caches of sequences"
@@ -51,3 +51,11 @@ class Prediction:
     fewer_gpus_step_s: float = 0.0
     drive_bytes: int = 0
     drive_written_bytes: int = 0
+
+    def with_caches(self, caches: CacheBytes) -> Prediction:
+        """The same with caches of sequences beside the plan's slots."""
+        gpu, host = caches
+        on_gpu = self.gpu_categories | ({CACHES: gpu} if gpu else {})
+        on_host = self.host_categories | ({"slack": self.host_categories.get("slack", 0) + host} if host else {})
+        counted = replace(self, gpu_bytes=self.gpu_bytes + gpu, gpu_categories=on_gpu)
+        return replace(counted, host_bytes=self.host_bytes + host, host_categories=on_host)
