@@ -177,6 +177,26 @@ class StepMetrics:
     details: dict[str, float | None] = field(default_factory=dict)
     card: CardHealth | None = None
 
+    @classmethod
+    def measured(
+        cls, *, step_s: float, num_tokens: int, model_flops: float, hardware_flops: float, speed_of_light_s: float,
+        **others: Any,
+    ) -> StepMetrics:  # fmt: skip
+        """Compute the rates of a step from what it measured; others: fields that stay as they were measured.
+
+        FLOPs are those of the whole step, step_s is above 0. speed_of_light_s: the least seconds that any schedule
+        could take; 0 where no bound is known.
+        """
+        return cls(
+            **others,
+            num_tokens=num_tokens,
+            step_s=step_s,
+            tokens_per_s=num_tokens / step_s,
+            effective_tflops=model_flops / step_s / TERA,
+            hardware_tflops=hardware_flops / step_s / TERA,
+            sol_pct=100.0 * speed_of_light_s / step_s if speed_of_light_s else math.nan,
+        )
+
     @property
     def off_prediction(self) -> float:
         """What the step took beyond its prediction, as a share of it; below 0 for a faster step."""
@@ -203,43 +223,6 @@ class StepMetrics:
         """Describe the step beside a progress bar."""
         speed = format_tokens_per_s(self.tokens_per_s)
         return f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}, lr {self.lr:.2e}, {speed}"
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """What a step measured, from which its metrics follow; FLOPs are those of the whole step, step_s is above 0.
-
-    speed_of_light_s: the least seconds that any schedule could take; 0 where no bound is known.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    num_tokens: int
-    step_s: float
-    model_flops: float
-    hardware_flops: float
-    predicted_step_s: float
-    speed_of_light_s: float
-    gpu_peak_bytes: int | None
-    host_peak_bytes: int
-    details: dict[str, float | None] = field(default_factory=dict)
-    card: CardHealth | None = None
-
-    def metrics(self) -> StepMetrics:
-        """Compute the rates; all but what they are made of stays as it was measured."""
-        measured = dict(vars(self))
-        model_flops, hardware_flops, least_s = (
-            measured.pop(name) for name in ("model_flops", "hardware_flops", "speed_of_light_s")
-        )
-        return StepMetrics(
-            **measured,
-            tokens_per_s=self.num_tokens / self.step_s,
-            effective_tflops=model_flops / self.step_s / TERA,
-            hardware_tflops=hardware_flops / self.step_s / TERA,
-            sol_pct=100.0 * least_s / self.step_s if least_s else math.nan,
-        )
 
 
 class Pace:

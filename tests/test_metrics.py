@@ -8,7 +8,7 @@ import pytest
 from flexengine.metrics import (
     GIB,
     JsonlWriter,
-    MeasuredStep,
+    StepMetrics,
     format_bytes,
     format_seconds,
     format_tflops,
@@ -36,7 +36,7 @@ def step_metrics(**changes):
         "gpu_peak_bytes": 23 * GIB,
         "host_peak_bytes": 100 * GIB,
     }
-    return MeasuredStep(**{**measured, **changes}).metrics()
+    return StepMetrics.measured(**{**measured, **changes})
 
 
 @pytest.mark.parametrize(

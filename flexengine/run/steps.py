@@ -10,7 +10,7 @@ import torch
 
 from flexengine import objectives
 from flexengine.data.batches import Batch, ImageBatch, PairBatch, TaughtBatch
-from flexengine.metrics import MeasuredStep, StepMetrics
+from flexengine.metrics import StepMetrics
 from flexengine.models.spec import ModelSpec
 from flexengine.objectives import OBJECTIVES, AnswerRows, Distillation, Objective, TeacherRows
 from flexengine.options.task import TaskHead
@@ -82,7 +82,7 @@ class AnswerSteps:
     def _call(self, engine: Engine, batch: Batch) -> dict[str, Any]:
         """The batch, and its loss where that is none of the engine's, as keywords."""
         columns: dict[str, Any] = {"input_ids": batch.input_ids, "labels": batch.labels}
-        pixels = batch.columns if isinstance(batch, (ImageBatch, TaughtBatch)) else {}
+        pixels = batch.columns if isinstance(batch, ImageBatch) else {}
         if self._distillation is None:
             return {**columns, **pixels}
         assert isinstance(batch, TaughtBatch), "a teacher was asked before the run"
@@ -198,7 +198,7 @@ def take_step(
     taken = steps.train(engine, batch, lr)
     step_s, health = time.perf_counter() - start_s, card.health()
     peaks, scale = engine.memory_peaks(), taken.update.loss_scale
-    measured = MeasuredStep(
+    metrics = StepMetrics.measured(
         step=step,
         loss=taken.loss,
         grad_norm=float(taken.update.grad_norm),
@@ -214,4 +214,4 @@ def take_step(
         details={**taken.details, **({} if scale is None else {"loss_scale": scale})},
         card=health,
     )
-    return measured.metrics(), taken.update
+    return metrics, taken.update

@@ -16,7 +16,7 @@ from flexengine.data import ChatTokenizer
 from flexengine.data.batches import num_targets
 from flexengine.hardware.presets import PRESETS
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.metrics import MeasuredStep
+from flexengine.metrics import StepMetrics
 from flexengine.models.registry import ASSETS, open_model
 from flexengine.options.train_config import TrainConfig
 from flexengine.plan import PlanError, PlanReason, Prediction
@@ -321,7 +321,7 @@ def test_a_changed_plan_is_written_everywhere(engine, tmp_path, capsys, monkeypa
 def test_averages_leave_out_the_first_and_the_timed_step(engine, steps, speed):
     names = "loss grad_norm lr model_flops hardware_flops predicted_step_s speed_of_light_s gpu_peak_bytes"
     figures = {**dict.fromkeys(names.split(), 1), "num_tokens": 10, "host_peak_bytes": 0}
-    taken = [MeasuredStep(step=n, step_s=1 / n, **figures).metrics() for n in range(1, steps + 1)]
+    taken = [StepMetrics.measured(step=n, step_s=1 / n, **figures) for n in range(1, steps + 1)]
     assert f"speed: {speed} tokens/s" in trainer.summary(engine, taken, taken[2:])
 
 
