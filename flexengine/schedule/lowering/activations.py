@@ -7,7 +7,7 @@ from flexengine.plan import Home
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, RowCopy, Stream, Subject
 from flexengine.schedule.kept_on_drive import keeps_input, keeps_saved
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
-from flexengine.schedule.lowering.drive_kept import DriveKept
+from flexengine.schedule.lowering.drive import DriveKept
 from flexengine.schedule.program_builder import merge_regions
 from flexengine.schedule.slots import Memory
 

@@ -1,6 +1,6 @@
 """Updates by the CPU, where planes lie: in an update's own program, inside a round, and speculatively.
 
-What lies on a drive passes through slots of the host (`drive_tiles.py`).
+What lies on a drive passes through slots of the host (`drive.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flexengine.schedule.commands import Access, CommandName, SlotOffset, Stream
 from flexengine.schedule.drive import drive_kinds, drive_tiles
 from flexengine.schedule.group_storage import Segment
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering.drive_tiles import DriveTiles
+from flexengine.schedule.lowering.drive import DriveTiles
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.second_planes import second_kinds
 from flexengine.schedule.shares import ALONE, Share

@@ -16,7 +16,7 @@ from flexengine.schedule.fixed_slots import HOST_SCALES
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.cpu_update import cpu_groups, lower_cpu_update, lower_speculative_update
-from flexengine.schedule.lowering.drive_parts import DriveParts
+from flexengine.schedule.lowering.drive import DriveParts
 from flexengine.schedule.lowering.kinds import RoundKind
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
 from flexengine.schedule.lowering.tiles import GroupTiles, Tile, TileLowering, gpu_groups_in_round

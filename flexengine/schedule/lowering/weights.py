@@ -11,7 +11,7 @@ from flexengine.schedule.commands import Access, CommandName, CopyRegion, Decode
 from flexengine.schedule.expert_fetch import fetch_of_experts, touched_experts
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.lowering.context import RoundContext, StagePart
-from flexengine.schedule.lowering.drive_parts import DriveParts
+from flexengine.schedule.lowering.drive import DriveParts
 from flexengine.schedule.stored_pieces import StoredPieces, total_work
 
 

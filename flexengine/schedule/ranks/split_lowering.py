@@ -13,7 +13,7 @@ from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing, StagePart
 from flexengine.schedule.lowering.cpu_update import OwnRange, lower_speculative_update
-from flexengine.schedule.lowering.drive_parts import DriveParts
+from flexengine.schedule.lowering.drive import DriveParts
 from flexengine.schedule.lowering.gradients import GradientLowering, InRound, nothing_in_round
 from flexengine.schedule.lowering.kinds import RoundKind, Wave
 from flexengine.schedule.lowering.round import RoundLowering
