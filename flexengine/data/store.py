@@ -175,29 +175,10 @@ def cut_pairs(table: TokenTable, max_seq_len: int, images: bool = False) -> Cut:
     without a token to learn. images: whether those of each pair follow it."""
     sizes, each = np.diff(table.ends, prepend=0), 3 if images else 2
     has_target = np.where(table.first_targets == WHOLE, sizes > 1, table.first_targets < sizes)
-    has_target, of_pairs = has_target.reshape(-1, each)[:, :2].all(1), sizes.reshape(-1, each)[:, :2]
-    too_long = (of_pairs > max_seq_len).any(1)
-    kept = has_target & ~too_long
-    return Cut(
-        starts=(table.ends - sizes)[0::each][kept],
-        lengths=of_pairs.sum(1)[kept].astype(np.int32),
-        num_records=len(of_pairs),
-        num_too_long=int(too_long.sum()),
-        num_truncated=0,
-        num_split=0,
-        num_without_targets=int((~has_target & ~too_long).sum()),
-        longest=int(of_pairs.max(initial=0)),
-        splits=of_pairs[:, 0][kept].astype(np.int32),
-        values=None if table.values is None else table.values[0::each][kept],
-        behind=sizes[2::3][kept] if images else None,
-        placed=_placed(table, 3, np.asarray(kept)) if images else None,
-    )
-
-
-def _placed(table: TokenTable, each: int, kept: np.ndarray) -> np.ndarray:
-    """Tokens that stand for images: the value of what follows every record, the last of `each`."""
-    values = np.zeros(len(table.ends)) if table.values is None else table.values
-    return values[each - 1 :: each][kept].astype(np.int64)
+    has_targets, of_pairs = has_target.reshape(-1, each)[:, :2], sizes.reshape(-1, each)[:, :2]
+    kept, cut = _kept_whole(table, each, of_pairs, np.asarray(has_targets.all(1)), max_seq_len)
+    cut = cut._replace(splits=of_pairs[:, 0][kept].astype(np.int32))
+    return cut._replace(behind=sizes[2::3][kept], placed=_placed(table, 3, kept)) if images else cut
 
 
 def cut_followed(table: TokenTable, max_seq_len: int, images: bool, prompts: bool = False) -> Cut:
@@ -208,22 +189,35 @@ def cut_followed(table: TokenTable, max_seq_len: int, images: bool, prompts: boo
     sizes = np.diff(table.ends, prepend=0).reshape(-1, 2)
     first, lengths = table.first_targets[0::2], sizes[:, 0]
     has_target = np.where(first == WHOLE, lengths > 1 - prompts, first < lengths)
-    too_long = lengths > max_seq_len
+    kept, cut = _kept_whole(table, 2, sizes[:, :1], has_target, max_seq_len)
+    placed = _placed(table, 2, kept) if images else None
+    return cut._replace(behind=sizes[:, 1][kept], placed=placed, of_prompts=prompts)
+
+
+def _kept_whole(
+    table: TokenTable, each: int, sizes: np.ndarray, has_target: np.ndarray, max_seq_len: int
+) -> tuple[np.ndarray, Cut]:
+    """Which rows of `each` records are kept, and these. sizes: tokens [rows, n] of the n first records of every row."""
+    too_long, lengths = (sizes > max_seq_len).any(1), sizes.sum(1)
     kept = has_target & ~too_long
-    return Cut(
-        starts=(table.ends[0::2] - lengths)[kept],
+    cut = Cut(
+        starts=np.concatenate((np.zeros(1, np.int64), table.ends))[:-1][0::each][kept],
         lengths=lengths[kept].astype(np.int32),
-        num_records=len(lengths),
+        num_records=len(sizes),
         num_too_long=int(too_long.sum()),
         num_truncated=0,
         num_split=0,
         num_without_targets=int((~has_target & ~too_long).sum()),
-        longest=int(lengths.max(initial=0)),
-        values=None if table.values is None else table.values[0::2][kept],
-        behind=sizes[:, 1][kept],
-        placed=_placed(table, 2, kept) if images else None,
-        of_prompts=prompts,
+        longest=int(sizes.max(initial=0)),
+        values=None if table.values is None else table.values[0::each][kept],
     )
+    return np.asarray(kept), cut
+
+
+def _placed(table: TokenTable, each: int, kept: np.ndarray) -> np.ndarray:
+    """Tokens that stand for images: the value of what follows every record, the last of `each`."""
+    values = np.zeros(len(table.ends)) if table.values is None else table.values
+    return values[each - 1 :: each][kept].astype(np.int64)
 
 
 AnyRecord = TokenizedRecord | ValuedRecord
