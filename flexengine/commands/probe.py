@@ -10,7 +10,7 @@ import torch
 
 from flexengine.commands.files import check_target, write_whole
 from flexengine.commands.parsers import probe_parser
-from flexengine.hardware.chart import check_can_plot, draw_profile
+from flexengine.hardware.chart import GIGA, TERA, check_can_plot, copy_size, draw_profile, flops_unit
 from flexengine.hardware.curve import Points
 from flexengine.hardware.devices import choose_device
 from flexengine.hardware.drive import with_drive
@@ -27,7 +27,6 @@ from flexengine.request import probe_shape
 
 LABEL_WIDTH = 52
 CELL_WIDTH = 9
-TERA, GIGA = 1e12, 1e9
 DEVICE, DTYPE = options_of(Job)["device"], options_of(Job)["dtype"]
 
 
@@ -132,7 +131,7 @@ def describe(profile: HardwareProfile) -> list[str]:
 
 def _compute_lines(profile: HardwareProfile) -> list[str]:
     hidden_size, intermediate_size = profile.matmul.shape
-    unit, scale = ("TFLOP/s", TERA) if profile.matmul.peak_flops_per_s >= TERA else ("GFLOP/s", GIGA)
+    unit, scale = flops_unit(profile.matmul.peak_flops_per_s)
     linear = [curve for curve in profile.curves if curve.x_unit == "tokens"]
     attention = (profile.attention.forward_flops_per_s, profile.attention.backward_flops_per_s)
     # Forward and backward may have been measured at different lengths; the header has all of them.
@@ -209,7 +208,7 @@ def _copy_lines(profile: HardwareProfile) -> list[str]:
         _row("fixed part of a copy", format_seconds(profile.link.copy_latency_s)),
     ]
     if curves:
-        lines.append(_header("GB/s by size", curves[0].points, _size))
+        lines.append(_header("GB/s by size", curves[0].points, copy_size))
         lines += [_cells(curve.name, curve.points, GIGA) for curve in curves]
     return lines
 
@@ -289,7 +288,3 @@ def _pair(alone: float, both: float) -> str:
 
 def _sizes(total_bytes: int, free_bytes: int) -> str:
     return f"{format_bytes(total_bytes)} / {format_bytes(free_bytes)}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // 2**20} MiB" if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"

@@ -59,7 +59,7 @@ def _draw(figure: Figure, profile: HardwareProfile, note: str) -> None:
 
 
 def _draw_matmul(axes: Axes, profile: HardwareProfile) -> None:
-    unit, scale = _flops_unit(profile.matmul.peak_flops_per_s)
+    unit, scale = flops_unit(profile.matmul.peak_flops_per_s)
     curves = [curve for curve in profile.curves if curve.x_unit == "tokens"]
     products = list(dict.fromkeys(_product_and_pass(curve)[0] for curve in curves))
     for curve in curves:
@@ -79,7 +79,7 @@ def _draw_matmul(axes: Axes, profile: HardwareProfile) -> None:
 
 def _draw_attention(axes: Axes, profile: HardwareProfile) -> None:
     rates = (profile.attention.forward_flops_per_s, profile.attention.backward_flops_per_s)
-    unit, scale = _flops_unit(max(rate for points in rates for _, rate in points))
+    unit, scale = flops_unit(max(rate for points in rates for _, rate in points))
     for points, colour in zip(rates, COLOURS, strict=False):
         _line(axes, points, scale, color=colour, linewidth=2.0, marker="o", markersize=4)
     _finish(axes, "Causal attention", "tokens of a sequence", unit)
@@ -100,7 +100,7 @@ def _draw_link(axes: Axes, profile: HardwareProfile) -> None:
     title = "Copies between GPU and page-locked host memory" if profile.device_type == "cuda" else "Copies"
     _finish(axes, title, "size of a copy", "GB/s")
     sizes = [size for size, _ in curves[0].points]
-    _ticks(axes, sizes, [_size(size) for size in sizes])
+    _ticks(axes, sizes, [copy_size(size) for size in sizes])
     _legend(axes, keys)
 
 
@@ -176,9 +176,11 @@ def _product_and_pass(curve: Curve) -> tuple[str, str]:
     return product, name
 
 
-def _flops_unit(largest: float) -> tuple[str, float]:
+def flops_unit(largest: float) -> tuple[str, float]:
+    """The unit of rates up to the largest, and what it counts."""
     return ("TFLOP/s", TERA) if largest >= TERA else ("GFLOP/s", GIGA)
 
 
-def _size(num_bytes: int) -> str:
+def copy_size(num_bytes: int) -> str:
+    """The size of a copy, a power of two."""
     return f"{num_bytes // 2**20} MiB" if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"

@@ -179,14 +179,7 @@ def _listening(place: str) -> socket.socket:
 def _connected(rank: int, family: int, address: Sequence[Any], token: bytes) -> Connection:
     """Connect to rank 0, and show each other the token."""
     with socket.socket(socket.AddressFamily(family), socket.SOCK_STREAM) as ours:
-        try:
-            ours.connect(address if isinstance(address, str) else tuple(address))
-        except ConnectionRefusedError:
-            raise ValueError(
-                "the first rank of this node cannot be reached: LOCAL_WORLD_SIZE must count processes of one machine"
-                " and, in containers, of one network namespace"
-            ) from None
-        _check_user(ours)
+        connect_to_first(ours, address if isinstance(address, str) else tuple(address))
         connection = _connection_of(ours)
         _limit_waits(ours, _WELCOMED_S)
         try:
@@ -224,6 +217,18 @@ def _connection_of(connected: socket.socket) -> Connection:
     if connected.family != socket.AF_UNIX:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(os.dup(connected.fileno()))
+
+
+def connect_to_first(ours: socket.socket, address: str | tuple[Any, ...]) -> None:
+    """Connect to the first rank of this node. Raises: ValueError where nobody listens, or another user does."""
+    try:
+        ours.connect(address)
+    except ConnectionRefusedError:
+        raise ValueError(
+            "the first rank of this node cannot be reached: LOCAL_WORLD_SIZE must count processes of one machine"
+            " and, in containers, of one network namespace"
+        ) from None
+    _check_user(ours)
 
 
 def _check_user(connected: socket.socket) -> None:

@@ -18,7 +18,7 @@ from flexengine.native.host_memory import PAGE_BYTES
 from flexengine.native.page_lock import check_pin_limit, lock_pages, unlock_pages
 from flexengine.native.shared_memory import SharedMapping, map_shared
 from flexengine.parallel.control import Control
-from flexengine.parallel.hub import user_of
+from flexengine.parallel.hub import connect_to_first, user_of
 from flexengine.parallel.ranks import Ranks
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -206,15 +206,7 @@ def _take(name: str) -> int:
     """The file that is offered under `name`. Raises: ValueError where nobody on this machine offers it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_TIMEOUT_S)
-        try:
-            connection.connect(f"\0{name}")
-        except ConnectionRefusedError:
-            raise ValueError(
-                "the first rank of this node cannot be reached: LOCAL_WORLD_SIZE must count processes of one machine"
-                " and, in containers, of one network namespace"
-            ) from None
-        if user_of(connection) != os.geteuid():
-            raise ValueError("the first rank of this node runs as another user; start all ranks as one user")
+        connect_to_first(connection, f"\0{name}")
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
     if not fds:
         raise OSError("the first rank of this node sent no descriptor; is the limit of open files (ulimit -n) reached?")
