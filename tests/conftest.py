@@ -10,7 +10,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 if sys.dont_write_bytecode:
@@ -179,9 +181,14 @@ def _no_models_of_others() -> Iterator[None]:
     yield
     for name, module in list(sys.modules.items()):
         if name.startswith(("flexengine.schedule.", "flexengine.planner.", "flexengine.models.")):
-            for function in vars(module).values():
-                if hasattr(function, "cache_clear"):
-                    function.cache_clear()
+            for function in _remembering_functions(module):
+                function.cache_clear()
+
+
+@cache
+def _remembering_functions(module: ModuleType) -> list[Any]:
+    """A module's functions that remember what they gave: looking for them takes longer than to have them forget."""
+    return [function for function in vars(module).values() if hasattr(function, "cache_clear")]
 
 
 @contextmanager
@@ -190,7 +197,8 @@ def _logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     yield
-    root.setLevel(level)
+    if root.level != level:  # setting it visits every logger, of which there are a thousand
+        root.setLevel(level)
     root.handlers[:] = handlers
 
 
@@ -231,7 +239,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, few_partials: None) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same random state, in whatever order tests run."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -122,12 +122,20 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def statements_of(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement inside, at any depth; most nodes of a tree are parts of expressions."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inside in getattr(node, block, ()):
+            yield inside
+            yield from statements_of(inside)
+
+
 @cache
 def imports_of(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
     """(line, dotted module) of every absolute import; imports under TYPE_CHECKING are for readers and not counted as
     top level."""
     tree = tree_of(path)
-    nodes = tree.body if top_level_only else ast.walk(tree)
+    nodes = tree.body if top_level_only else statements_of(tree)
     found = []
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -349,7 +357,7 @@ def sizes_of(path: Path) -> Iterator[tuple[str, str, int, int]]:
     """Kind, name, lines and parameters of a module and of all classes and functions in it."""
     text, own = path.read_text(), name_of(path)
     yield "module", own, len(text.splitlines()), 0
-    for node in ast.walk(tree_of(path)):
+    for node in statements_of(tree_of(path)):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             is_class = isinstance(node, ast.ClassDef)
             parameters = 0 if is_class else sum(map(len, (node.args.posonlyargs, node.args.args, node.args.kwonlyargs)))

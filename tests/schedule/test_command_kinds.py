@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def makes_a_command(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "ComputeCall"
 
 
+@cache
 def lowered(path: Path) -> set[str]:
     """The kinds of commands that a file makes."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
@@ -45,6 +47,7 @@ def lowered(path: Path) -> set[str]:
     return copies | {each.value for found in kinds for each in found if isinstance(each, ast.Constant)}
 
 
+@cache
 def handled() -> dict[str, str]:
     """The handler of every kind but copies, as the tables of handlers name it."""
     found = dict[str, str]()
