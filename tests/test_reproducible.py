@@ -148,7 +148,7 @@ def told(gpu: str, ranks: int = 1, reproducible: bool = True, **changes) -> str:
     model, numerics = open_model("preset:demo").spec, Numerics()
     request = Request(
         256,
-        8192,
+        2048,
         GIB,
         8 * GIB,
         numerics=numerics,

@@ -99,7 +99,7 @@ PLANS = (
         "plan_that_does_not_fit",
         [
             "--model",
-            "preset:llama-3.1-8b",
+            "preset:llama-3.2-1b",
             "--gpu",
             "rtx-4090",
             "--max-gpu-mem-gib",
@@ -107,8 +107,8 @@ PLANS = (
             "--max-global-batch-tokens=2048",
         ],
         (
-            "needs 3.\\d+ GiB of 0.50 GiB GPU memory: 3.\\d+ GiB are missing",
-            "fits with one of --max-gpu-mem-gib 3.\\d+",
+            "needs 2.\\d+ GiB of 0.50 GiB GPU memory: 1.\\d+ GiB are missing",
+            "fits with one of --max-gpu-mem-gib 2.\\d+",
         ),
     ),
 )

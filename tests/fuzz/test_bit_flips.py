@@ -19,10 +19,10 @@ def folders(tmp_path_factory):
 
 
 def test_flipped_bits_are_noticed(folders):
-    """One file in three of those that a download, a checkpoint and the exports consist of."""
+    """One file in five of those that a download, a checkpoint and the exports consist of."""
     assert all(folders.whole.values())
     first = 1_000_000 * len(folders.files)  # beyond the seeds of the committed result
-    results = [bit_flips.flip(first + number, folders) for number in range(1, len(folders.files), 3)]
+    results = [bit_flips.flip(first + number, folders) for number in range(2, len(folders.files), 5)]
     complaints = [result for result in results if result.complaint]
     assert not complaints, complaints[:3]
     assert len({result.kind for result in results}) == len(folders.places)

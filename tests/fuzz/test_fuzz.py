@@ -4,6 +4,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+from thorough import cases
 
 if not (Path(__file__).resolve().parents[2] / "bench" / "fuzz.py").is_file():
     pytest.skip("bench/ is not beside the package", allow_module_level=True)
@@ -11,13 +12,14 @@ if not (Path(__file__).resolve().parents[2] / "bench" / "fuzz.py").is_file():
 from bench import fuzz
 from bench.fuzz_cases import Originals, damage
 
-SEEDS = range(1_000_000, 1_000_100)
+SEEDS, MORE_SEEDS = range(1_000_000, 1_000_050), range(1_000_050, 1_000_200)
 """Beyond those of the committed result."""
 
 
-def test_damaged_inputs_end_in_a_message():
-    results = fuzz.run_cases(SEEDS, num_workers=1)
-    assert [result.seed for result in results] == list(SEEDS)
+@pytest.mark.parametrize("seeds", cases([SEEDS, MORE_SEEDS], [SEEDS]), ids=str)
+def test_damaged_inputs_end_in_a_message(seeds):
+    results = fuzz.run_cases(seeds, num_workers=1)
+    assert [result.seed for result in results] == list(seeds)
     complaints = [result for result in results if result.complaint]
     assert not complaints, complaints[:3]
     assert {result.kind for result in results} == {"config", "header", "index"}

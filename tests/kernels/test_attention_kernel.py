@@ -1,10 +1,12 @@
 """Kernels of attention against the plain path in float64, over NaN-filled buffers."""
 
+from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 from attention_helpers import SMALL_TILE, use_tiles
+from thorough import cases
 
 from flexengine.kernels import attention, attention_backward, attention_tilings
 from flexengine.kernels.attention import Operands, attention_forward
@@ -124,19 +126,21 @@ def check(results, tolerance):
         assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
-@pytest.mark.parametrize("seq_lens", LENGTHS, ids=str)
+IN_SHORT = [(lengths, name) for lengths in LENGTHS for name in STYLES if name == "all of them" or len(lengths) > 1]
+
+
+@pytest.mark.parametrize(("seq_lens", "style"), cases(product(LENGTHS, STYLES), IN_SHORT), ids=str)
 @pytest.mark.usefixtures("small_tiles")
 def test_styles(device, seq_lens, style):
-    check(run(Case(seq_lens=seq_lens), style, torch.float32, device), PRECISE)
+    check(run(Case(seq_lens=seq_lens), STYLES[style], torch.float32, device), PRECISE)
 
 
-@pytest.mark.parametrize("style", [STYLES["all keys"], STYLES["all of them"]], ids=["all keys", "all of them"])
+@pytest.mark.parametrize("style", cases(["all keys", "all of them"], ["all of them"]))
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.usefixtures("small_tiles")
 def test_heads_and_widths(device, widths, heads, style):
-    check(run(Case(heads, widths, (3, 19)), style, torch.float32, device), PRECISE)
+    check(run(Case(heads, widths, (3, 19)), STYLES[style], torch.float32, device), PRECISE)
 
 
 @pytest.mark.parametrize("style", [STYLES["window 5"], STYLES["all of them"]], ids=["window 5", "all of them"])
@@ -157,10 +161,10 @@ def test_tiles_of_512_columns_fit(monkeypatch, tiling_of, card_bytes):
     assert outer * widths <= 8 * 32 * 128  # sums take half of the registers at the most
 
 
-@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
+@pytest.mark.parametrize("style", cases(STYLES, ["all keys", "window 5", "all of them"]))
 @pytest.mark.usefixtures("tiling")
 def test_tiles(device, style):
-    check(run(Case(seq_lens=(35, 20)), style, torch.float32, device), PRECISE)
+    check(run(Case(seq_lens=(35, 20)), STYLES[style], torch.float32, device), PRECISE)
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())

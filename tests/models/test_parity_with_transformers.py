@@ -129,7 +129,7 @@ def open_engine(case: int, folder, config):
     return engine
 
 
-@pytest.mark.parametrize("case", cases(range(NUM_CASES), range(8)), ids=case_name)
+@pytest.mark.parametrize("case", cases(range(NUM_CASES), range(5)), ids=case_name)
 def test_training_matches_transformers(case, tmp_path):
     config = draw_config(case)
     model = saved_model(tmp_path / "source", config)

@@ -215,10 +215,10 @@ def own_kernels(monkeypatch):
 )
 def test_our_own_kernels(make_harness, checks, n, g, width, value_dim, style):
     h, op = make_harness("cpu", torch.float32), make(n, g, width, style, value_dim)
-    checks.same_bits(*check_uncut(h, checks, op, (5, 1, 22), 1e-5))
-    qkv, grad_o = random_rows(h, 28, n, g, width, value_dim)
-    o, grad = run_cut(h, op, qkv, grad_o, (8, 17, 3))
-    outputs, grad_qkv = definition(qkv, grad_o, (28,), n, g, width, style)
+    checks.same_bits(*check_uncut(h, checks, op, (5, 1, 12), 1e-5))
+    qkv, grad_o = random_rows(h, 20, n, g, width, value_dim)
+    o, grad = run_cut(h, op, qkv, grad_o, (3, 15, 2))
+    outputs, grad_qkv = definition(qkv, grad_o, (20,), n, g, width, style)
     checks.close(o, outputs["o"], 1e-5)
     checks.close(grad, grad_qkv, 1e-5)
 

@@ -121,8 +121,9 @@ def test_a_plan_of_ranks_holds_the_budget_of_the_node(ranks, host_gib):
 
 def test_too_little_host_memory_for_ranks_is_said():
     spec, card = open_model("preset:llama-3.1-8b").spec, named_profile("rtx4090")
+    sizes = {"chunk_tokens": 8192, "round_tokens": 32768}
     with pytest.raises(PlanError):
-        plan_for_ranks(spec, Request(2048, 131072, 22 * GIB, 50 * GIB, ranks=4), card)
+        plan_for_ranks(spec, Request(2048, 131072, 22 * GIB, 50 * GIB, ranks=4, **sizes), card)
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):

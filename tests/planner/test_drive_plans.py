@@ -114,7 +114,7 @@ def test_weights_and_gradients_lie_there_where_states_are_not_enough():
 
 def test_kept_activations_lie_there_where_planes_are_not_enough():
     """Within all budgets, counted among what is written, with a bound below and a page that shows them."""
-    model = small_model(blocks=6, hidden=512, vocab=512)
+    model = small_model(blocks=4, hidden=512, vocab=512)
     asked = replace(REQUEST, max_global_batch_tokens=8192, round_tokens=8192, max_drive_bytes=GIB)
     least = Feasibility(Problem(model, asked, PROFILE, on_drive=True, all_on_drive=True)).least_host()
     assert least is not None

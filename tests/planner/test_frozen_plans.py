@@ -41,7 +41,7 @@ def tight_request(model, profile, factor: float, **changes) -> Request:
     return replace(request, max_gpu_bytes=int(factor * least))
 
 
-@pytest.mark.parametrize("case", cases(range(len(FROZEN)), (1, 3)), ids=lambda case: " ".join(FROZEN[case]))
+@pytest.mark.parametrize("case", cases(range(len(FROZEN)), (1,)), ids=lambda case: " ".join(FROZEN[case]))
 def test_matches_the_exhaustive_oracle(case):
     names, (link, seq_len, factor) = FROZEN[case], ((4e8, 32, 1.25), (2e9, 128, 1.5))[case % 2]
     model, profile = with_frozen(small_model(blocks=2), names), slow_link(link)

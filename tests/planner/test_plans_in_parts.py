@@ -1,9 +1,11 @@
 """Plans whose experts cross the link in parts: where whole blocks do not fit or are slower, with the same promises."""
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
+from thorough import cases
 
 from flexengine.hardware.presets import preset
 from flexengine.models.in_parts import in_parts
@@ -42,8 +44,7 @@ def test_the_surrogate_is_near_the_simulator(seed):
 
 
 @pytest.mark.usefixtures("quick_search")
-@pytest.mark.parametrize("seq_len", [32, 256], ids=["packed", "sliced"])
-@pytest.mark.parametrize("factor", [1.0, 1.3])
+@pytest.mark.parametrize(("factor", "seq_len"), cases(product((1.0, 1.3), (32, 256)), [(1.0, 32), (1.3, 256)]), ids=str)
 def test_small_budgets_are_met_in_parts(factor, seq_len):
     """Below what whole blocks need, down to what parts need; with room, blocks are whole."""
     profile, model = slow_link(1e9), divided_model(4)

@@ -25,7 +25,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def plan():
+def plan(quick_search_in_module):
     return make_plan(MODEL, REQUEST, PROFILE)
 
 

@@ -27,8 +27,9 @@ from tests.run.test_group_runs import Server, logged
 DRAWN = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "draw_shapes.py"))
 OPTIONS = (
     "--max-image-tokens 640 --max-seq-len 64 --max-global-batch-tokens 1024 --dtype float32 --device cpu"
-    " --lr 4e-3 --save"
+    " --chunk-tokens 1024 --round-tokens 1024 --lr 4e-3 --save"
 )
+"""With sizes: every size that is planned counts the work of a tower."""
 
 
 @pytest.fixture

@@ -62,7 +62,8 @@ def test_printed_options_run_again(capsys, tmp_path):
 
 
 def test_mode_auto_proposes_and_takes_the_first_that_fits(capsys, monkeypatch, whole_demo):
-    line = f"train --model preset:demo {SMALL} --cuda-graphs never --mode auto --max-gpu-mem-gib"
+    sizes = "--cuda-graphs never --chunk-tokens 64 --round-tokens 64"
+    line = f"train --model preset:demo {SMALL} {sizes} --mode auto --max-gpu-mem-gib"
     assert cli.main([*line.split(), "1"]) == 2
     printed = capsys.readouterr()
     assert re.search(r"  full: \d+ tokens/s predicted, .* GPU and .* host memory\n  lora: \d+ tokens/s", printed.out)

@@ -187,7 +187,7 @@ def size_options(size, numerics):
 
 
 SETTINGS = settings(
-    max_examples=10,
+    max_examples=8,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )
 
@@ -207,7 +207,7 @@ def test_any_plan_gives_the_bits_of_the_resident_plan(triple, numerics):
     same_outcome(train(streamed, tokens), train(resident, tokens))
 
 
-@settings(SETTINGS, max_examples=4)
+@settings(SETTINGS, max_examples=3)
 @given(
     matmul=st.sampled_from(tuple(SCALINGS)), lengths=batches(), size=sizes(), data=st.data(), seed=st.integers(0, 99)
 )
@@ -233,7 +233,7 @@ def check_planned_and_drawn(source, numerics, tokens, size, data, share, seed):
         same_outcome(train(build_engine(source, plan, order=shuffled_order(seed)), tokens), expected)
 
 
-@settings(SETTINGS, max_examples=4)
+@settings(SETTINGS, max_examples=3)
 @given(lengths=batches(), size=sizes(), data=st.data(), share=st.floats(0.3, 1.1), seed=st.integers(0, 99))
 def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_for_blocks_of_several_kinds(
     lengths, size, data, share, seed
@@ -245,7 +245,7 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_for_blocks_of_s
 FROZEN = (("embed", "block.0"), ("embed", "blocks"), ("block.1-2", "head"), ("blocks", "head"))
 
 
-@settings(SETTINGS, max_examples=5)
+@settings(SETTINGS, max_examples=4)
 @given(
     kind=st.sampled_from(("tied", "mixed", "fp8", "adapters")),
     names=st.sampled_from(FROZEN),
@@ -269,7 +269,7 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_with_frozen_lay
     check_planned_and_drawn(source, numerics, tokens_of(lengths, source.spec), size, data, share, seed)
 
 
-@settings(SETTINGS, max_examples=5)
+@settings(SETTINGS, max_examples=4)
 @given(
     config=models(),
     lengths=batches(),

@@ -79,7 +79,7 @@ def trained(engine, tokens, num_steps=2):
 
 
 @pytest.mark.long
-@settings(SETTINGS, max_examples=18)
+@settings(SETTINGS, max_examples=12)
 @given(
     model=models(), lengths=batches(), size=sizes(), data=st.data(), rule=st.sampled_from(list(RULES)),
     stored=st.booleans(), clip=st.sampled_from((None, 0.3, 1e9)), way=st.sampled_from(("adapted", "by chunk", "usual")),

@@ -12,7 +12,7 @@ from flexengine.runtime.step_runner import StepRunner
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 interrupts = pytest.importorskip("bench.interrupts", reason="bench/ is not beside an installed package")
 
-POINTS = 10
+POINTS = 5
 
 
 def judged(name, points, expected):

@@ -5,6 +5,7 @@ from itertools import cycle
 from random import Random
 
 import pytest
+from thorough import cases
 
 from flexengine.plan import GroupPlan
 from flexengine.schedule.checker import ProgramError, check_program
@@ -64,7 +65,7 @@ def test_programs_of_random_plans_are_accepted(seed):
         check(program, layout)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", cases(range(6), range(4)))
 def test_every_wait_is_necessary(seed):
     layout = random_layout(seed)
     for program in programs(layout):
