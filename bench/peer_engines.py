@@ -1,9 +1,10 @@
 """Trains one model with another engine in this process: what `bench/peers.py` starts and compares.
 
-hf-liger: transformers with Liger kernels, bf16 weights and AdamW states, all on the GPU. peft-liger: the same with
-LoRA adapters on a frozen model. fsdp2: `fully_shard` per block, float32 weights and states in shards on the GPUs, bf16
-products. fsdp2-offload: the same with `CPUOffloadPolicy`, shards on the host. deepspeed-zero3: ZeRO-3 with parameters
-and optimizer on the host and DeepSpeedCPUAdam. Weights are random, attention is torch's.
+flexengine: ours, as `bench/step.py` measures it. hf-liger: transformers with Liger kernels, bf16 weights and AdamW
+states, all on the GPU. peft-liger: the same with LoRA adapters on a frozen model, in bf16 or in bitsandbytes' NF4.
+fsdp2: `fully_shard` per block, float32 weights and states in shards on the GPUs, bf16 products. fsdp2-offload: the same
+with `CPUOffloadPolicy`, shards on the host. deepspeed-zero3: ZeRO-3 with parameters and optimizer on the host and
+DeepSpeedCPUAdam. The others are in `bench/peer_packages.py`. Weights are random, attention is torch's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +31,27 @@ from bench.plan_accuracy import write_config
 from flexengine.hardware.memory_usage import GpuMemoryMeter
 
 GIB = 2**30
-RESIDENT, OFFLOADED = ("hf-liger", "peft-liger"), ("fsdp2-offload", "deepspeed-zero3")
+OURS = "flexengine"
+RESIDENT, OFFLOADED = ("hf-liger", "peft-liger", "unsloth", "torchtune"), ("fsdp2-offload", "deepspeed-zero3")
 OF_RANKS = ("fsdp2", *OFFLOADED)
 """Engines of several GPUs, which time one micro-batch a run."""
+STREAMED = ("trainstream", "roundpipe", "block-streamer")
+"""Engines of one GPU that fetch weights from the host, and time one micro-batch a run."""
+WITHOUT_LIGER = (OURS, "unsloth", "torchtune")
+"""Engines with kernels of their own."""
+PACKAGE_OF = {
+    "hf-liger": ("liger_kernel",), "peft-liger": ("peft", "liger_kernel"), "unsloth": ("unsloth",),
+    "torchtune": ("torchtune", "torchao"), "deepspeed-zero3": ("deepspeed",), "trainstream": ("trainstream", "peft"),
+    "roundpipe": ("roundpipe", "peft"), "block-streamer": ("block_streamer", "peft"),
+}  # fmt: skip
+"""What has to be installed for an engine."""
+FULL, LORA, QLORA = ("full", "bfloat16"), ("lora", "bfloat16"), ("lora", "nf4")
+WORKS = {
+    OURS: (FULL, LORA, QLORA), "hf-liger": (FULL,), "peft-liger": (LORA, QLORA), "unsloth": (LORA, QLORA),
+    "torchtune": (LORA, QLORA), "fsdp2": (FULL,), "fsdp2-offload": (FULL,), "deepspeed-zero3": (FULL, LORA),
+    "trainstream": (FULL, LORA, QLORA), "roundpipe": (FULL, LORA), "block-streamer": (FULL, LORA),
+}  # fmt: skip
+"""What the engines are asked to train: mode and dtype of frozen weights."""
 ATTENTION = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
@@ -47,7 +67,10 @@ class Setting(NamedTuple):
     are timed.
 
     liger: "all" kernels, "no-loss" (logits are made, and torch's loss is taken), "loss" (its fused linear loss alone),
-    or "none". adapter_dtype: of LoRA adapters; float32 ones are multiplied under autocast, as peft's users do.
+    or "none". adapter_dtype: of LoRA adapters; float32 ones are multiplied under autocast, as peft's users do. mode:
+    "full" or "lora". base_dtype: of frozen weights, "bfloat16" or "nf4". state_dtype: of masters, gradients and states
+    on the host of engines that offload them; float32 is what they keep by default. host_gib: limit of host memory.
+    compiled: by torch.compile, where an engine has that option (torchtune).
     """
 
     engine: str
@@ -67,17 +90,29 @@ class Setting(NamedTuple):
     warmup: int
     steps: int
     lr: float
+    mode: str = "full"
+    base_dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+    host_gib: float | None = None
+    compiled: bool = False
+
+    @property
+    def one_micro_batch(self) -> bool:
+        """Whether a run times one micro-batch: engines that cannot go on after memory ran out."""
+        return self.engine in (*OF_RANKS, *STREAMED)
 
 
 class Trainer(NamedTuple):
     """An engine that is ready: how it gets gradients of some sequences, and how it updates.
 
-    backward: adds the gradients of the mean loss of sequences, times a share, and returns that loss.
+    backward: adds the gradients of the mean loss of sequences, times a share, and returns that loss. whole_batch: it
+    takes a step's sequences at once, and splits them itself.
     """
 
     backward: Callable[[Tensor, float], Tensor]
     update: Callable[[], None]
     drop_gradients: Callable[[], None]
+    whole_batch: bool = False
 
 
 def rank() -> int:
@@ -87,6 +122,9 @@ def rank() -> int:
 
 def measure(setting: Setting) -> dict:
     """Build the engine and time the largest micro-batches that fit. Raises: what the engine raises."""
+    refuse_missing(setting)
+    if setting.engine == OURS:
+        return measure_ours(setting)
     device = torch.device(setting.device, rank()) if setting.device == "cuda" else torch.device("cpu")
     meter = GpuMemoryMeter(device)  # before CUDA begins
     if device.type == "cuda":
@@ -112,11 +150,11 @@ def measure(setting: Setting) -> dict:
 
 
 def timed_micro_batches(setting: Setting, trainer: Trainer, batch: Tensor, meter: GpuMemoryMeter) -> list[dict]:
-    """A row for each of the first micro-batches that fit. Of several ranks all must fit the first one."""
-    if setting.engine in OF_RANKS:
+    """A row for each of the first micro-batches that fit; engines of one micro-batch a run must fit it."""
+    if setting.one_micro_batch:
         return [timed(setting, trainer, batch, setting.micro_batches[0], meter)]
     rows = list[dict]()
-    trainer.backward(batch[:1], 1.0)
+    trainer.backward(batch[: min(setting.micro_batches)], 1.0)
     trainer.update()  # makes the optimizer's states, so that later attempts see them
     for micro in setting.micro_batches:
         row = None
@@ -163,7 +201,7 @@ def timed(setting: Setting, trainer: Trainer, batch: Tensor, micro: int, meter: 
 def train_step(trainer: Trainer, batch: Tensor, micro: int) -> float:
     """One update over the batch, so many sequences at a time; returns the mean loss."""
     total = torch.zeros((), device=batch.device)
-    for part in batch.split(micro):
+    for part in batch.split(len(batch) if trainer.whole_batch else micro):
         share = len(part) / len(batch)
         total += trainer.backward(part, share).float() * share
     trainer.update()
@@ -185,21 +223,67 @@ def free_cache() -> None:
         torch.cuda.empty_cache()
 
 
+def refuse_missing(setting: Setting) -> None:
+    """Say in one line which packages an engine lacks, or that it has no such work. Raises: SystemExit."""
+    missing = [name for name in PACKAGE_OF.get(setting.engine, ()) if find_spec(name) is None]
+    if setting.liger == NO_LIGER:
+        missing = [name for name in missing if name != "liger_kernel"]
+    if missing:
+        raise SystemExit(f"{setting.engine}: not installed here: {', '.join(missing)}")
+    works = WORKS.get(setting.engine, ())
+    if (setting.mode, setting.base_dtype) not in works:
+        can = " and ".join(f"{mode} with {base}" for mode, base in works)
+        raise SystemExit(f"{setting.engine}: trains {can}, not {setting.mode} with {setting.base_dtype} weights")
+
+
+def measure_ours(setting: Setting) -> dict:
+    """Plan, train and time by `bench.step` in this process, without clipping; the row has its names, too."""
+    from bench.step import parse, run_cap  # noqa: PLC0415 (other engines run without the package's runtime)
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = f"preset:{setting.preset}"
+        if setting.layers is not None:
+            write_config(setting.preset, setting.layers, Path(folder))
+            model = folder
+        flags = [
+            f"--model={model}", f"--mode={setting.mode}", f"--seq-len={setting.seq_len}", f"--lr={setting.lr}",
+            f"--tokens-per-step={setting.tokens}", f"--warmup={setting.warmup}", f"--steps={setting.steps}",
+            f"--device={setting.device}", "--init=random", "--max-grad-norm=0", "--no-streams",
+        ]  # fmt: skip
+        if setting.mode == "lora":
+            base = {"bfloat16": "bf16"}.get(setting.base_dtype, setting.base_dtype)
+            flags += [f"--base-dtype={base}", f"--lora-rank={LORA_RANK}", f"--lora-alpha={LORA_ALPHA}"]
+        if setting.host_gib is not None:
+            flags.append(f"--host-gib={setting.host_gib}")
+        row = run_cap(parse(flags), setting.cap_gib, setting.tokens)
+    return {**row, "model": setting.preset, "micro_batch": row["chunk_tokens"] / setting.seq_len, "tried": []}
+
+
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 def build(setting: Setting, device: torch.device) -> tuple[Trainer, int]:
     """The engine of a setting, and the size of the vocabulary."""
+    if setting.engine == "unsloth":
+        import_module("unsloth")  # it changes transformers, which must not be imported before
+    config = config_of(setting)
+    if setting.liger != NO_LIGER:
+        apply_liger(config.model_type, setting.liger)
+    builders = {"fsdp2": fsdp2_trainer, "fsdp2-offload": fsdp2_trainer, "deepspeed-zero3": deepspeed_trainer}
+    if setting.engine in ("unsloth", "torchtune", *STREAMED):
+        builders = import_module("bench.peer_packages").BUILDERS
+    return builders.get(setting.engine, resident_trainer)(setting, config, device), config.vocab_size
+
+
+def config_of(setting: Setting) -> Any:
+    """The transformers config of a setting's preset."""
     from transformers import AutoConfig  # noqa: PLC0415 (an import that takes seconds)
 
     with tempfile.TemporaryDirectory() as folder:
         write_config(setting.preset, setting.layers, Path(folder), {"use_cache": False})
         config = AutoConfig.from_pretrained(folder)
     config.pad_token_id = None
-    if setting.liger != NO_LIGER:
-        apply_liger(config.model_type, setting.liger)
-    builders = {"fsdp2": fsdp2_trainer, "fsdp2-offload": fsdp2_trainer, "deepspeed-zero3": deepspeed_trainer}
-    return builders.get(setting.engine, resident_trainer)(setting, config, device), config.vocab_size
+    return config
 
 
 def apply_liger(model_type: str, which: str) -> None:
@@ -232,14 +316,61 @@ def import_model(config: Any) -> None:
 
 def resident_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
     """Weights, gradients and states on the GPU; adapters alone are trained by peft-liger."""
-    with device:
-        model = make_model(config, torch.bfloat16, setting.recompute)
-        autocast: Callable[[], AbstractContextManager] = nullcontext
-        if setting.engine == "peft-liger":
+    if setting.base_dtype == "nf4":  # a bf16 model may not fit where its 4-bit one does
+        model = model_without_values(config, setting.recompute)
+        quantize_blocks(model, config, device)
+        materialize(model, config, device, device)
+    else:
+        with device:
+            model = make_model(config, torch.bfloat16, setting.recompute)
+    if setting.mode == "lora":
+        with device:
             model = with_adapters(model, setting)
-        if setting.adapter_dtype == "float32" and setting.engine == "peft-liger":
-            autocast = lambda: torch.autocast(device.type, torch.bfloat16)  # noqa: E731
-    return torch_trainer(model, setting.lr, autocast)
+    return torch_trainer(model, setting.lr, autocast_of(setting, device))
+
+
+def model_without_values(config: Any, recompute: bool) -> Any:
+    """A bf16 model of transformers that takes no memory."""
+    with torch.device("meta"):
+        return make_model(config, torch.bfloat16, recompute)
+
+
+def materialize(model: Any, config: Any, place: torch.device, device: torch.device) -> None:
+    """Draw what a model without values still lacks, in `place` by way of `device`."""
+    for module in list(model.modules()):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                made = torch.empty_like(parameter, device=place)
+                fill(made, config.initializer_range if made.dim() > 1 else 0.0, device)
+                module.register_parameter(name, torch.nn.Parameter(made, requires_grad=parameter.requires_grad))
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(place)  # its buffers had no values
+
+
+def quantize_blocks(model: Any, config: Any, device: torch.device) -> None:
+    """Draw every linear layer of the blocks, one after the other, as bitsandbytes' NF4 with quantized scales."""
+    bnb = import_module("bitsandbytes")
+    for name, linear in list(model.model.layers.named_modules()):
+        if not isinstance(linear, torch.nn.Linear):
+            continue
+        made = bnb.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4",
+            compress_statistics=True, device="meta",
+        )  # fmt: skip
+        made.bias = linear.bias
+        drawn = torch.empty_like(linear.weight, device=device).normal_(0.0, config.initializer_range)
+        options = {"quant_type": "nf4", "compress_statistics": True, "module": made}
+        made.weight = bnb.nn.Params4bit(drawn.detach(), requires_grad=False, **options).to(device)
+        model.model.layers.set_submodule(name, made)
+    model.is_loaded_in_4bit = True  # what PEFT asks for
+    model.requires_grad_(requires_grad=False)
+
+
+def autocast_of(setting: Setting, device: torch.device) -> Callable[[], AbstractContextManager]:
+    """What multiplies float32 adapters in bf16; nothing for other settings."""
+    if setting.mode == "lora" and setting.adapter_dtype == "float32":
+        return lambda: torch.autocast(device.type, torch.bfloat16)
+    return nullcontext
 
 
 def with_adapters(model: Any, setting: Setting) -> Any:
@@ -253,16 +384,22 @@ def with_adapters(model: Any, setting: Setting) -> Any:
     return model.train()
 
 
-def torch_trainer(model: Any, lr: float, autocast: Callable[[], AbstractContextManager] = nullcontext) -> Trainer:
-    """A model that torch's fused AdamW updates."""
+def torch_trainer(
+    model: Any,
+    lr: float,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    loss: Callable[[Tensor], Tensor] | None = None,
+) -> Trainer:
+    """A model that torch's fused AdamW updates. loss: of sequences; None: the one that transformers' models return."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, fused=True)
+    loss_of = loss or (lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
 
     def backward(ids: Tensor, share: float) -> Tensor:
         with autocast():
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        (loss * share).backward()
-        return loss.detach()
+            value = loss_of(ids)
+        (value * share).backward()
+        return value.detach()
 
     def update() -> None:
         optimizer.step()
@@ -272,12 +409,12 @@ def torch_trainer(model: Any, lr: float, autocast: Callable[[], AbstractContextM
 
 
 def fsdp2_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
-    """Float32 weights and states of a rank's shard on its GPU or on the host; a block at a time in bf16 on the GPU."""
+    """Weights and states of a rank's shard on its GPU or on the host; a block at a time in bf16 on the GPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
 
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     with torch.device("meta"):
-        model = make_model(config, torch.float32, setting.recompute)
+        model = make_model(config, getattr(torch, setting.state_dtype), setting.recompute)
     offloads = setting.engine in OFFLOADED
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -308,10 +445,11 @@ def fill(shard: Tensor, std: float, device: torch.device) -> None:
 def deepspeed_config(setting: Setting) -> dict[str, Any]:
     """ZeRO-3 with everything on the host that it can put there; what is not named has DeepSpeed's default."""
     micro, offload = setting.micro_batches[0], {"device": "cpu", "pin_memory": setting.device == "cuda"}
+    small = setting.state_dtype == "bfloat16"
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": setting.tokens // setting.seq_len // micro,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": small, "bf16_optimizer_states": small},
         "zero_optimization": {
             "stage": 3,
             "offload_param": offload,
@@ -334,7 +472,10 @@ def deepspeed_trainer(setting: Setting, config: Any, device: torch.device) -> Tr
         model = make_model(config, torch.bfloat16, setting.recompute, reentrant=True)
     for parameter in model.parameters():  # its own values are gone before transformers draws them
         fill(parameter.ds_tensor, config.initializer_range if len(parameter.ds_shape) > 1 else 0.0, device)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=options)
+    if setting.mode == "lora":
+        model = with_adapters(model, setting)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=options)
 
     def backward(ids: Tensor, _share: float) -> Tensor:
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss

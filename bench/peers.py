@@ -2,6 +2,7 @@
 
     python -m bench.peers --engines hf-liger peft-liger --preset llama-3.2-3b --json out.json
     python -m bench.peers --engines fsdp2-offload deepspeed-zero3 --ranks 2 --cap-gib 24 --json out.json
+    python -m bench.peers --work lora-8b-16k --json out.json
     python -m bench.peers --device cpu --preset tiny-llama3-50m --layers 2 --seq-len 32 --tokens-per-step 128
 
 The work is that of `bench/step.py`: random weights, one batch of random sequences of full length repeated every step,
@@ -9,9 +10,14 @@ AdamW without clipping. Per run: tokens/s of all GPUs (median of the steps after
 NVML shows for a process, host memory (of the whole machine, above what was in use before, and as the sum of resident
 sets, which leave out what the driver page-locks), settings and versions. `bench/peer_engines.py` says what the engines
 are. A run that fails is recorded with its error, and the others go on. Resident engines try micro-batches from large to
-small, without and with recomputation; those of several GPUs run once per micro-batch. Offloaded ones recompute, and run
-once more without Liger's fused loss if none of these succeeded. `--cap-gib` limits torch's allocator; the CUDA context
-and NCCL come on top.
+small, without and with recomputation; those of several GPUs and those that fetch weights run once per micro-batch,
+until --tries succeeded. Offloaded ones recompute, and run once more without Liger's fused loss if none of these
+succeeded. `--cap-gib` limits torch's allocator; the CUDA context and NCCL come on top, except for ours, whose cap holds
+all that NVML shows. `--host-gib` is our budget; others are stopped where the machine uses 5% more.
+
+`--work` names a model, its tokens, its caps and the engines that know it, ours first; other flags change what it says.
+The table at the end has every engine's best run, also of those that failed. An engine that needs other versions of its
+packages than the rest finds them in a folder of its own: `--packages torchtune=FOLDER`.
 """
 
 from __future__ import annotations
@@ -26,30 +32,77 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from bench.environment import write_json
-from bench.peer_engines import ATTENTION, GIB, OF_RANKS, OFFLOADED, RESIDENT, Setting, measure
+from bench.peer_engines import (
+    ATTENTION,
+    GIB,
+    OF_RANKS,
+    OFFLOADED,
+    OURS,
+    RESIDENT,
+    STREAMED,
+    WITHOUT_LIGER,
+    Setting,
+    measure,
+)
+from flexengine.reports.text_format import align_columns
 
-MICRO_BATCHES = {"resident": (32, 16, 8, 4, 2, 1), "offloaded": (16, 8, 4)}
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "peft", "accelerate", "deepspeed")
+ENGINES = (OURS, *RESIDENT, *OF_RANKS, *STREAMED)
+MICRO_BATCHES = {"resident": (32, 16, 8, 4, 2, 1), "offloaded": (16, 8, 4), "streamed": (8, 4, 2, 1)}
+PACKAGES = (
+    "torch", "triton", "transformers", "liger-kernel", "peft", "accelerate", "deepspeed", "unsloth", "bitsandbytes",
+    "torchtune", "torchao", "trainstream", "roundpipe", "block-streamer",
+)  # fmt: skip
+HOST_SLACK = 1.05
+"""Of a limit of host memory, how much of the machine's may be in use before a run is stopped."""
+ONE_GPU = {"ranks": 1, "tries": 1, "warmup": 1, "steps": 3, "limit_s": 60.0, "host_gib": 110.0, "seq_len": 2048}
+WORKS: dict[str, dict[str, Any]] = {
+    "lora-8b-16k": {
+        "preset": "llama-3.1-8b", "mode": "lora", "tokens_per_step": 16384, "cap_gib": 24.0, "recompute": ["on"],
+        "micro_batches": [8, 4, 2, 1],
+        "engines": [OURS, "peft-liger", "unsloth", "torchtune", "trainstream", "roundpipe", "block-streamer"],
+    },
+    "nf4-8b-6gib": {
+        "preset": "llama-3.1-8b", "mode": "lora", "base_dtype": "nf4", "tokens_per_step": 16384, "cap_gib": 6.0,
+        "recompute": ["on"], "micro_batches": [4, 2, 1],
+        "engines": [OURS, "peft-liger", "unsloth", "torchtune", "trainstream"],
+    },
+    "full-8b-24gib": {
+        "preset": "llama-3.1-8b", "tokens_per_step": 65536, "cap_gib": 24.0, "state_dtype": "bfloat16", "steps": 2,
+        "micro_batches": [8, 4], "recompute": ["on"],
+        "engines": [OURS, "deepspeed-zero3", "fsdp2-offload", "trainstream", "roundpipe", "block-streamer"],
+    },
+    "lora-30b-a3b": {
+        "preset": "qwen3-30b-a3b", "mode": "lora", "tokens_per_step": 16384, "cap_gib": 24.0, "recompute": ["on"],
+        "micro_batches": [8, 4, 2, 1],
+        "engines": [OURS, "peft-liger", "trainstream", "roundpipe", "block-streamer", "deepspeed-zero3"],
+    },
+}  # fmt: skip
+"""Named requests: flags of this script, which those of the command line change."""
 SAMPLE_S = 0.2
 ERROR_CHARACTERS = 3000
 
 
+def kind_of(engine: str) -> str:
+    """How an engine's micro-batches are tried."""
+    return "offloaded" if engine in OFFLOADED else "streamed" if engine in STREAMED else "resident"
+
+
 def settings_of(args: argparse.Namespace, engine: str) -> list[Setting]:
     """The runs of an engine, in order."""
-    offloaded = engine in OFFLOADED
     count = args.tokens_per_step // args.seq_len
-    usual = MICRO_BATCHES["offloaded" if offloaded else "resident"]
+    usual = MICRO_BATCHES[kind_of(engine)]
     sizes = tuple(n for n in args.micro_batches or usual if n <= count and count % n == 0)
     if not sizes:
         raise SystemExit(f"no micro-batch of {args.micro_batches or usual} divides {count} sequences per step")
+    liger = args.liger if args.device == "cuda" or args.liger == "loss" else "none"
     setting = Setting(
         engine=engine,
         preset=args.preset,
@@ -59,7 +112,7 @@ def settings_of(args: argparse.Namespace, engine: str) -> list[Setting]:
         micro_batches=sizes,
         tries=args.tries,
         recompute=True,
-        liger=args.liger if args.device == "cuda" or args.liger == "loss" else "none",
+        liger="none" if engine in WITHOUT_LIGER else liger,
         attention=args.attention,
         adapter_dtype=args.adapter_dtype,
         cap_gib=args.cap_gib,
@@ -68,9 +121,17 @@ def settings_of(args: argparse.Namespace, engine: str) -> list[Setting]:
         warmup=args.warmup,
         steps=args.steps,
         lr=args.lr,
+        mode=args.mode or ("lora" if engine == "peft-liger" else "full"),
+        base_dtype=args.base_dtype,
+        state_dtype=args.state_dtype,
+        host_gib=args.host_gib,
+        compiled=args.compiled and engine == "torchtune",
     )
-    settings = [setting] if offloaded else [setting._replace(recompute=recompute) for recompute in args.recompute]
-    if engine in OF_RANKS:
+    if engine == OURS:
+        return [setting]
+    once = engine in (*OFFLOADED, *STREAMED)
+    settings = [setting] if once else [setting._replace(recompute=recompute) for recompute in args.recompute]
+    if setting.one_micro_batch:
         return [one._replace(micro_batches=(size,)) for one in settings for size in sizes]
     return settings
 
@@ -101,18 +162,22 @@ def _used_bytes() -> int:
 
 
 class Finished(NamedTuple):
-    """How the processes of a run ended: their exit statuses (None: stopped) and the end of what they wrote."""
+    """How the processes of a run ended: their exit statuses (None: stopped), the end of what they wrote, and why they
+    were stopped, if they were."""
 
     statuses: list[int | None]
     errors: list[str]
-    timed_out: bool
+    stopped: str
 
 
-def run(setting: Setting, limit_s: float) -> dict:
-    """Start the processes of a setting, wait for them and return the row: the figures, or `failed` with the reason."""
+def run(setting: Setting, limit_s: float, packages: str | None = None) -> dict:
+    """Start the processes of a setting, wait for them and return the row: the figures, or `failed` with the reason.
+
+    packages: a folder that they import from before others.
+    """
     began_s, host = time.perf_counter(), HostMemory()
     with tempfile.TemporaryDirectory() as folder:
-        ended = _run_ranks(setting, Path(folder), limit_s, host)
+        ended = _run_ranks(setting, Path(folder), limit_s, host, packages)
         found = [_read(Path(folder) / f"{rank}.json") for rank in range(setting.ranks)]
     row = {
         **setting._asdict(),
@@ -120,8 +185,8 @@ def run(setting: Setting, limit_s: float) -> dict:
         "host_system_gib": host.system_bytes / GIB,
         "host_resident_gib": host.resident_bytes / GIB,
     }
-    if ended.timed_out:
-        return {**row, "failed": f"{ended.errors[0]}\nstopped after {limit_s:g} s"}
+    if ended.stopped:
+        return {**row, "failed": f"{ended.errors[0]}\n{ended.stopped}"}
     results = [result for result in found if result is not None]
     if any(ended.statuses) or len(results) < setting.ranks:
         first = next((i for i, status in enumerate(ended.statuses) if status not in (0, None)), 0)
@@ -130,7 +195,7 @@ def run(setting: Setting, limit_s: float) -> dict:
     return {**row, **results[0], "gpu_peak_gib": max(peaks, default=None)}
 
 
-def _run_ranks(setting: Setting, folder: Path, limit_s: float, host: HostMemory) -> Finished:
+def _run_ranks(setting: Setting, folder: Path, limit_s: float, host: HostMemory, packages: str | None) -> Finished:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -140,22 +205,27 @@ def _run_ranks(setting: Setting, folder: Path, limit_s: float, host: HostMemory)
         logs.append((folder / f"{rank}.log").open("w+", encoding="utf-8", errors="replace"))
         output = None if rank == 0 else logs[-1]
         environment = _environment(setting, rank, port)
+        if packages:
+            environment["PYTHONPATH"] = os.pathsep.join([packages, os.environ.get("PYTHONPATH", "")])
         processes.append(
             subprocess.Popen(command, env=environment, stdout=output, stderr=logs[-1], start_new_session=True)
         )
-    deadline_s, timed_out = time.perf_counter() + limit_s, False
+    deadline_s, stopped = time.perf_counter() + limit_s, ""
     while any(p.poll() is None for p in processes):
-        timed_out = time.perf_counter() > deadline_s
-        if timed_out or any(p.poll() for p in processes):
+        if time.perf_counter() > deadline_s:
+            stopped = f"stopped after {limit_s:g} s"
+        if setting.host_gib is not None and host.system_bytes > HOST_SLACK * setting.host_gib * GIB:
+            stopped = f"stopped at {host.system_bytes / GIB:.1f} GiB of host memory, {setting.host_gib:g} were allowed"
+        if stopped or any(p.poll() for p in processes):
             break  # the others would wait for a rank that failed
         host.sample([p.pid for p in processes])
         time.sleep(SAMPLE_S)
-    if not timed_out:
+    if not stopped:
         _let_end(processes)
     statuses = [p.poll() for p in processes]
     for process in processes:
         _stop(process)
-    return Finished(statuses, [_tail(log) for log in logs], timed_out)
+    return Finished(statuses, [_tail(log) for log in logs], stopped)
 
 
 def _let_end(processes: list[subprocess.Popen], wait_s: float = 3.0) -> None:
@@ -179,7 +249,8 @@ def _environment(setting: Setting, rank: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // setting.ranks), "HF_HUB_OFFLINE": 1,
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false",
-        "DS_ACCELERATOR": setting.device, "DS_SKIP_CUDA_CHECK": 1,
+        "DS_ACCELERATOR": setting.device, "DS_SKIP_CUDA_CHECK": 1, "UNSLOTH_DISABLE_STATISTICS": 1,
+        "UNSLOTH_COMPILE_LOCATION": f"{tempfile.gettempdir()}/peers-unsloth",
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", f"{tempfile.gettempdir()}/peers-extensions"),
     }  # fmt: skip
     return {**os.environ, **{name: str(value) for name, value in named.items()}}
@@ -202,19 +273,21 @@ def _read(path: Path) -> dict | None:
 
 
 def runs_of(args: argparse.Namespace, engine: str) -> Iterator[dict]:
-    """The rows of an engine, printed and given as they come."""
+    """The rows of an engine, printed and given as they come, until --tries succeeded where a run is one micro-batch."""
     settings, failed = settings_of(args, engine), []
     for setting in settings:
-        row = told(setting, args.limit_s)
+        row = told(setting, args)
         failed.append("failed" in row)
         yield row
+        if setting.one_micro_batch and failed.count(False) == args.tries:
+            return
     if engine in OFFLOADED and args.device == "cuda" and args.liger == "all" and all(failed):
-        yield told(settings[-1]._replace(liger="no-loss"), args.limit_s)
+        yield told(settings[-1]._replace(liger="no-loss"), args)
 
 
-def told(setting: Setting, limit_s: float) -> dict:
+def told(setting: Setting, args: argparse.Namespace) -> dict:
     """The row of a setting, printed."""
-    row = run(setting, limit_s)
+    row = run(setting, args.limit_s, args.packages.get(setting.engine))
     print(line(row), flush=True)
     return row
 
@@ -229,7 +302,7 @@ def line(row: dict) -> str:
     memory = f"host {row['host_system_gib']:.1f} GiB (resident sets {row['host_resident_gib']:.1f})"
     gpu = "-" if row["gpu_peak_gib"] is None else f"{row['gpu_peak_gib']:.2f}"
     return (
-        f"{start}, micro-batch {row['micro_batch']}: {row['tokens_per_s']:.0f} tokens/s, step {row['step_s']:.2f} s, "
+        f"{start}, micro-batch {row['micro_batch']:g}: {row['tokens_per_s']:.0f} tokens/s, step {row['step_s']:.2f} s, "
         f"GPU {gpu} GiB, {memory}"
     )
 
@@ -245,9 +318,40 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def parse() -> argparse.Namespace:
+HEAD = ("engine", "tokens/s", "step s", "GPU GiB", "host GiB", "sequences at once", "what happened")
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Every engine's best run, the fastest first; then those that failed, with the last line of what they said."""
+    best: dict[str, dict] = {}
+    for row in rows:
+        if row["engine"] not in best or row.get("tokens_per_s", 0) > best[row["engine"]].get("tokens_per_s", 0):
+            best[row["engine"]] = row
+    ranked = sorted(best.values(), key=lambda row: -row.get("tokens_per_s", 0))
+    return align_columns([HEAD, *map(_cells, ranked)])
+
+
+def _cells(row: dict) -> tuple[str, ...]:
+    if "failed" in row:
+        return (row["engine"], *"-----", row["failed"].splitlines()[-1][:120])
+    gpu = "-" if row["gpu_peak_gib"] is None else f"{row['gpu_peak_gib']:.2f}"
+    host = f"{row['host_system_gib']:.1f}"
+    return (
+        row["engine"],
+        f"{row['tokens_per_s']:.0f}",
+        f"{row['step_s']:.3f}",
+        gpu,
+        host,
+        f"{row['micro_batch']:g}",
+        "",
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of a command line, or of `argv`, over those of the work that they name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", choices=[*RESIDENT, *OF_RANKS], default=list(RESIDENT))
+    parser.add_argument("--work", choices=list(WORKS), help="a request by its name")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["hf-liger", "peft-liger"])
     parser.add_argument("--preset", default="llama-3.1-8b", help="name of a preset of transformers' architectures")
     parser.add_argument("--layers", type=int, default=None, help="so many of the model's layers")
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -265,11 +369,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--limit-s", type=float, default=300.0, help="stop a run after so many seconds")
+    parser.add_argument("--mode", choices=["full", "lora"], default=None, help="full but for peft-liger")
+    parser.add_argument("--base-dtype", choices=["bfloat16", "nf4"], default="bfloat16", help="of frozen weights")
+    parser.add_argument(
+        "--state-dtype", choices=["float32", "bfloat16"], default="float32", help="of masters and states of offloaders"
+    )
+    parser.add_argument("--host-gib", type=float, default=None, help="limit of host memory")
+    parser.add_argument("--compiled", action="store_true", help="by torch.compile (torchtune)")
+    parser.add_argument("--packages", nargs="+", default=[], metavar="ENGINE=FOLDER", help="what it imports first")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--json", default=None, help="write the figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.work:
+        parser.set_defaults(**{**ONE_GPU, **WORKS[args.work]})
+        args = parser.parse_args(argv)
     args.recompute = [choice == "on" for choice in args.recompute]
+    args.packages = dict(pair.split("=", 1) for pair in args.packages)
     return args
 
 
@@ -288,6 +404,7 @@ def main() -> None:
         ran = [row for row in rows if row["engine"] == engine and "failed" not in row]
         best = max(ran, key=lambda row: row["tokens_per_s"], default=None)
         print(f"best of {engine}: {line(best) if best else 'none ran'}", flush=True)
+    print("\n".join(["", *table(rows)]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import NamedTuple, TypeVar
@@ -159,7 +159,7 @@ def summed_rate(team: Team | None) -> float:
 
 def peaks_of_all(team: Team | None, peaks: MemoryPeaks, shared_bytes: int) -> MemoryPeaks:
     """The highest peak of a GPU, and what all ranks hold of the host, where shared memory counts once."""
-    told = [MemoryPeaks(*peak) for peak in of_all(team, tuple(peaks))]  # ranks read no records but those they know
+    told = [MemoryPeaks(*peak) for peak in of_all(team, (peaks.gpu_bytes, peaks.host_bytes))]  # ranks read no records but those they know
     gpu = [peak.gpu_bytes for peak in told if peak.gpu_bytes is not None]
     host = sum(peak.host_bytes for peak in told) - (len(told) - 1) * shared_bytes
     return MemoryPeaks(max(gpu, default=None), host)
@@ -285,7 +285,8 @@ def _cells(row: dict, uncapped: float | None) -> tuple[str, ...]:
     )
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of a command line, or of `argv`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="preset:llama-3.1-8b", help="a folder, or preset:NAME")
@@ -300,7 +301,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-streams", dest="streams", action="store_false", help="leave out the step that is timed")
     add_job_flags(parser, *OPTIONS, optimizer_state_dtype="bfloat16")
     parser.add_argument("--json", default=None, help="write the figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.model = f"preset:{args.preset}" if args.preset else args.model
     if args.opaque:
         FAMILIES.clear()

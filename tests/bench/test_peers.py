@@ -1,11 +1,12 @@
 """bench/peers.py with tiny models on the CPU: figures come from steps, and a failed run says why."""
 
-import argparse
-
 import pytest
+import torch
 
-from bench.peer_engines import Setting, measure
-from bench.peers import line, settings_of, without_folders
+from bench import peer_packages
+from bench.peer_engines import OURS, PACKAGE_OF, Setting, config_of, make_model, measure
+from bench.peer_engines import WORKS as CAN
+from bench.peers import WORKS, line, parse, settings_of, table, without_folders
 
 ONE = Setting(
     engine="peft-liger", preset="tiny-llama3-50m", layers=1, seq_len=8, tokens=32, micro_batches=(4, 2), tries=1,
@@ -14,9 +15,9 @@ ONE = Setting(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["hf-liger", "peft-liger"])
-def test_resident_engines_learn(engine):
-    row = measure(ONE._replace(engine=engine))
+@pytest.mark.parametrize(("engine", "mode"), [("hf-liger", "full"), ("peft-liger", "lora"), (OURS, "lora")])
+def test_engines_learn(engine, mode):
+    row = measure(ONE._replace(engine=engine, mode=mode))
     assert row["micro_batch"] == 4
     assert len(row["losses"]) == len(row["steps_s"]) == 3
     assert row["losses"][-1] < row["losses"][0]
@@ -24,15 +25,68 @@ def test_resident_engines_learn(engine):
 
 
 def test_settings_divide_the_batch():
-    given = {name: getattr(ONE, name) for name in ("preset", "layers", "seq_len", "tries", "liger", "attention")}
-    args = argparse.Namespace(
-        **given, tokens_per_step=96, micro_batches=None, recompute=[False, True], adapter_dtype="float32", cap_gib=24.0,
-        device="cuda", ranks=2, warmup=1, steps=2, lr=1e-5,
-    )  # fmt: skip
+    args = parse(["--seq-len", "8", "--tokens-per-step", "96", "--cap-gib", "24"])
     assert [s.micro_batches for s in settings_of(args, "hf-liger")] == [(4, 2, 1), (4, 2, 1)]
     assert [(s.micro_batches, s.ranks) for s in settings_of(args, "fsdp2-offload")] == [((4,), 2)]
+    assert [(s.micro_batches, s.ranks) for s in settings_of(args, "roundpipe")] == [((4,), 1), ((2,), 1), ((1,), 1)]
     found = [(s.micro_batches, s.recompute, s.ranks) for s in settings_of(args, "fsdp2")]
     assert found == [((n,), recompute, 2) for recompute in (False, True) for n in (4, 2, 1)]
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_works_ask_engines_for_what_they_train(work):
+    args = parse(["--work", work, "--limit-s", "30"])
+    assert args.engines[0] == OURS
+    assert args.limit_s == 30
+    for engine in args.engines:
+        for setting in settings_of(args, engine):
+            assert (setting.mode, setting.base_dtype) in CAN[engine]
+            assert (setting.cap_gib, setting.ranks) == (args.cap_gib, 1)
+
+
+def test_engines_that_are_not_installed_say_so_in_one_line(monkeypatch):
+    monkeypatch.setitem(PACKAGE_OF, "unsloth", ("no_such_package",))
+    with pytest.raises(SystemExit, match=r"^unsloth: not installed here: no_such_package$"):
+        measure(ONE._replace(engine="unsloth", mode="lora"))
+    with pytest.raises(SystemExit, match=r"^hf-liger: trains full with bfloat16, not lora with nf4 weights$"):
+        measure(ONE._replace(engine="hf-liger", mode="lora", base_dtype="nf4"))
+
+
+def test_blocks_in_a_row_have_the_loss_of_the_model():
+    setting = ONE._replace(engine="block-streamer", mode="lora", layers=2)
+    config = config_of(setting)
+    model, base, blocks = peer_packages.parts_of(setting, config, torch.device("cpu"))
+    first, last = peer_packages.First(base.model.embed_tokens), peer_packages.Last(base, fused=False, share=0.5)
+    ids = torch.randint(0, config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
+    states = first(ids)
+    for block in blocks:
+        states = block(states)
+    torch.testing.assert_close(2 * last(states), model(input_ids=ids, labels=ids).loss.float(), rtol=1e-2, atol=0)
+
+
+def test_empty_checkpoints_take_no_disk_and_load(tmp_path):
+    config = config_of(ONE)
+    peer_packages.write_empty_checkpoint(config, tmp_path)
+    file = (tmp_path / "model.safetensors").stat()
+    assert file.st_blocks * 512 < file.st_size / 100
+    model = type(make_model(config, torch.bfloat16, recompute=False)).from_pretrained(tmp_path)
+    assert not any(p.any() for p in model.parameters())
+    peer_packages.draw_frozen(model.requires_grad_(requires_grad=False), config, torch.device("cpu"))
+    assert all(p.any() for p in model.parameters())
+
+
+def test_tables_rank_the_best_runs_and_keep_failures():
+    ran = {"engine": "a", "tokens_per_s": 1.0, "step_s": 2.0, "gpu_peak_gib": None, "host_system_gib": 3.0}
+    rows = [
+        {"engine": "b", "failed": "Traceback\nMemoryError: no memory"},
+        {**ran, "micro_batch": 2},
+        {**ran, "micro_batch": 4, "tokens_per_s": 5.0},
+        {"engine": "a", "failed": "too late"},
+    ]
+    lines = table(rows)
+    assert [text.split()[0] for text in lines] == ["engine", "a", "b"]
+    assert " 5 " in lines[1]
+    assert lines[2].endswith("MemoryError: no memory")
 
 
 def test_a_failed_run_tells_its_error():

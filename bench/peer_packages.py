@@ -1,0 +1,278 @@
+"""Engines of bench/peers.py that are packages of their own, on one GPU: each is built the way its authors show.
+
+unsloth: FastLanguageModel, its kernels and its checkpointing, which keeps blocks' inputs on the host. torchtune: its
+Llama with a loss in chunks, compiled where that was asked for. These two keep weights on the GPU. TrainStream,
+RoundPipe and BlockStreamer fetch blocks of transformers' models, with Liger's kernels, from the host: the first those
+that its planner finds no room for, the others all of them; RoundPipe updates weights while the next step runs.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.peer_engines import (
+    GIB,
+    LORA_ALPHA,
+    LORA_RANK,
+    Setting,
+    Trainer,
+    autocast_of,
+    fill,
+    materialize,
+    model_without_values,
+    torch_trainer,
+    with_adapters,
+)
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "output_proj"]
+ROUNDPIPE_SHARE = 0.6
+"""Of GPU memory, what RoundPipe's planner takes for weights and gradients; it does not see a limit of the allocator."""
+
+
+# ---- weights on the GPU ----------------------------------------------------------------------------------------------
+
+
+def unsloth_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
+    """Unsloth loads a checkpoint, here one of zeros that takes no disk; then values are drawn."""
+    unsloth = import_module("unsloth").FastLanguageModel
+    with tempfile.TemporaryDirectory() as folder:
+        write_empty_checkpoint(config, Path(folder))
+        model, _ = unsloth.from_pretrained(
+            folder, max_seq_length=setting.seq_len, dtype=torch.bfloat16, load_in_4bit=setting.base_dtype == "nf4"
+        )
+    model = unsloth.get_peft_model(
+        model, r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0, bias="none", target_modules=PROJECTIONS,
+        use_gradient_checkpointing="unsloth" if setting.recompute else False, random_state=0,
+    )  # fmt: skip
+    draw_frozen(model, config, device)
+    return torch_trainer(model, setting.lr, autocast_of(setting, device))
+
+
+def write_empty_checkpoint(config: Any, folder: Path) -> None:
+    """Write a config, a tokenizer of as many words as the vocabulary has, and bf16 zeros that are a hole in a file."""
+    from tokenizers import Tokenizer, models  # noqa: PLC0415 (after unsloth)
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, value in model_without_values(config, recompute=False).state_dict().items():
+        begin, end = end, end + 2 * value.numel()
+        header[name] = {"dtype": "BF16", "shape": list(value.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    config.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
+    special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w3"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+
+
+@torch.no_grad()
+def draw_frozen(model: Any, config: Any, device: torch.device) -> None:
+    """Draw frozen matrices where they are. Of 4-bit ones the codes, with one scale for all blocks."""
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            parameter.data.random_(0, 256)
+            if state.nested:
+                state.offset.fill_(3 * config.initializer_range)
+            else:
+                state.absmax.fill_(3 * config.initializer_range)
+        elif not parameter.requires_grad:
+            fill(parameter.data, config.initializer_range if parameter.dim() > 1 else 0.0, device)
+
+
+def torchtune_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
+    """Torchtune's LoRA Llama in bf16, whose losses are taken in chunks of logits."""
+    llama = import_module("torchtune.models.llama3_1")
+    training, modules = import_module("torchtune.training"), import_module("torchtune.modules")
+    with training.set_default_dtype(torch.bfloat16), device:
+        model = llama.lora_llama3_1(
+            ATTENTION_PROJECTIONS, apply_lora_to_mlp=True, vocab_size=config.vocab_size,
+            num_layers=config.num_hidden_layers, num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads, embed_dim=config.hidden_size, max_seq_len=setting.seq_len,
+            intermediate_dim=config.intermediate_size, norm_eps=config.rms_norm_eps, lora_rank=LORA_RANK,
+            lora_alpha=LORA_ALPHA, quantize_base=setting.base_dtype == "nf4",
+        )  # fmt: skip
+    adapters = import_module("torchtune.modules.peft")
+    adapters.set_trainable_params(model, adapters.get_adapter_params(model))
+    if setting.recompute:
+        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+    loss_of = import_module("torchtune.modules.loss").CEWithChunkedOutputLoss()
+    model.set_num_output_chunks(loss_of.num_output_chunks)
+    if setting.compiled:
+        training.compile_model(model)
+        loss_of = training.compile_loss(loss_of)
+
+    def loss(ids: Tensor) -> Tensor:
+        labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], loss_of.ignore_index)], dim=1)
+        return loss_of(model(ids), labels)
+
+    return torch_trainer(model.train(), setting.lr, loss=loss)
+
+
+# ---- weights on the host ---------------------------------------------------------------------------------------------
+
+
+def host_model(setting: Setting, config: Any, device: torch.device) -> Any:
+    """A model on the host, drawn on the GPU, with adapters where these are trained; engines recompute by themselves."""
+    model = model_without_values(config, recompute=False)
+    materialize(model, config, torch.device("cpu"), device)
+    return with_adapters(model, setting) if setting.mode == "lora" else model
+
+
+def trainstream_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
+    """TrainStream plans by the allocator's limit, and may keep its own NF4 of frozen weights."""
+    wrap = import_module("trainstream.integrations.huggingface").wrap_hf
+    model = host_model(setting, config, device)
+    trained = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=setting.lr)
+    parts = setting.tokens // setting.seq_len // setting.micro_batches[0]
+    model, optimizer = wrap(
+        model, trained, device=device, accumulation_steps=parts, moment_dtype=setting.state_dtype,
+        quantize="nf4" if setting.base_dtype == "nf4" else "none",
+    )  # fmt: skip
+    autocast = autocast_of(setting, device)
+
+    def backward(ids: Tensor, share: float) -> Tensor:
+        with autocast():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        (loss * share).backward()
+        return loss.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trainer(backward, update, optimizer.zero_grad)
+
+
+class Block(nn.Module):
+    """A block of transformers' with the rotations of its positions: hidden states in and out, and what comes along."""
+
+    def __init__(self, layer: Any, config: Any, rotary: type) -> None:
+        super().__init__()
+        self.layer, self.rotary = layer, rotary(config)
+
+    def forward(self, states: Any) -> Any:
+        hidden, *rest = states if isinstance(states, tuple) else (states,)
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        rotations = self.rotary(hidden, positions)
+        out = self.layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotations)
+        out = out[0] if isinstance(out, tuple) else out
+        return (out, *rest) if rest else out
+
+
+class First(nn.Module):
+    """Tokens to hidden states, beside the tokens."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embedding(ids), ids
+
+
+class Last(nn.Module):
+    """Hidden states and their tokens to a part of the mean loss, by Liger's loss where it was asked for."""
+
+    def __init__(self, base: Any, fused: bool, share: float = 1.0) -> None:
+        super().__init__()
+        self.norm, self.head, self.share, self.fused = base.model.norm, base.lm_head, share, fused
+
+    def forward(self, states: tuple[Tensor, Tensor]) -> Tensor:
+        hidden, ids = states
+        hidden = self.norm(hidden)[:, :-1].flatten(0, 1)
+        labels = ids[:, 1:].flatten()
+        if self.fused:
+            fused = import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+            return self.share * fused(hidden, self.head.weight, labels)
+        return self.share * nn.functional.cross_entropy(self.head(hidden).float(), labels)
+
+
+def parts_of(setting: Setting, config: Any, device: torch.device) -> tuple[Any, Any, list[Block]]:
+    """A model on the host, the one of transformers in it, and its blocks."""
+    model = host_model(setting, config, device)
+    base = model.get_base_model() if setting.mode == "lora" else model
+    rotary = type(base.model.rotary_emb)
+    return model, base, [Block(layer, config, rotary) for layer in base.model.layers]
+
+
+def roundpipe_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
+    """RoundPipe over blocks; a call is a step, whose micro-batches it takes through its stages one after the other.
+
+    Weights that the optimizer updates have `state_dtype`, as do its states.
+    """
+    roundpipe = import_module("roundpipe")
+    _, base, blocks = parts_of(setting, config, device)
+    count = setting.tokens // setting.seq_len // setting.micro_batches[0]
+    layers = nn.Sequential(
+        First(base.model.embed_tokens), *blocks, Last(base, setting.liger == "all", 1 / count)
+    ).train()
+    model = roundpipe.RoundPipe(layers, optim_dtype=getattr(torch, setting.state_dtype), pin_model="register")
+    with roundpipe.OptimizerCtx():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, fused=True)
+    limit_gb = ROUNDPIPE_SHARE * (setting.cap_gib or torch.cuda.get_device_properties(device).total_memory / GIB)
+    autocast = autocast_of(setting, device)
+
+    def backward(ids: Tensor, _share: float) -> Tensor:
+        plan = roundpipe.ModelExecutePlan.auto("fused", model, model_memory_limit=limit_gb * GIB / 1e9)
+        run = roundpipe.RoundPipeRunConfig(num_microbatch=count, execute_plan=plan)
+        with autocast():
+            return model.forward_backward(input_args=(ids.cpu(),), run_config=run).detach()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trainer(backward, lambda: model.step(step), optimizer.zero_grad, whole_batch=True)
+
+
+def block_streamer_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
+    """BlockStreamer over the blocks; embedding, norm and head stay on the GPU, and the host updates the blocks."""
+    package = import_module("block_streamer")
+    model, base, blocks = parts_of(setting, config, device)
+    first, last = First(base.model.embed_tokens).to(device), Last(base, setting.liger == "all").to(device)
+    streamed = package.StreamedModel(blocks, device=device).train()
+    places = ("cpu", device.type)
+    trained = [[p for p in model.parameters() if p.requires_grad and p.device.type == place] for place in places]
+    optimizers = [torch.optim.AdamW(some, lr=setting.lr, fused=True) for some in trained if some]
+    autocast = autocast_of(setting, device)
+
+    def backward(ids: Tensor, share: float) -> Tensor:
+        with autocast():
+            hidden, ids = first(ids)
+            loss = last((streamed(hidden), ids))
+        (loss * share).backward()
+        return loss.detach()
+
+    def drop() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def update() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+        drop()
+
+    return Trainer(backward, update, drop)
+
+
+BUILDERS: dict[str, Callable[[Setting, Any, torch.device], Trainer]] = {
+    "unsloth": unsloth_trainer,
+    "torchtune": torchtune_trainer,
+    "trainstream": trainstream_trainer,
+    "roundpipe": roundpipe_trainer,
+    "block-streamer": block_streamer_trainer,
+}
