@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -60,9 +61,11 @@ PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "peft", "accelerate", "deepspeed", "unsloth", "bitsandbytes",
     "torchtune", "torchao", "trainstream", "roundpipe", "block-streamer",
 )  # fmt: skip
+STREAMED_TRIES = 2
+"""Of the micro-batches of engines that fetch weights, whose every run draws a model on the host."""
 HOST_SLACK = 1.05
 """Of a limit of host memory, how much of the machine's may be in use before a run is stopped."""
-ONE_GPU = {"ranks": 1, "tries": 1, "warmup": 1, "steps": 3, "limit_s": 60.0, "host_gib": 110.0, "seq_len": 2048}
+ONE_GPU = {"ranks": 1, "tries": 1, "warmup": 3, "steps": 3, "limit_s": 60.0, "host_gib": 110.0, "seq_len": 2048}
 WORKS: dict[str, dict[str, Any]] = {
     "lora-8b-16k": {
         "preset": "llama-3.1-8b", "mode": "lora", "tokens_per_step": 16384, "cap_gib": 24.0, "recompute": ["on"],
@@ -75,8 +78,8 @@ WORKS: dict[str, dict[str, Any]] = {
         "engines": [OURS, "peft-liger", "unsloth", "torchtune", "trainstream"],
     },
     "full-8b-24gib": {
-        "preset": "llama-3.1-8b", "tokens_per_step": 65536, "cap_gib": 24.0, "state_dtype": "bfloat16", "steps": 2,
-        "micro_batches": [8, 4], "recompute": ["on"],
+        "preset": "llama-3.1-8b", "tokens_per_step": 65536, "cap_gib": 24.0, "state_dtype": "bfloat16",
+        "micro_batches": [8, 4], "recompute": ["on"], "warmup": 1, "steps": 1, "limit_s": 100.0,
         "engines": [OURS, "deepspeed-zero3", "fsdp2-offload", "trainstream", "roundpipe", "block-streamer"],
     },
     "lora-30b-a3b": {
@@ -115,7 +118,7 @@ def settings_of(args: argparse.Namespace, engine: str) -> list[Setting]:
         liger="none" if engine in WITHOUT_LIGER else liger,
         attention=args.attention,
         adapter_dtype=args.adapter_dtype,
-        cap_gib=args.cap_gib,
+        cap_gib=None if args.cap_gib == math.inf else args.cap_gib,
         device=args.device,
         ranks=args.ranks if engine in OF_RANKS else 1,
         warmup=args.warmup,
@@ -131,8 +134,11 @@ def settings_of(args: argparse.Namespace, engine: str) -> list[Setting]:
         return [setting]
     once = engine in (*OFFLOADED, *STREAMED)
     settings = [setting] if once else [setting._replace(recompute=recompute) for recompute in args.recompute]
+    if engine == "roundpipe":  # overlaps micro-batches of a step
+        sizes = tuple(n for n in sizes if n < count) or sizes
     if setting.one_micro_batch:
-        return [one._replace(micro_batches=(size,)) for one in settings for size in sizes]
+        tried = sizes[:STREAMED_TRIES] if engine in STREAMED else sizes
+        return [one._replace(micro_batches=(size,)) for one in settings for size in tried]
     return settings
 
 
@@ -307,14 +313,12 @@ def line(row: dict) -> str:
     )
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of the packages that engines are made of; None for those that are missing."""
+def versions(folders: Sequence[str] = ()) -> dict[str, str | None]:
+    """Versions of the packages that engines are made of, first those in `folders`; None for those that are missing."""
     found: dict[str, str | None] = {}
     for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
+        first = next(iter(metadata.distributions(name=package, path=[*folders, *sys.path])), None)
+        found[package] = first.version if first else None
     return found
 
 
@@ -362,7 +366,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--liger", choices=["all", "no-loss", "loss", "none"], default="all", help="Liger's kernels")
     parser.add_argument("--attention", choices=list(ATTENTION), default="cudnn", help="torch's kernel tried first")
     parser.add_argument("--adapter-dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--cap-gib", type=float, default=None, help="limit of torch's allocator on each GPU")
+    parser.add_argument("--cap-gib", type=float, default=None, help="of each GPU; inf: none")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs of fsdp2 and of engines that offload")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--warmup", type=int, default=1)
@@ -400,7 +404,7 @@ def main() -> None:
     for engine in args.engines:
         for row in runs_of(args, engine):
             rows.append(row)
-            write_json(args.json, {"versions": versions(), "rows": rows})
+            write_json(args.json, {"versions": versions(list(args.packages.values())), "rows": rows})
         ran = [row for row in rows if row["engine"] == engine and "failed" not in row]
         best = max(ran, key=lambda row: row["tokens_per_s"], default=None)
         print(f"best of {engine}: {line(best) if best else 'none ran'}", flush=True)

@@ -159,7 +159,8 @@ def summed_rate(team: Team | None) -> float:
 
 def peaks_of_all(team: Team | None, peaks: MemoryPeaks, shared_bytes: int) -> MemoryPeaks:
     """The highest peak of a GPU, and what all ranks hold of the host, where shared memory counts once."""
-    told = [MemoryPeaks(*peak) for peak in of_all(team, (peaks.gpu_bytes, peaks.host_bytes))]  # ranks read no records but those they know
+    fields = (peaks.gpu_bytes, peaks.host_bytes)  # ranks read no records but those they know
+    told = [MemoryPeaks(*peak) for peak in of_all(team, fields)]
     gpu = [peak.gpu_bytes for peak in told if peak.gpu_bytes is not None]
     host = sum(peak.host_bytes for peak in told) - (len(told) - 1) * shared_bytes
     return MemoryPeaks(max(gpu, default=None), host)

@@ -28,7 +28,7 @@ def test_settings_divide_the_batch():
     args = parse(["--seq-len", "8", "--tokens-per-step", "96", "--cap-gib", "24"])
     assert [s.micro_batches for s in settings_of(args, "hf-liger")] == [(4, 2, 1), (4, 2, 1)]
     assert [(s.micro_batches, s.ranks) for s in settings_of(args, "fsdp2-offload")] == [((4,), 2)]
-    assert [(s.micro_batches, s.ranks) for s in settings_of(args, "roundpipe")] == [((4,), 1), ((2,), 1), ((1,), 1)]
+    assert [(s.micro_batches, s.ranks) for s in settings_of(args, "roundpipe")] == [((4,), 1), ((2,), 1)]
     found = [(s.micro_batches, s.recompute, s.ranks) for s in settings_of(args, "fsdp2")]
     assert found == [((n,), recompute, 2) for recompute in (False, True) for n in (4, 2, 1)]
 
@@ -42,6 +42,7 @@ def test_works_ask_engines_for_what_they_train(work):
         for setting in settings_of(args, engine):
             assert (setting.mode, setting.base_dtype) in CAN[engine]
             assert (setting.cap_gib, setting.ranks) == (args.cap_gib, 1)
+    assert settings_of(parse(["--work", work, "--cap-gib", "inf"]), OURS)[0].cap_gib is None
 
 
 def test_engines_that_are_not_installed_say_so_in_one_line(monkeypatch):
