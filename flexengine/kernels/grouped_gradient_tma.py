@@ -6,27 +6,20 @@ the card's cache (`cp.reduce.async.bulk`), where a program would wait for the ol
 to once per launch: results have the same bits every time. Those are the bits of a load, an addition and a store, but
 for sums below 2**-126, which the engine takes as zero.
 
-Rows of the next expert, and those behind the last, are loaded as zeros, without a mask: see `_rows_before`.
+Rows of the next expert, and those behind the last, are loaded as zeros, without a mask: see `rows_before`.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flexengine.kernels.counts import cdiv, next_power_of_2
-from flexengine.kernels.grouped_tiles import Tiling, add_product, grouped_tile
-
-LIMIT = 1 << 30
-"""Rows that a descriptor knows. Times the 2**34 elements of `_rows_before`, a multiple of 2**64 bytes."""
-
-_LIMIT = tl.constexpr(LIMIT)
+from flexengine.kernels.grouped_tiles import LIMIT, Tiling, add_product, grouped_tile, multiprocessors, rows_before
 
 
 class GradientTiling(NamedTuple):
@@ -60,43 +53,19 @@ def launch(
     t = t or (ADDED if accumulate else WRITTEN)
     tiles = t.tiles
     count = experts * cdiv(columns, tiles.rows) * cdiv(inner, tiles.columns)
-    programs = min(count, t.programs * _multiprocessors(x)) if t.programs else count
+    programs = min(count, t.programs * multiprocessors(x)) if t.programs else count
     _descriptor_gradient_kernel[(programs,)](
-        _rows_before(grad_y, [tiles.inner, tiles.rows]), _rows_before(x, [tiles.inner, tiles.columns]),
+        rows_before(grad_y, [tiles.inner, tiles.rows]), rows_before(x, [tiles.inner, tiles.columns]),
         TensorDescriptor.from_tensor(acc, [1, tiles.rows, tiles.columns // t.parts]), bounds, columns, inner, experts,
         WIDE=not x.is_cuda, EXPERTS=next_power_of_2(experts), OUTS=tiles.rows, INS=tiles.columns, ROWS=tiles.inner,
         GROUP=tiles.group, PARTS=t.parts, ACCUMULATE=accumulate, ADDS=t.adds, **tiles.launch(),
     )  # fmt: skip
 
 
-def _multiprocessors(x: Tensor) -> int:
-    """Count the multiprocessors; without a card a few, so that programs have several tiles."""
-    return _multiprocessors_of(x.get_device()) if x.is_cuda else 3
-
-
-@lru_cache
-def _multiprocessors_of(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _rows_before(matrix: Tensor, tile: list[int]) -> TensorDescriptor:
-    """Describe tiles [rows, columns] of which a load has only the rows before an `end` of its own; others are zeros.
-
-    The engine compares the third of a load's indices, `row`, with LIMIT, and loads from this many elements behind the
-    matrix's begin: LIMIT * (2**34 - width) + end * width + row * width. Addresses have 64 bits, so LIMIT * 2**34
-    elements are none, and this is row end - (LIMIT - row) of the matrix.
-    Source: `create_ragged_descriptor` in triton/tools/ragged_tma.py.
-    """
-    width = matrix.shape[1]
-    return TensorDescriptor(
-        matrix, [LIMIT + 1, LIMIT + 1, LIMIT, width], [2**34 - width, width, width, 1], [1, 1, *tile]
-    )
-
-
 @triton.jit
 def _load(matrix, row, end, column):
-    """A tile [rows, columns] of a matrix of `_rows_before`."""
-    tile = matrix.load([_LIMIT, end, row, column])
+    """A tile [rows, columns] of a matrix of `rows_before`."""
+    tile = matrix.load([LIMIT, end, row, column])
     return tl.reshape(tile, tile.shape[2:])
 
 
@@ -144,23 +113,23 @@ def _descriptor_gradient_kernel(
     out_tiles, in_tiles = tl.cdiv(columns, OUTS), tl.cdiv(inner, INS)
     tiles = out_tiles * in_tiles
     tile = tl.program_id(0) - tl.num_programs(0)
-    expert, first_out, first_in, end, row = 0, 0, 0, 0, _LIMIT
+    expert, first_out, first_in, end, row = 0, 0, 0, 0, LIMIT
     total = tl.zeros((OUTS, INS), tl.float32)
     for _ in range(_count_steps(bounds_ptr, tiles, experts, EXPERTS, ROWS)):
         row += ROWS
-        if row >= _LIMIT:  # no rows are left of this tile: the next one's
+        if row >= LIMIT:  # no rows are left of this tile: the next one's
             tile += tl.num_programs(0)
             expert = tile // tiles
             out_tile, in_tile = grouped_tile(tile % tiles, out_tiles, in_tiles, GROUP)
             first_out, first_in = out_tile * OUTS, in_tile * INS
             end = tl.load(bounds_ptr + expert + 1)
-            row = _LIMIT - (end - tl.load(bounds_ptr + expert))
+            row = LIMIT - (end - tl.load(bounds_ptr + expert))
         grad = _load(grad_tiles, row, end, first_out)
         x = _load(x_tiles, row, end, first_in)
         total = add_product(total, grad.T, x, WIDE)
-        done = row + ROWS >= _LIMIT
+        done = row + ROWS >= LIMIT
         if ACCUMULATE:
-            done = done & (row < _LIMIT)  # an expert without rows adds nothing, and leaves the sums at zero
+            done = done & (row < LIMIT)  # an expert without rows adds nothing, and leaves the sums at zero
         if done:
             _put(acc_tiles, total, expert, first_out, first_in, ACCUMULATE, ADDS and not WIDE, PARTS)
             total = tl.zeros((OUTS, INS), tl.float32)

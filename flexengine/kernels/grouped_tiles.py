@@ -5,11 +5,14 @@ Shapes and names as in kernels/grouped.py.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flexengine.kernels.counts import next_power_of_2
 from flexengine.kernels.rounding import round_to
@@ -17,6 +20,8 @@ from flexengine.kernels.rounding import round_to
 MOST_LOW_RANK = 64
 """Terms of an adapter's sums that a program takes at a time."""
 
+LIMIT = tl.constexpr(1 << 30)
+"""Rows that a descriptor knows. Times the 2**34 elements of `rows_before`, a multiple of 2**64 bytes."""
 
 SHORT_TERMS = 128
 """Terms of precise sums of FP8 codes that tensor cores sum by themselves, as DeepSeek-AI 2024 does, "DeepSeek-V3
@@ -77,9 +82,49 @@ def scaling(scales: Scales | None) -> dict[str, int]:
     return {"SCALED": scales is not None and not blocks, "BLOCKS": blocks, "SHORT": short}
 
 
+def multiprocessors(x: Tensor) -> int:
+    """Count the multiprocessors; without a card a few, so that programs have several tiles."""
+    return _multiprocessors_of(x.get_device()) if x.is_cuda else 3
+
+
+@lru_cache
+def _multiprocessors_of(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def rows_before(matrix: Tensor, tile: list[int]) -> TensorDescriptor:
+    """Describe tiles [rows, columns] of which only the rows before an `end` of their own are loaded, others as zeros,
+    or stored.
+
+    The engine compares the third of a tile's indices, `row`, with LIMIT, and goes this many elements behind the
+    matrix's begin: LIMIT * (2**34 - width) + end * width + row * width. Addresses have 64 bits, so LIMIT * 2**34
+    elements are none, and this is row end - (LIMIT - row) of the matrix.
+    Source: `create_ragged_descriptor` in triton/tools/ragged_tma.py.
+    """
+    width, limit = matrix.shape[1], LIMIT.value
+    return TensorDescriptor(
+        matrix, [limit + 1, limit + 1, limit, width], [2**34 - width, width, width, 1], [1, 1, *tile]
+    )
+
+
 def block_strides(scales: Scales | None) -> tuple[int, int]:
     """Scales of a block of terms of all rows, and of a block of 128 outputs; 0 where blocks have none."""
     return (scales.rows.shape[1], scales.columns.shape[2]) if scales is not None and scales.blocks else (0, 0)
+
+
+def matrices(matrices: Tensor, transposed: bool, inner: int, columns: int) -> TensorDescriptor:
+    """Describe tiles of all experts' matrices, one below the other."""
+    tile = [inner, columns] if transposed else [columns, inner]
+    return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[2]), tile)
+
+
+@triton.jit
+def load_matrix(matrices, expert, first, columns, column, terms, TRANSPOSED: tl.constexpr):
+    """A tile [terms of the sum, columns] of an expert's matrix, of `terms` terms and `columns` columns."""
+    if TRANSPOSED:
+        return matrices.load([expert * terms + first, column])
+    else:
+        return matrices.load([expert * columns + column, first]).T
 
 
 @triton.jit
@@ -139,11 +184,11 @@ def find_expert(bounds_ptr, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def store_tile(
-    total, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, expert, rows, outs, end, columns,
+def finished(
+    total, bias_ptr, row_weight_ptr, gains_ptr, expert, rows, outs, end, columns,
     BIAS: tl.constexpr, WEIGHTED: tl.constexpr, GAINS: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of an expert's rows before `end`, plus its bias or times its gains."""
+    """The sums of an expert's rows before `end`, plus its bias or times its gains."""
     row_mask, out_mask = rows < end, outs < columns
     if BIAS:
         added = tl.load(bias_ptr + expert.to(tl.int64) * columns + outs, mask=out_mask, other=0.0).to(tl.float32)
@@ -153,5 +198,17 @@ def store_tile(
             total += added[None, :]
     if GAINS:
         total *= tl.load(gains_ptr + expert.to(tl.int64) * columns + outs, mask=out_mask, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
+def store_tile(
+    total, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, expert, rows, outs, end, columns,
+    BIAS: tl.constexpr, WEIGHTED: tl.constexpr, GAINS: tl.constexpr,
+):  # fmt: skip
+    """Store the finished sums of an expert's rows before `end`."""
+    total = finished(
+        total, bias_ptr, row_weight_ptr, gains_ptr, expert, rows, outs, end, columns, BIAS, WEIGHTED, GAINS
+    )
     target = out_ptr + rows[:, None] * columns + outs[None, :]
-    tl.store(target, round_to(total, out_ptr.dtype.element_ty), mask=row_mask[:, None] & out_mask)
+    tl.store(target, round_to(total, out_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (outs < columns))

@@ -22,7 +22,9 @@ from flexengine.kernels.grouped_tiles import (
     block_strides,
     find_expert,
     grouped_tile,
+    load_matrix,
     low_block,
+    matrices,
     scaled,
     scaling,
     store_tile,
@@ -36,11 +38,11 @@ def launch(
     """`grouped.grouped_product` of operands that it has checked, with tiles of t; a sum is whole tiles of t.inner."""
     (count, inner), columns, experts = x.shape, out.shape[1], weight.shape[0]
     rows = TensorDescriptor.from_tensor(x, [t.rows, t.inner])
-    weights = _matrices(weight, transposed, t.inner, t.columns)
+    weights = matrices(weight, transposed, t.inner, t.columns)
     low, up, block = rows, weights, low_block(adapter)
     if adapter is not None:
         low = TensorDescriptor.from_tensor(adapter.low, [t.rows, block])
-        up = _matrices(adapter.up, adapter.transposed, block, t.columns)
+        up = matrices(adapter.up, adapter.transposed, block, t.columns)
     width = 0 if adapter is None else adapter.low.shape[1]
     row_scales, column_scales = (out, out) if scales is None else scales[:2]
     row_tiles = cdiv(count, t.rows) + experts
@@ -52,21 +54,6 @@ def launch(
         UP_TRANSPOSED=adapter is not None and adapter.transposed, BIAS=bias is not None,
         WEIGHTED=row_weight is not None, GAINS=gains is not None, **scaling(scales), **t.launch(),
     )  # fmt: skip
-
-
-def _matrices(matrices: Tensor, transposed: bool, inner: int, columns: int) -> TensorDescriptor:
-    """Describe tiles of all experts' matrices, one below the other."""
-    tile = [inner, columns] if transposed else [columns, inner]
-    return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[2]), tile)
-
-
-@triton.jit
-def _load(matrices, expert, first, columns, column, terms, TRANSPOSED: tl.constexpr):
-    """A tile [terms of the sum, columns] of an expert's matrix, of `terms` terms and `columns` columns."""
-    if TRANSPOSED:
-        return matrices.load([expert * terms + first, column])
-    else:
-        return matrices.load([expert * columns + column, first]).T
 
 
 @triton.jit(do_not_specialize=["row_tiles", "block_rows"])
@@ -87,7 +74,7 @@ def _descriptor_kernel(
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, inner, INNER):
             x = x_tiles.load([first_row, first])
-            w = _load(weight_tiles, expert, first, columns, column, inner, TRANSPOSED)
+            w = load_matrix(weight_tiles, expert, first, columns, column, inner, TRANSPOSED)
             if BLOCKS:
                 part = add_product(tl.zeros((ROWS, COLUMNS), tl.float32), x, w, WIDE)
                 total = add_scaled(
@@ -101,7 +88,7 @@ def _descriptor_kernel(
         if LOW > 0:
             for first in range(0, width, LOW):
                 low = low_tiles.load([first_row, first])
-                up = _load(up_tiles, expert, first, columns, column, width, UP_TRANSPOSED)
+                up = load_matrix(up_tiles, expert, first, columns, column, width, UP_TRANSPOSED)
                 total = add_product(total, low, up, WIDE)
         store_tile(
             total, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, expert, rows, outs, end, columns, BIAS, WEIGHTED, GAINS
