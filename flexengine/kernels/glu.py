@@ -9,6 +9,7 @@ is zero. Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card".
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,6 +27,17 @@ _GELU_LINEAR = tl.constexpr(math.sqrt(8 / math.pi))
 _GELU_CUBIC = tl.constexpr(math.sqrt(8 / math.pi) * 0.044715)
 _BLOCK = 2048  # columns per program; 4 warps then hold 16 elements per thread and tensor
 _CLAMPED_FORWARD, _CLAMPED_BACKWARD = 1024, 512  # the same of clamped units: taking gate and up apart needs registers
+
+
+class WeightedRows(NamedTuple):
+    """What backward has of rows with weights: these and their gradient [T] fp32, whether that is added to, bounds
+    [E + 1] int32 of experts whose rows alone count, and where forward's output is written again."""
+
+    weight: Tensor
+    grad: Tensor
+    accumulate: bool = False
+    bounds: Tensor | None = None
+    again: Tensor | None = None
 
 
 def glu_forward(
@@ -59,14 +71,9 @@ def glu_forward(
     )  # fmt: skip
 
 
-def glu_backward(
-    grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation, row_weight: Tensor | None = None,
-    grad_row_weight: Tensor | None = None, accumulate: bool = False, bounds: Tensor | None = None,
-) -> None:  # fmt: skip
+def glu_backward(grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation) -> None:
     """Gradients of both halves, with s = sigmoid(u(gate)): grad_gate = grad_out * up * s * (1 + gate * (1 - s) * u'),
-    grad_up = grad_out * gate * s. With row_weight [T] fp32 both are that many times as much, and grad_row_weight [T]
-    fp32 is the sum over columns of grad_out * act(gate) * up, on top of what is there with `accumulate`. With
-    row_weight and bounds as in forward, only rows from the first bound to the last.
+    grad_up = grad_out * gate * s.
 
     Shapes: grad_out [T, F], gate_up and grad_gate_up [T, 2F] in bf16 or fp32; rows may be strided.
     grad_gate_up may be gate_up itself: each program reads its elements before it writes the same ones.
@@ -75,28 +82,50 @@ def glu_backward(
     Raises: ValueError on other shapes, dtypes, strides or activations.
     """
     tokens, width = grad_out.shape
-    check_tensor("grad_out", grad_out, (tokens, width), FLOATS, strided_rows=True)
-    check_tensor("gate_up", gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
-    check_tensor("grad_gate_up", grad_gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
-    unit = _unit_of(activation)
+    unit, block = _checked(grad_out, gate_up, grad_gate_up, activation)
     if grad_out.numel() == 0:
         return
-    block = min(_CLAMPED_BACKWARD if unit["CLAMPED"] else _BLOCK, next_power_of_2(width))
     tiles = cdiv(width, block)
-    if row_weight is not None:
-        assert grad_row_weight is not None
-        check_tensor("row_weight", row_weight, (tokens,), (torch.float32,))
-        check_tensor("grad_row_weight", grad_row_weight, (tokens,), (torch.float32,))
-        _weighted_backward_kernel[(tokens,)](
-            grad_out, gate_up, row_weight, grad_gate_up, grad_row_weight, *row_range(bounds, gate_up), width,
-            grad_out.stride(0), gate_up.stride(0), grad_gate_up.stride(0), SOME=bounds is not None,
-            ACCUMULATE=accumulate, **unit, BLOCK=block, num_warps=4,
-        )  # fmt: skip
-        return
     _backward_kernel[(tokens * tiles,)](
         grad_out, gate_up, grad_gate_up, width, tiles, grad_out.stride(0), gate_up.stride(0), grad_gate_up.stride(0),
         **unit, BLOCK=block, num_warps=4,
     )  # fmt: skip
+
+
+def weighted_glu_backward(
+    grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation, rows: WeightedRows
+) -> None:
+    """`glu_backward` of rows with weights: gradients of both halves are that many times as much, and rows.grad is the
+    sum over columns of grad_out * act(gate) * up, on top of what is there with rows.accumulate. rows.again [T, F]: what
+    forward wrote, which may lie over grad_out; it costs T*F elements more. Only rows within rows.bounds are touched.
+
+    Raises: ValueError on other shapes, dtypes, strides or activations.
+    """
+    tokens, width = grad_out.shape
+    unit, block = _checked(grad_out, gate_up, grad_gate_up, activation)
+    check_tensor("row_weight", rows.weight, (tokens,), (torch.float32,))
+    check_tensor("grad_row_weight", rows.grad, (tokens,), (torch.float32,))
+    again = grad_out if rows.again is None else rows.again
+    check_tensor("again", again, (tokens, width), (grad_out.dtype,), strided_rows=True)
+    if grad_out.numel() == 0:
+        return
+    _weighted_backward_kernel[(tokens,)](
+        grad_out, gate_up, rows.weight, grad_gate_up, rows.grad, again, *row_range(rows.bounds, gate_up), width,
+        grad_out.stride(0), gate_up.stride(0), grad_gate_up.stride(0), again.stride(0), SOME=rows.bounds is not None,
+        ACCUMULATE=rows.accumulate, AGAIN=rows.again is not None, **unit, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def _checked(
+    grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation
+) -> tuple[dict[str, bool | float], int]:
+    """Keywords of a launch, and columns of a program, of operands that are checked."""
+    tokens, width = grad_out.shape
+    check_tensor("grad_out", grad_out, (tokens, width), FLOATS, strided_rows=True)
+    check_tensor("gate_up", gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
+    check_tensor("grad_gate_up", grad_gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
+    unit = _unit_of(activation)
+    return unit, min(_CLAMPED_BACKWARD if unit["CLAMPED"] else _BLOCK, next_power_of_2(width))
 
 
 def _unit_of(activation: Activation) -> dict[str, bool | float]:
@@ -211,9 +240,10 @@ def _backward_kernel(
 
 @triton.jit
 def _weighted_backward_kernel(
-    grad_out_ptr, gate_up_ptr, row_weight_ptr, grad_gate_up_ptr, grad_row_weight_ptr, bounds_ptr, experts, width,
-    grad_out_stride, gate_up_stride, grad_gate_up_stride, limit, alpha,
-    SOME: tl.constexpr, ACCUMULATE: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
+    grad_out_ptr, gate_up_ptr, row_weight_ptr, grad_gate_up_ptr, grad_row_weight_ptr, again_ptr, bounds_ptr, experts,
+    width, grad_out_stride, gate_up_stride, grad_gate_up_stride, again_stride, limit, alpha,
+    SOME: tl.constexpr, ACCUMULATE: tl.constexpr, AGAIN: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row per program, whose columns add up to the gradient of its weight."""
     row = tl.program_id(0).to(tl.int64)
@@ -228,6 +258,9 @@ def _weighted_backward_kernel(
             unit, grad_gate, grad_up = _unit_gradients(grad * weight, gate, up, limit, alpha, GELU, CLAMPED)
             lanes += grad * unit
             _store(grad_gate_up_ptr + row * grad_gate_up_stride, first, width, grad_gate, grad_up, CLAMPED, BLOCK)
+            if AGAIN:
+                again = round_to(unit * weight, again_ptr.dtype.element_ty)
+                tl.store(again_ptr + row * again_stride + columns, again, mask=columns < width)
         total = tl.sum(lanes, axis=0)
         if ACCUMULATE:
             total += tl.load(grad_row_weight_ptr + row)

@@ -114,7 +114,7 @@ def _keeping_low(ops: list[Op], outputs: dict[str, str]) -> Iterator[Op]:
             kept = of_layer if of_layer in needed - lost else "" if op.grad_inputs else op.x
             if kept in producer:
                 beside.setdefault(producer[kept], []).append(op.low)
-    return (op.keeping_beside(*beside[op]) if op in beside else op for op in ops)
+    return (op.changed(beside=(*op.beside, *beside[op])) if op in beside else op for op in ops)
 
 
 def _readers(ops: Sequence[Op], tensor: str) -> list[Op]:

@@ -237,6 +237,8 @@ class Op(ABC):
     """Small tensors of other ops that are kept wherever the outputs are."""
     grad_over: tuple[str, ...] = ()
     """Inputs whose gradient may be written over their saved value, which dies with this call."""
+    remakable: tuple[str, ...] = ()
+    """Outputs that the input half can write over their gradients, for weight halves that then wait for it."""
     carried: tuple[Carried, ...] = ()
     """What goes from one chunk of a long sequence to the next. Forward leaves it; `fill_window` leaves the same and no
     outputs, chunk after chunk before the sequence's backward, which then visits the chunks in reverse."""
@@ -265,10 +267,6 @@ class Op(ABC):
     def kept_outputs(self) -> tuple[TensorSpec, ...]:
         """What is kept where a plan keeps the op's outputs."""
         return (*self.outputs, *self.beside)
-
-    def keeping_beside(self, *specs: TensorSpec) -> Self:
-        """The same op, beside whose outputs these tensors of other ops are kept."""
-        return self.changed(beside=(*self.beside, *specs))
 
     @property
     def has_input_half(self) -> bool:

@@ -91,28 +91,47 @@ def glu_forward(
     out[rows] = (value if row_weight is None else value * row_weight[:, None])[rows].to(out.dtype)
 
 
+class WeightedRows(NamedTuple):
+    """What backward has of rows with weights: these and their gradient [T], whether that is added to, bounds of experts
+    whose rows alone count, and where forward's output is written again."""
+
+    weight: Tensor
+    grad: Tensor
+    accumulate: bool = False
+    bounds: Tensor | None = None
+    again: Tensor | None = None
+
+
 def glu_backward(
-    grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation, row_weight: Tensor | None = None,
-    grad_row_weight: Tensor | None = None, accumulate: bool = False, bounds: Tensor | None = None,
-) -> None:  # fmt: skip
-    """grad_gate_up [T, 2F] from grad_out [T, F], and with weights of rows their gradient [T], added to what is there
-    with `accumulate`; grad_gate_up may be gate_up itself. bounds: as in forward, where rows have weights."""
+    grad_out: Tensor,
+    gate_up: Tensor,
+    grad_gate_up: Tensor,
+    activation: Activation,
+    weighted: WeightedRows | None = None,
+) -> None:
+    """grad_gate_up [T, 2F] from grad_out [T, F]; it may be gate_up itself. weighted: of rows with weights, whose
+    gradient is written as well; what is written again may lie over grad_out."""
     if has_kernel(gate_up):
         from flexengine.kernels import glu  # noqa: PLC0415
 
-        weights = (row_weight, grad_row_weight, accumulate, bounds)
-        return glu.glu_backward(grad_out, gate_up, grad_gate_up, activation, *weights)
-    rows = rows_within(bounds)
+        if weighted is None:
+            return glu.glu_backward(grad_out, gate_up, grad_gate_up, activation)
+        rows = glu.WeightedRows(*weighted)
+        return glu.weighted_glu_backward(grad_out, gate_up, grad_gate_up, activation, rows)
+    rows = rows_within(None if weighted is None else weighted.bounds)
     gate, up = _halves(gate_up, activation)
     grad, (s, slope) = wide(grad_out), _gate(gate, activation)
-    if row_weight is not None:
-        assert grad_row_weight is not None
+    again = None
+    if weighted is not None:
         total = (grad * gate * s * up).sum(-1)
-        total = grad_row_weight + total if accumulate else total
-        grad_row_weight[rows] = total[rows].to(grad_row_weight.dtype)
-        grad = grad * row_weight[:, None]
+        total = weighted.grad + total if weighted.accumulate else total
+        weighted.grad[rows] = total[rows].to(weighted.grad.dtype)
+        grad = grad * weighted.weight[:, None]
+        again = None if weighted.again is None else gate * s * up * weighted.weight[:, None]
     grad_gate, grad_up = grad * up * s * (1 + gate * (1 - s) * slope), grad * gate * s
     _put(grad_gate[rows], grad_up[rows], gate_up[rows], activation, grad_gate_up[rows])
+    if weighted is not None and weighted.again is not None and again is not None:
+        weighted.again[rows] = again[rows].to(weighted.again.dtype)
 
 
 class AddedHalf(NamedTuple):

@@ -13,19 +13,14 @@ from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op, TensorSpec
 from flexengine.ops.coded_rows import CodedRows
 from flexengine.schedule.layer_program import Area, Half, LayerProgram, OpStep, Place, Stage, align
-from flexengine.schedule.save_sets import halves_of, in_pairs, keepable_ops, makers, read_by_parts, savable_ops
+from flexengine.schedule.save_sets import halves_of, in_pairs, keepable_ops, makers, read_by_parts, remade, savable_ops
 
 
 @lru_cache(maxsize=4096)
 def _compile(
-    ops: tuple[Op, ...],
-    x: TensorSpec | None,
-    output: str | None,
-    keep_gpu: tuple[str, ...],
-    keep_host: tuple[str, ...],
-    chunk_tokens: int,
-    compute_bytes: int,
-) -> LayerProgram:
+    ops: tuple[Op, ...], x: TensorSpec | None, output: str | None, keep_gpu: tuple[str, ...],
+    keep_host: tuple[str, ...], chunk_tokens: int, compute_bytes: int,
+) -> LayerProgram:  # fmt: skip
     return _Compiler(ops, x, output, keep_gpu, keep_host, chunk_tokens, compute_bytes).build()
 
 
@@ -161,6 +156,7 @@ class _Compiler:
         self.stage, self.ends = 0, list[tuple[int, tuple[int, ...]]]()
         self.live: dict[str, Place | _Temporary] = {}
         self.available = {self.input, *self.saved}
+        self.waiting: list[tuple[Op, dict[str, Place | _Temporary] | None]] = []
 
     def _end_stage(self, steps: list[_DraftStep], parts: tuple[int, ...] = (0,)) -> None:
         """Make a stage of the steps since the last end, unless there are none."""
@@ -245,15 +241,22 @@ class _Compiler:
         self.available = {self.input, *self.saved, *carried}
 
     def _add_backward(self, ops: tuple[Op, ...], steps: list[_DraftStep]) -> None:
-        """Append both halves of every op, last to first, each after what recomputes the tensors that it needs."""
+        """Append both halves of every op, last to first, each after what recomputes the tensors that it needs. A weight
+        half waits for an input half that writes again what it reads."""
         for halves in halves_of(ops):
-            for name in halves.needs:
-                self._ensure(name, steps)
+            for op in halves.ops:
+                for name in (*op.needs_input, *(name for name in op.needs_weight if not self._waits(name))):
+                    self._ensure(name, steps)
             if halves.input is not None:
                 self._add_input_half(halves.input, steps)
             left = steps[-1].tensors if halves.input is not None else None
-            for op in halves.weight:
-                self._add_weight_half(op, steps, left)
+            self.waiting += [(op, left) for op in halves.ops if op.has_weight_half]
+            self.waiting = [pair for pair in self.waiting if not self._add_weight_half(*pair, steps)]
+
+    def _waits(self, name: str) -> bool:
+        """Whether a tensor, or one that it is made of, will be written again by an input half."""
+        missing = name not in self.available
+        return missing and (name in remade(self.ops) or any(map(self._waits, self.producer[name].inputs)))
 
     def _grad_operands(self, names: tuple[str, ...], step: int) -> dict[str, Place | _Temporary]:
         found = {name: self.grads[name] for name in names if name in self.grads}
@@ -290,6 +293,10 @@ class _Compiler:
                 self.grads[name] = self._new_grad(op, name, tensors, step)
         names = (*(o.name for o in op.outputs), *op.grad_inputs, *op.grad_reads)
         grads = self._grad_operands(names, step)
+        again = {name: grads[name] for name in op.remakable if self.waiting and self._waits(name)}
+        tensors.update(again)
+        self.live.update(again)
+        self.available.update(again)
         steps.append(_DraftStep(op, "input", tensors, grads, frozenset(accumulate), False))
 
     def _new_grad(self, op: Op, name: str, tensors: dict[str, Place | _Temporary], step: int) -> Place | _Temporary:
@@ -303,11 +310,17 @@ class _Compiler:
             return tensors[name]
         return _Temporary(self.specs[name], step, self.stage)
 
-    def _add_weight_half(self, op: Op, steps: list[_DraftStep], left: dict[str, Place | _Temporary] | None) -> None:
+    def _add_weight_half(self, op: Op, left: dict[str, Place | _Temporary] | None, steps: list[_DraftStep]) -> bool:
+        """Append it unless it waits; returns whether it did."""
+        if any(map(self._waits, op.needs_weight)):
+            return False
+        for name in op.needs_weight:
+            self._ensure(name, steps)
         step = len(steps)
         tensors = self._operands(op.needs_weight, op, "weight", step, left)
         grads = self._grad_operands((*(o.name for o in op.outputs), *op.grad_reads), step)
         steps.append(_DraftStep(op, "weight", tensors, grads, frozenset(), False))
+        return True
 
     def _window_steps(self) -> list[_DraftStep]:
         """Recompute the inputs of ops that carry something along a sequence, which the window is filled from."""

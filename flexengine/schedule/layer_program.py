@@ -49,6 +49,11 @@ class OpStep:
             "window": self.op.fill_window_work,
         }[self.half]
         work = cost(tokens, seq_len, compute_bytes)
+        if self.half == "input":
+            again = (
+                place.spec.num_bytes(tokens, compute_bytes) for name, place in self.tensors if name in self.op.remakable
+            )
+            work = work._replace(memory_bytes=work.memory_bytes + sum(again))
         return work if self.op.num_parts == 1 else work._replace(kernels=work.kernels * self.op.num_parts)
 
     @property

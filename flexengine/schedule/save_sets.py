@@ -77,12 +77,11 @@ def in_pairs(ops: Iterable[Op], again: bool = False) -> list[Op]:
 
 
 class Halves(NamedTuple):
-    """What backward runs together: the input half of one op, or of two as one; the weight halves that follow; and the
-    tensors that all of them read."""
+    """What backward runs together: the input half of one op, or of two as one; and these ops, whose weight halves
+    follow."""
 
     input: Op | None
-    weight: tuple[Op, ...]
-    needs: tuple[str, ...]
+    ops: tuple[Op, ...]
 
 
 def halves_of(ops: tuple[Op, ...]) -> Iterator[Halves]:
@@ -97,8 +96,14 @@ def halves_of(ops: tuple[Op, ...]) -> Iterator[Halves]:
             first: Op | None = both
         else:
             first = op.alone() if op.has_input_half else None
-        needs = tuple(name for each in together for name in (*each.needs_input, *each.needs_weight))
-        yield Halves(first, tuple(each for each in together if each.has_weight_half), needs)
+        yield Halves(first, tuple(together))
+
+
+@lru_cache(maxsize=1024)
+def remade(ops: tuple[Op, ...]) -> frozenset[str]:
+    """Tensors that backward does not recompute where they are not kept: an input half writes them again."""
+    read = {name for op in ops for name in op.needs_input}
+    return frozenset(name for op in ops if op.has_input_half for name in op.remakable if name not in read)
 
 
 def needed_by_backward(ops: tuple[Op, ...]) -> list[str]:
@@ -115,4 +120,5 @@ def recomputed(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ..
     """Names of the ops whose forward runs again in a backward that finds the outputs of the ops named in `kept`."""
     producer = {output.name: op for op in ops for output in op.outputs}
     at_hand = {layer_input or "", *(output.name for op in ops if op.name in kept for output in op.kept_outputs)}
+    at_hand |= remade(ops)
     return [op.name for name in needed_by_backward(ops) for op in makers(name, producer, at_hand)]

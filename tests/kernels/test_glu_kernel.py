@@ -65,7 +65,7 @@ def check_weighted(checks, tokens, width, dtype, device, activation):
     out, grad = (checks.empty(tokens, n, dtype=dtype, device=device) for n in (width, 2 * width))
     grad_weight = checks.empty(tokens, dtype=torch.float32, device=device)
     glu.glu_forward(gate_up, out, activation, weight)
-    glu.glu_backward(grad_out, gate_up, grad, activation, weight, grad_weight)
+    glu.weighted_glu_backward(grad_out, gate_up, grad, activation, glu.WeightedRows(weight, grad_weight))
     expected_out, _ = reference(gate_up, grad_out, activation)
     _, expected_grad = reference(gate_up, grad_out.double() * weight[:, None], activation)
     checks.assert_close(out, expected_out * weight[:, None], checks.TOLERANCE[dtype], "out")
@@ -73,9 +73,12 @@ def check_weighted(checks, tokens, width, dtype, device, activation):
     wanted = (expected_out * grad_out.double()).sum(1)
     checks.assert_close(grad_weight, wanted, 1e-5, "grad_row_weight")
     before = torch.randn(tokens, device=device)
-    grad_weight.copy_(before)
-    glu.glu_backward(grad_out, gate_up, grad, activation, weight, grad_weight, accumulate=True)
-    checks.assert_close(grad_weight, wanted + before, 1e-5, "on top of what was there")
+    once = grad.clone()
+    rows = glu.WeightedRows(weight, before.clone(), True, again=grad_out)
+    glu.weighted_glu_backward(grad_out, gate_up, gate_up, activation, rows)
+    checks.assert_close(rows.grad, wanted + before, 1e-5, "on top of what was there")
+    assert torch.equal(gate_up, once)
+    assert torch.equal(grad_out, out)  # over its gradient: what forward wrote, bit for bit
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

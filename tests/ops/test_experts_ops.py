@@ -290,8 +290,13 @@ def test_weighted_unit_matches_autograd(harness, checks, write_over):
     checks.close(result.grads["gate_up"], wanted[0])
     checks.close(result.grads["weight"], wanted[1])
     before = {"weight": harness.randn(7, 2)}
-    result = harness.run(op, harness.chunk((7,)), inputs, {}, {"a": grad}, before, write_over=write_over)
-    checks.close(result.grads["weight"], wanted[1] + before["weight"])
+    again = harness.run(op, harness.chunk((7,)), inputs, {}, {"a": grad}, before, write_over=write_over)
+    checks.close(again.grads["weight"], wanted[1] + before["weight"])
+    over = grad.clone()
+    grads = {"a": over, "gate_up": harness.nan(7, 4 * F), "weight": harness.nan(7, 2)}
+    op.backward_input(OpEnv({**inputs, "a": over}, {}, grads, {}, harness.chunk((7,))))
+    assert torch.equal(over, result.outputs["a"])
+    assert all(torch.equal(grads[name], result.grads[name]) for name in inputs)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -30,7 +30,7 @@ from flexengine.ops.experts.grouped_products import (
 )
 from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.fp8_scaling import MULTIPLE
-from flexengine.ops.glu import Activation, glu_backward, glu_forward
+from flexengine.ops.glu import Activation, WeightedRows, glu_backward, glu_forward
 from flexengine.ops.priced import PricedByHalf
 from flexengine.ops.row_range import own_bounds, part_of
 
@@ -174,6 +174,7 @@ class WeightedGLU(Op):
     """a [T, K * F] = weight[row] * act(gate) * up for rows of gate_up [T, K * 2F] and a router's weights [R].
 
     The gradient overwrites gate_up, which nothing reads afterwards. The router's is the sum of act(gate) * up * grad_a.
+    Where a is not kept, backward writes it over its gradient: it has read all that a is made of.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class WeightedGLU(Op):
         self.outputs = (TensorSpec(y, (per_token * width,)),)
         self.needs_input = (gate_up, row_weight)
         self.grad_inputs = (gate_up, row_weight)
-        self.grad_over = (gate_up,)
+        self.grad_over, self.remakable = (gate_up,), (y,)
 
     def forward(self, env: OpEnv) -> None:
         gate_up, y = env.t[self.gate_up].view(-1, 2 * self.width), env.t[self.y].view(-1, self.width)
@@ -195,9 +196,11 @@ class WeightedGLU(Op):
 
     def backward_input(self, env: OpEnv) -> None:
         rows = (env.g[self.y].view(-1, self.width), env.t[self.gate_up].view(-1, 2 * self.width))
-        grad_gate_up, weight = env.g[self.gate_up].view(-1, 2 * self.width), env.t[self.row_weight].view(-1)
-        given = (env.g[self.row_weight].view(-1), self.row_weight in env.accumulate, own_bounds(self, env))
-        glu_backward(*rows, grad_gate_up, self.activation, weight, *given)
+        grad_gate_up, grad_weight = env.g[self.gate_up].view(-1, 2 * self.width), env.g[self.row_weight].view(-1)
+        again = env.t[self.y].view(-1, self.width) if self.y in env.t else None
+        given = (self.row_weight in env.accumulate, own_bounds(self, env), again)
+        weighted = WeightedRows(env.t[self.row_weight].view(-1), grad_weight, *given)
+        glu_backward(*rows, grad_gate_up, self.activation, weighted)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(9 * tokens * self.per_token * (self.width + 1), compute_bytes)

@@ -15,7 +15,7 @@ from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import Half, LayerProgram, OpStep, align
 from flexengine.schedule.lowering import RoundShape
-from flexengine.schedule.save_sets import needed_by_backward, needed_by_window, savable_ops, save_sets
+from flexengine.schedule.save_sets import needed_by_backward, needed_by_window, remade, savable_ops, save_sets
 
 ROUNDING_S = 1e-12
 """Sums of the same seconds in another order differ by less."""
@@ -76,6 +76,7 @@ def _run_again(ops: tuple[Op, ...], layer_input: str | None, kept: np.ndarray, n
     is_kept = np.stack([(kept == i).any(axis=0) for i in range(len(ops))])
     at_hand = {name: np.zeros(kept.shape[1], bool) for name in producer} | {layer_input: np.ones(kept.shape[1], bool)}
     at_hand |= {output.name: is_kept[i].copy() for i, op in enumerate(ops) for output in op.kept_outputs}
+    at_hand |= {name: np.ones(kept.shape[1], bool) for name in remade(ops)}
     again, lengths = np.full_like(kept, len(ops)), np.zeros(kept.shape[1], dtype=np.int64)
 
     def make(name: str, lacking: np.ndarray) -> None:
