@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexengine.kernels import experts, grouped_tma, grouped_walk
+from flexengine.kernels import experts, grouped, grouped_tma, grouped_walk
 from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.grouped_tiles import (
     LowRank,
@@ -82,15 +85,15 @@ def gathered(x: Tensor, token: Tensor, weight: Tensor, bounds: Tensor, out: Tens
     )  # fmt: skip
 
 
-def microseconds(call, repeats: int) -> float:
+def microseconds(repeats: int, call: Callable[..., Any], *args: Any, **options: Any) -> float:
     """The median of so many runs after three to warm up."""
     for _ in range(3):
-        call()
+        call(*args, **options)
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        call()
+        call(*args, **options)
         end.record()
         end.synchronize()
         times.append(1e3 * begin.elapsed_time(end))
@@ -131,7 +134,7 @@ def compare(name: str, repeats: int, adapted: bool) -> None:
     first, base = None, 0.0
     for way, call in ways.items():
         out.fill_(float("nan"))
-        took = microseconds(call, repeats)
+        took = microseconds(repeats, call)
         first = out.clone() if first is None else first
         base = base or took
         flops = 2.0 * len(rows) * inner * columns
@@ -153,6 +156,82 @@ def compare(name: str, repeats: int, adapted: bool) -> None:
     print(f"{name:36} largest error against float64 {error:.1e}", flush=True)
 
 
+ADAPTERS = {"gate_up": (2048, 1536, 32), "down": (768, 2048, 16)}
+"""Inputs, outputs and columns of low of adapters of the 30B's experts."""
+NARROW = {
+    "as it is": (128, None),
+    "narrow tiles": (16, None),
+    "narrow, 256 wide": (16, Tiling(256, 256, 64, 8, 8, 3)),
+    "narrow, 128 rows": (16, Tiling(128, 128, 128, 8, 8, 3)),
+    "narrow, 4 warps": (16, Tiling(128, 128, 64, 8, 4, 4)),
+}
+"""Fewest outputs or inputs of a gradient's tile, and its tiling."""
+
+
+def adapters(name: str, repeats: int) -> None:
+    """Print microseconds and TB/s of the passes of experts' adapters, and their error against float64."""
+    inner, columns, width = ADAPTERS[name]
+    _, bounds, token = route(128)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.1
+
+    x, grad_y, low = randn(len(token), inner), randn(len(token), columns), randn(len(token), width)
+    down, up = randn(128, width, inner), randn(128, columns, width)
+    passes = {
+        "low": lambda: grouped.grouped_product(x, down, bounds, torch.empty_like(low), False),
+        "grad_low": lambda: grouped.grouped_product(grad_y, up, bounds, torch.empty_like(low), True),
+    }
+    for way, tiling in {"as it is": None, "4 warps, 128 terms": Tiling(128, 256, 128, 8, 4, 3)}.items():
+        with patch.object(grouped, "_tiling", grouped._tiling if tiling is None else lambda _, t=tiling: t):
+            for what, call in passes.items():
+                took, moved = microseconds(repeats, call), (x if what == "low" else grad_y).nbytes
+                print(f"30b {name}, {what:10} {way:20} {took:8.1f} us, {moved / took / 1e6:5.2f} TB/s", flush=True)
+    for what, rows, other in (("A", low, x), ("B", grad_y, low)):
+        acc = torch.empty(128, rows.shape[1], other.shape[1], device="cuda")
+        start, end = bounds[5:7].tolist()
+        exact = rows[start:end].double().t() @ other[start:end].double()
+        for way, (narrowest, tiling) in NARROW.items():
+            tilings = grouped._gradient_tiling if tiling is None else lambda _, t=tiling: t
+            with (
+                patch.object(grouped, "NARROWEST_GRADIENT", narrowest),
+                patch.object(grouped, "_gradient_tiling", tilings),
+            ):
+                took = microseconds(repeats, grouped.grouped_weight_gradient, rows, other, bounds, acc, False)
+            moved = max(rows.nbytes, other.nbytes) + acc.nbytes
+            error = (acc[5].double() - exact).abs().max() / exact.abs().max()
+            print(
+                f"30b {name}, gradient of {what} {way:20} {took:8.1f} us, {moved / took / 1e6:5.2f} TB/s,"
+                f" error {error:.1e}",
+                flush=True,
+            )
+
+
+def shares(repeats: int) -> None:
+    """Print the share of a linear layer's rate that products of experts have: forward and both gradients, as the probe
+    has them, by either kernel."""
+    from flexengine.hardware.measure.experts import Buffers  # noqa: PLC0415
+    from flexengine.ops.experts.shape import ExpertShape  # noqa: PLC0415
+
+    for name, shapes in {
+        "olmoe": [(64, 2048, 2048), (64, 1024, 2048)],
+        "30b": [(128, 2048, 1536), (128, 768, 2048)],
+    }.items():
+        for walks in (False, True):
+            flops = took = linear = 0.0
+            for experts_, inner, columns in shapes:
+                with patch.object(grouped, "WALKS", walks):
+                    shape = ExpertShape(experts_, PER_TOKEN, inner, columns)
+                    b = Buffers(shape, TOKENS, torch.bfloat16, torch.device("cuda"), 32 << 30)
+                    took += b.seconds(lambda call, _: 1e-6 * microseconds(repeats, call), 0.0, 4e12)
+                    flops += b.flops()
+                x, w = b.x, b.weight[0]
+                out = torch.empty(len(x), columns, device="cuda", dtype=torch.bfloat16)
+                linear += 3e-6 * microseconds(repeats, torch.mm, x, w.t(), out=out)
+                del b
+            print(f"{name}, walks {walks}: {flops / took / 1e12:.0f} TFLOP/s, {linear / took:.3f} of a linear layer")
+
+
 def main() -> None:
     """Compare all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -164,6 +243,9 @@ def main() -> None:
         for adapted in (False, True):
             if args.only in name and not (adapted and name.startswith("olmoe")):
                 compare(name, args.repeats, adapted)
+    for name in ADAPTERS:
+        adapters(name, args.repeats)
+    shares(args.repeats)
 
 
 if __name__ == "__main__":

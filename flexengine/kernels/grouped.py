@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexengine.kernels import grouped_gradient_tma
+from flexengine.kernels import grouped_gradient_tma, grouped_walk
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.grouped_tiles import (
@@ -32,9 +32,18 @@ from flexengine.kernels.grouped_tiles import (
     store_tile,
 )
 from flexengine.kernels.grouped_tma import launch
+from flexengine.kernels.grouped_walk import PRODUCT
 
 _BLOCK_TILING = Tiling(128, 128, 128, 8, 8, 3)
 """Tiles of products with scales for blocks: a block of terms at a time, whose sums need as many registers again."""
+
+
+WALKS = False
+"""Whether programs walk through tiles of products that the card's engine loads (kernels/grouped_walk.py), which has not
+been timed."""
+NARROWEST_GRADIENT = 128
+"""Fewest outputs or inputs of a tile of a gradient. Adapters have 16 or 32; 16 here would spare them products of zeros,
+which has not been timed (`python -m bench.experts_products`)."""
 
 
 def _tiling(x: Tensor) -> Tiling:
@@ -100,7 +109,8 @@ def grouped_product(
         return
     t = _tiling(x) if scales is None or not scales.blocks else _BLOCK_TILING
     if takes_descriptors(x, out, adapter):
-        return launch(x, weight, bounds, out, transposed, bias, row_weight, adapter, gains, t, scales)
+        operands = (x, weight, bounds, out, transposed, bias, row_weight, adapter, gains)
+        return grouped_walk.launch(*operands, PRODUCT) if WALKS and scales is None else launch(*operands, t, scales)
     low, up = (out, out) if adapter is None else adapter[:2]
     row_scales, column_scales = (out, out) if scales is None else scales[:2]
     width = 0 if adapter is None else low.shape[1]
@@ -187,9 +197,11 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tens
     if gradient_takes_descriptors(grad_y, x):
         return grouped_gradient_tma.launch(grad_y, x, bounds, acc, accumulate)
     t = _gradient_tiling(x)
-    grid = (experts * cdiv(columns, t.rows) * cdiv(inner, t.columns),)
+    outs = min(t.rows, max(NARROWEST_GRADIENT, next_power_of_2(columns)))
+    ins = min(t.columns, max(NARROWEST_GRADIENT, next_power_of_2(inner)))
+    grid = (experts * cdiv(columns, outs) * cdiv(inner, ins),)
     _weight_gradient_kernel[grid](
-        grad_y, x, bounds, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, OUTS=t.rows, INS=t.columns,
+        grad_y, x, bounds, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, OUTS=outs, INS=ins,
         ROWS=t.inner, GROUP=t.group, **t.launch(),
     )  # fmt: skip
 

@@ -101,17 +101,18 @@ def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
 
 
 def _keeping_low(ops: list[Op], outputs: dict[str, str]) -> Iterator[Op]:
-    """Let low be kept where an output is that backward needs in any case: that of its layer, or of the unit that adds
-    the gradient of what low is made of. outputs: of the layers, by name."""
+    """Let low be kept where an output is that backward needs in any case: that of its layer, of the unit that adds the
+    gradient of what low is made of, or of the router whose experts it is of. outputs: of the layers, by name."""
     needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)}
     lost = {op.in_place[0] for op in ops if op.in_place}
     producer = {spec.name: op for op in ops for spec in op.outputs}
     beside: dict[Op, list[TensorSpec]] = {}
     for op in ops:
-        if isinstance(op, LoraDown) and not (op.adapters.experts or op.for_backward) and op.low.name in needed:
+        if isinstance(op, LoraDown) and not op.for_backward and op.low.name in needed:
             # What is made again for backward is made of codes, and never of what forward has.
-            of_layer = outputs[op.adapters.name]
+            of_layer, experts = outputs[op.adapters.name], op.adapters.experts
             kept = of_layer if of_layer in needed - lost else "" if op.grad_inputs else op.x
+            kept = kept if experts is None else experts.bounds
             if kept in producer:
                 beside.setdefault(producer[kept], []).append(op.low)
     return (op.changed(beside=(*op.beside, *beside[op])) if op in beside else op for op in ops)
