@@ -110,9 +110,9 @@ def _keeping_low(ops: list[Op], outputs: dict[str, str]) -> Iterator[Op]:
     for op in ops:
         if isinstance(op, LoraDown) and not op.for_backward and op.low.name in needed:
             # What is made again for backward is made of codes, and never of what forward has.
-            of_layer, experts = outputs[op.adapters.name], op.adapters.experts
-            kept = of_layer if of_layer in needed - lost else "" if op.grad_inputs else op.x
-            kept = kept if experts is None else experts.bounds
+            experts, kept = op.adapters.experts, outputs[op.adapters.name]
+            if experts or kept not in needed - lost:
+                kept = experts.bounds if experts else "" if op.grad_inputs else op.x
             if kept in producer:
                 beside.setdefault(producer[kept], []).append(op.low)
     return (op.changed(beside=(*op.beside, *beside[op])) if op in beside else op for op in ops)

@@ -1,5 +1,6 @@
 """Layer programs: save sets, recomputation, scratch by liveness, bytes by hand."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -9,7 +10,8 @@ from flexengine.ops.base import Work
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, OpStep, align
-from flexengine.schedule.save_sets import savable_ops, save_sets
+from flexengine.schedule.save_sets import recomputed, savable_ops, save_sets
+from tests.schedule.golden_cases import balanced_experts
 from tests.schedule.small_plans import small_model
 
 TOKENS, WIDTH = 64, 4  # a chunk in float32
@@ -106,3 +108,44 @@ def test_a_buffer_of_both_backward_halves_is_one_that_nothing_else_touches_betwe
 def test_unknown_op_is_refused(block):
     with pytest.raises(ValueError, match="no op"):
         compile_layer(block, ("conv",), (), TOKENS, WIDTH)
+
+
+def steps_of_experts(kept: tuple[str, ...], trained: bool = True) -> tuple[tuple[OpStep, ...], list[str]]:
+    """Steps of backward of a block with experts; and what a plan without compiling takes for recomputed."""
+    block = balanced_experts().blocks[0]
+    ops = tuple(op if trained or op.name != "experts_down" else op.untrained() for op in block.ops)
+    return compile_layer(replace(block, ops=ops), kept, (), TOKENS, WIDTH).backward, recomputed(ops, block.input, kept)
+
+
+def test_a_gated_unit_writes_its_output_again_for_the_weights_behind_it():
+    """It lies over its gradient, so that the weights' gradient comes after the unit, whose price has the bytes."""
+    steps, again = steps_of_experts(("router",))
+    order = [(step.op.name, step.half) for step in steps if not step.recompute]
+    names = [step.op.name for step in steps if step.recompute]
+    assert ["experts_glu" in found for found in (names, again)] == [False, False]
+    assert ["experts_gate_up" in found for found in (names, again)] == [True, True]
+    unit, product = order.index(("experts_glu", "input")), order.index(("experts_down", "weight"))
+    assert order.index(("experts_down", "input")) < unit < product
+    place = dict(_step(steps, "experts_glu").grads)["a"]
+    assert dict(_step(steps, "experts_glu").tensors)["a"] == place
+    assert dict(_step(steps, "experts_down", "weight").tensors)["a"] == place
+    kept, _ = steps_of_experts(("router", "experts_glu"))
+    more = _memory(steps, "experts_glu") - _memory(kept, "experts_glu")
+    assert more == place.spec.num_bytes(TOKENS, WIDTH)
+
+
+@pytest.mark.parametrize("kept", [("experts_glu",), ()], ids=["kept", "nobody reads it"])
+def test_a_gated_unit_writes_nothing_that_is_there_or_that_nobody_reads(kept):
+    steps, _ = steps_of_experts(kept, trained=bool(kept))
+    assert "a" not in dict(_step(steps, "experts_glu").tensors)
+    assert "experts_glu" not in [step.op.name for step in steps if step.recompute]
+
+
+def _step(steps: tuple[OpStep, ...], name: str, half: str = "input") -> OpStep:
+    """The only such step."""
+    (found,) = (step for step in steps if (step.op.name, step.half) == (name, half))
+    return found
+
+
+def _memory(steps: tuple[OpStep, ...], name: str) -> float:
+    return _step(steps, name).work(TOKENS, TOKENS, WIDTH).memory_bytes

@@ -5,8 +5,7 @@ Shapes: R rows sorted by expert, E experts, J adapted modules of a fused product
 low = x @ A[e].T [R, J * r], y [R, F], A [E, J * r, D]. B [E, rows of the adapted modules, r], or of experts that one
 tensor holds [F, r * E], whose last index runs over experts first, as PEFT stores it. Magnitudes [E, rows of the adapted
 modules]: g = m / |W + scale * B @ A| by expert and output, through which no gradient passes; what is stored is m - |W|,
-as in ops/adapters/dora.py. Without magnitudes there is no g.
-Sources: those of ops/adapters/low_rank.py and ops/adapters/dora.py, for each expert.
+as in ops/adapters/dora.py. Without magnitudes there is no g. Sources: those of low_rank.py and dora.py beside this.
 """
 
 from __future__ import annotations
