@@ -85,15 +85,9 @@ class _Placed(NamedTuple):
 
 class _Compiler:
     def __init__(
-        self,
-        ops: tuple[Op, ...],
-        x: TensorSpec | None,
-        output: str | None,
-        keep_gpu: tuple[str, ...],
-        keep_host: tuple[str, ...],
-        chunk_tokens: int,
-        compute_bytes: int,
-    ) -> None:
+        self, ops: tuple[Op, ...], x: TensorSpec | None, output: str | None, keep_gpu: tuple[str, ...],
+        keep_host: tuple[str, ...], chunk_tokens: int, compute_bytes: int,
+    ) -> None:  # fmt: skip
         self.ops, self.input, self.output = ops, "" if x is None else x.name, output
         self.keep_gpu, self.keep_host = keep_gpu, keep_host
         self.tokens, self.compute_bytes = chunk_tokens, compute_bytes
@@ -123,24 +117,17 @@ class _Compiler:
             self._place(draft()) for draft in (self._forward_steps, self._backward_steps, self._window_steps)
         )
         return LayerProgram(
-            forward_stages=forward.stages,
-            backward_stages=backward.stages,
-            window_stages=window.stages,
-            forward_scratch_bytes=forward.scratch_bytes,
-            backward_scratch_bytes=backward.scratch_bytes,
-            window_scratch_bytes=window.scratch_bytes,
-            carry_bytes=max(forward.carry_bytes, backward.carry_bytes),
+            forward_stages=forward.stages, backward_stages=backward.stages, window_stages=window.stages,
+            forward_scratch_bytes=forward.scratch_bytes, backward_scratch_bytes=backward.scratch_bytes,
+            window_scratch_bytes=window.scratch_bytes, carry_bytes=max(forward.carry_bytes, backward.carry_bytes),
             bounds_bytes=max(forward.bounds_bytes, backward.bounds_bytes),
-            save_gpu_bytes=gpu_bytes,
-            save_host_bytes=host_bytes,
-            saved_gpu=saved_gpu,
-            saved_host=saved_host,
+            save_gpu_bytes=gpu_bytes, save_host_bytes=host_bytes, saved_gpu=saved_gpu, saved_host=saved_host,
             workspace_bytes=max(op.workspace_bytes(*sizes) for op in self.ops),
             window_workspace_bytes=max(op.window_workspace_bytes(*sizes) for op in self.ops),
             plain_workspace_bytes=max(op.plain_workspace_bytes(*sizes) for op in self.ops),
             plain_window_workspace_bytes=max(op.plain_window_workspace_bytes(*sizes) for op in self.ops),
             is_block=bool(self.input) and self.output is not None,
-        )
+        )  # fmt: skip
 
     def _home(self, name: str) -> Place | None:
         """The fixed place of a tensor outside scratch, if it has one."""
