@@ -52,9 +52,10 @@ PIECE_BYTES = 16 * 2**20
 """Of planes that are copied from a GPU to be digested."""
 OPTIONS = (
     "init", "max_seq_len", "max_global_batch_tokens", "max_host_mem_gib", "device", "dtype", "master_dtype",
-    "optimizer_state_dtype", "matmul_dtype", "keep_dtype", "cuda_graphs", "freeze", "mode", "lora_rank", "lora_alpha",
-    "lora_targets", "use_dora", "base_dtype", "max_grad_norm", "recompute", "chunk_tokens", "round_tokens",
-    "round_multiple", "transport", "deterministic", "max_image_tokens", "train_tower", "offload_dir", "max_disk_gib",
+    "optimizer_state_dtype", "matmul_dtype", "keep_dtype", "delta_dtype", "cuda_graphs", "freeze", "mode", "lora_rank",
+    "lora_alpha", "lora_targets", "use_dora", "base_dtype", "max_grad_norm", "recompute", "chunk_tokens",
+    "round_tokens", "round_multiple", "transport", "deterministic", "max_image_tokens", "train_tower", "offload_dir",
+    "max_disk_gib",
 )  # fmt: skip
 """Options of a job that are flags here."""
 

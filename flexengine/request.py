@@ -17,6 +17,7 @@ from flexengine.hardware.presets import lacks_bfloat16
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.base_dtype import with_base_dtype
+from flexengine.models.delta_dtype import with_delta_dtype
 from flexengine.models.freezing import forward_only, with_frozen
 from flexengine.models.group_factors import group_factors
 from flexengine.models.keep_dtype import with_coded_inputs, with_keep_dtype
@@ -48,7 +49,8 @@ PADDING_UNNAMED = (
 
 def described(spec: ModelSpec, job: Job) -> ModelSpec:
     """Describe the model as a job trains it: its linear layers in the job's matmul dtype, what backward reads of its
-    gated FFNs in the job's keep dtype, its frozen layers marked, and these in the job's base dtype.
+    gated FFNs in the job's keep dtype, what its delta rules store in the job's delta dtype, its frozen layers marked,
+    and these in the job's base dtype.
 
     This is the order of the passes, each of which finds what those before it made: products, as adapters come before
     or behind them by their kind; rounding of gated units, of whose codes layers read in backward, which adapters then
@@ -57,11 +59,12 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     where these have one.
 
     Warns when sequences may be longer than the model was made for, and of adapters that PEFT will not read. Raises
-    ValueError where it cannot take them, or as `with_matmul_dtype`, `with_keep_dtype`, `with_frozen` and
-    `with_base_dtype`.
+    ValueError where it cannot take them, or as `with_delta_dtype`, `with_matmul_dtype`, `with_keep_dtype`,
+    `with_frozen` and `with_base_dtype`.
     """
     _check_opaque(spec, job)
-    model = with_keep_dtype(with_matmul_dtype(with_images(spec, job), job.matmul_dtype), job.keep_dtype)
+    model = with_delta_dtype(with_images(spec, job), job.delta_dtype)
+    model = with_keep_dtype(with_matmul_dtype(model, job.matmul_dtype), job.keep_dtype)
     frozen = (*job.freeze, *frozen_of_images(model, job))
     model = with_lora(model, with_head_saved(own, spec)) if (own := job.lora_setup) else with_frozen(model, frozen)
     if job.trains and (unread := unread_by_peft(model)):

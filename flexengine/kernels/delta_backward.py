@@ -7,7 +7,7 @@ that neither U nor W is needed. With D_ij = d_ij for j <= i, M = grad_A D b + it
     grad_q = exp(c) grad_o S^T + Q k            grad_k = exp(c_C - c) R grad_S'^T - b exp(c) X S^T + M k + Q^T q
 
 Shapes: those of `delta_prepare`; X over grad_R, M over the inverse, grad_q and grad_k summed over the value heads of a
-key head, [M, H * G / N, 64, K] in fp32; gradients of log decay and strength as `parts` [M, H, 1 + K blocks, 2, 64].
+key head, [M, H * G / N, 64, K]; gradients of log decay and strength as `parts` [M, H, 1 + K blocks, 2, 64] in fp32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from flexengine.kernels.delta_prepare import (
     squares_of,
     store_block,
 )
-from flexengine.kernels.rounding import round_to
 
 _KEY_COLUMNS = 64
 _VALUE_COLUMNS = 64
@@ -143,11 +142,10 @@ def _pairs_kernel(
         store_block(grad_written_ptr + own_values, index, columns, V, whole, V, solved)
         v = load_block(qkv_ptr + of_values, rows, columns, stride, inside, V).to(tl.float32)
         grad_strength += tl.sum(solved * v, axis=1)
-        grad_v = round_to(solved * strength[:, None], grad_qkv_ptr.dtype.element_ty)
-        store_block(grad_qkv_ptr + of_values, rows, columns, grad_stride, inside, V, grad_v)
+        store_block(grad_qkv_ptr + of_values, rows, columns, grad_stride, inside, V, solved * strength[:, None])
         written = tl.trans(load_block(written_ptr + own_values, index, columns, V, whole, V))
         grad_a -= product(solved, written, PRECISION)
-        grad_o = load_block(grad_o_ptr + head * V, rows, columns, grad_o_stride, inside, V).to(tl.float32)
+        grad_o = load_block(grad_o_ptr + head * V, rows, columns, grad_o_stride, inside, V)
         read += product(grad_o, written, PRECISION)
     total = tl.load(total_ptr + own * TILE + index)
     apart = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
@@ -199,8 +197,8 @@ def _keys_kernel(
             columns = start + tl.arange(0, BLOCK_V)
             state = load_block(states_ptr + own * (K * V), lines, columns, V, there, V)
             grad_state = load_block(grad_states_ptr + own * (K * V), lines, columns, V, there, V)
-            kept += tl.sum(state * grad_state, axis=1)
-            grad_o = load_block(grad_o_ptr + head * V, rows, columns, grad_o_stride, inside, V).to(tl.float32)
+            kept += tl.sum(state.to(tl.float32) * grad_state, axis=1)
+            grad_o = load_block(grad_o_ptr + head * V, rows, columns, grad_o_stride, inside, V)
             seen += product(grad_o, tl.trans(state), PRECISION)
             written = load_block(written_ptr + own * (TILE * V), index, columns, V, whole, V)
             tail += product(written, tl.trans(grad_state), PRECISION)
@@ -211,8 +209,8 @@ def _keys_kernel(
         last = tl.load(total_ptr + own * TILE + (TILE - 1))
         grown, rest = tl.exp(total), tl.exp(last - total)
         by_key, by_query = tl.load(scale_ptr + own * TILE + index), tl.load(query_scale_ptr + own * TILE + index)
-        q = load_block(queries_ptr, rows, lines, stride, inside, K).to(tl.float32)
-        k = load_block(queries_ptr + key_heads * K, rows, lines, stride, inside, K).to(tl.float32)
+        q = load_block(queries_ptr, rows, lines, stride, inside, K)
+        k = load_block(queries_ptr + key_heads * K, rows, lines, stride, inside, K)
         of_scale = tl.sum(found * k, axis=1) * by_key * grown
         left = tl.sum(tail * k, axis=1) * by_key * rest
         grad_total = tl.sum(seen * q, axis=1) * by_query * grown + of_scale * strength - left
@@ -272,10 +270,9 @@ def _norm_kernel(
     source = (slot.to(tl.int64) * (heads // RATIO) + key_head) * (TILE * K)
     of_queries = (first // RATIO + key_head) * K
     of_keys = of_queries + key_heads * K
-    dtype: tl.constexpr = grad_qkv_ptr.dtype.element_ty
     q = load_block(qkv_ptr + of_queries, rows, lines, stride, inside, K).to(tl.float32)
     grad = _unscaled(q, load_block(grad_q_ptr + source, index, lines, K, inside, K), factor)
-    store_block(grad_qkv_ptr + of_queries, rows, lines, grad_stride, inside, K, round_to(grad, dtype))
+    store_block(grad_qkv_ptr + of_queries, rows, lines, grad_stride, inside, K, grad)
     k = load_block(qkv_ptr + of_keys, rows, lines, stride, inside, K).to(tl.float32)
     grad = _unscaled(k, load_block(grad_k_ptr + source, index, lines, K, inside, K), 1.0)
-    store_block(grad_qkv_ptr + of_keys, rows, lines, grad_stride, inside, K, round_to(grad, dtype))
+    store_block(grad_qkv_ptr + of_keys, rows, lines, grad_stride, inside, K, grad)

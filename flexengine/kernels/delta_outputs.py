@@ -23,7 +23,6 @@ from flexengine.kernels.delta_prepare import (
     squares_of,
     store_block,
 )
-from flexengine.kernels.rounding import round_to
 
 _COLUMNS = 64
 _BACKWARD_COLUMNS = 64
@@ -88,14 +87,14 @@ def _outputs_kernel(
         state = load_block(states_ptr + own * (K * V), lines, columns, V, lines < K, V)
         squares += squares_of(q)
         pairs += product(q, tl.trans(k), PRECISION)
-        o += product(q.to(tl.float32), state, PRECISION)
+        o += product(q, state, PRECISION)
     by_query, by_key = scale_of(squares, factor), tl.load(scale_ptr + own * TILE + index)
     total = tl.load(total_ptr + own * TILE + index)
     pairs *= by_query[:, None] * by_key[None, :] * tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
     pairs = tl.where(index[:, None] >= index[None, :], pairs, 0.0)
     written = load_block(written_ptr + own * (TILE * V), index, columns, V, index < TILE, V)
     o = o * (by_query * tl.exp(total))[:, None] + product(pairs, written, PRECISION)
-    store_block(o_ptr + head * V, rows, columns, o_stride, inside, V, round_to(o, o_ptr.dtype.element_ty))
+    store_block(o_ptr + head * V, rows, columns, o_stride, inside, V, o)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -126,6 +125,6 @@ def _outputs_backward_kernel(
     pairs = tl.where(index[:, None] <= index[None, :], pairs, 0.0)
     for start in range(0, V, BLOCK_V):
         columns = start + tl.arange(0, BLOCK_V)
-        grad_o = load_block(grad_o_ptr + head * V, rows, columns, grad_o_stride, inside, V).to(tl.float32)
+        grad_o = load_block(grad_o_ptr + head * V, rows, columns, grad_o_stride, inside, V)
         grad = product(pairs, grad_o, PRECISION)
         store_block(grad_written_ptr + own * (TILE * V), index, columns, V, index < TILE, V, grad)

@@ -4,8 +4,9 @@ Source: Yang et al. 2024, "Gated Delta Networks", and the formulas of `flexengin
 on one tile of one value head, so all are independent. Rows of queries and keys stay as they came, and products are
 scaled by their rows' 1 / sqrt(|x|^2 + eps): what came in bf16 is multiplied exactly.
 
-Shapes: slots M of tiles (`spans`), H value heads of the N of the model, K and V head widths, all buffers in fp32:
-u [M, H, 64, V], w [M, H, 64, K], sums of decays and scales of keys [M, H, 64], states [M, H, K, V].
+Shapes: slots M of tiles (`spans`), H value heads of the N of the model, K and V head widths, buffers in the dtype
+`between`, fp32 or bf16: u [M, H, 64, V], w [M, H, 64, K], states [M, H, K, V]; and always in fp32 sums of decays and
+scales of keys [M, H, 64]. Where buffers are in bf16, products are of bf16 and their sums in fp32.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import next_power_of_2
-from flexengine.kernels.rounding import INTERPRETED
+from flexengine.kernels.rounding import INTERPRETED, round_to
 
 TILE = 64
 PRECISIONS = {torch.bfloat16: "tf32", torch.float32: "tf32x3"}
 """Of products, by the type of queries, keys and values. Three products in TF32 keep 22 bits, and fp32 without tensor
 cores would hold whole operands in registers."""
+_WIDE = {"total", "scale", "query_scale", "parts"}
+"""Buffers in fp32 whatever the others are in."""
 _NORM_EPS = tl.constexpr(1e-6)
 _SOLVED = 8
 """Rows of the blocks on the diagonal that are inverted by substitution; products merge them."""
@@ -42,7 +45,7 @@ class Tiles(NamedTuple):
 
     qkv [T, 2 * G * K + N * V] in bf16 or fp32, rows may be strided; log decay and strength [T, N] fp32; cu [B + 1]
     int32, where the sequences begin and end; spans [2, M] int32, the first row of every tile and its sequence's end.
-    sizes: G, N, K, V.
+    sizes: G, N, K, V. between: dtype of what kernels leave for one another.
     """
 
     qkv: Tensor
@@ -53,6 +56,7 @@ class Tiles(NamedTuple):
     sizes: tuple[int, int, int, int]
     first: int
     heads: int
+    between: torch.dtype = torch.float32
 
     @property
     def slots(self) -> int:
@@ -72,7 +76,8 @@ class Tiles(NamedTuple):
     def constants(self) -> dict:
         """What every kernel is compiled for."""
         *_, k, v = self.sizes
-        return {"K": k, "V": v, "RATIO": self.ratio, "TILE": TILE, "PRECISION": PRECISIONS[self.qkv.dtype]}
+        precision = "bf16" if self.between == torch.bfloat16 else PRECISIONS[self.qkv.dtype]
+        return {"K": k, "V": v, "RATIO": self.ratio, "TILE": TILE, "PRECISION": precision}
 
     def check(self, rows: dict[str, Tensor] | None = None, **buffers: tuple[Tensor | None, Sequence[int]]) -> None:
         """Raise ValueError unless shapes, dtypes and strides fit. rows: [T, N] fp32; buffers: what follows [M, H]."""
@@ -87,13 +92,14 @@ class Tiles(NamedTuple):
             raise ValueError(f"heads {self.first} to {self.first + self.heads} of {n} are not those of whole key heads")
         for name, (tensor, shape) in buffers.items():
             if tensor is not None:
-                check_tensor(name, tensor, (self.slots, self.heads, *shape), (torch.float32,))
+                dtype = torch.float32 if name in _WIDE else self.between
+                check_tensor(name, tensor, (self.slots, self.heads, *shape), (dtype,))
 
     def check_keys(self, **buffers: Tensor) -> None:
-        """The same for buffers [M, key heads, 64, K] fp32."""
+        """The same for buffers [M, key heads, 64, K]."""
         shape = (self.slots, self.heads // self.ratio, TILE, self.sizes[2])
         for name, tensor in buffers.items():
-            check_tensor(name, tensor, shape, (torch.float32,))
+            check_tensor(name, tensor, shape, (self.between,))
 
 
 def block_of(width: int, most: int | None = None, least: int = 16) -> int:
@@ -125,11 +131,26 @@ def delta_prepare(tiles: Tiles, total: Tensor, scale: Tensor, u: Tensor, w: Tens
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a @ b in fp32. Triton's interpreter cannot multiply bf16."""
+    """a @ b summed in fp32; PRECISION bf16: both are rounded to it first. Triton's interpreter cannot multiply bf16."""
+    if PRECISION == "bf16":
+        a, b = _rounded(a), _rounded(b)
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    else:
+    elif PRECISION == "bf16":
+        return tl.dot(a, b)
+    elif a.dtype == b.dtype:
         return tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
+def _rounded(x):
+    """x in bf16."""
+    if x.dtype == tl.bfloat16:
+        return x
+    else:
+        return round_to(x, tl.bfloat16)
 
 
 @triton.jit
@@ -141,8 +162,9 @@ def load_block(ptr, rows, columns, stride, inside, width):
 
 @triton.jit
 def store_block(ptr, rows, columns, stride, inside, width, value):
+    """Rounded to the type that ptr has."""
     at = rows[:, None] * stride + columns[None, :]
-    tl.store(ptr + at, value, mask=inside[:, None] & (columns < width)[None, :])
+    tl.store(ptr + at, round_to(value, ptr.dtype.element_ty), mask=inside[:, None] & (columns < width)[None, :])
 
 
 @triton.jit
@@ -220,10 +242,10 @@ def _prepare_kernel(
     scaled = inverse * (strength * tl.exp(total) * scale)[None, :]
     for start in range(0, K, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        k = load_block(keys_ptr, rows, columns, stride, inside, K).to(tl.float32)
+        k = load_block(keys_ptr, rows, columns, stride, inside, K)
         store_block(w_ptr + own * (TILE * K), index, columns, K, whole, K, product(scaled, k, PRECISION))
     scaled = inverse * strength[None, :]
     for start in range(0, V, BLOCK_V):
         columns = start + tl.arange(0, BLOCK_V)
-        v = load_block(values_ptr, rows, columns, stride, inside, V).to(tl.float32)
+        v = load_block(values_ptr, rows, columns, stride, inside, V)
         store_block(u_ptr + own * (TILE * V), index, columns, V, whole, V, product(scaled, v, PRECISION))

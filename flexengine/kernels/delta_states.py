@@ -118,7 +118,7 @@ def _states_kernel(
         last = tl.load(total_ptr + own * TILE + (TILE - 1))
         rest = tl.load(scale_ptr + own * TILE + index) * tl.exp(last - total)
         row = begin + i * TILE + index
-        k = load_block(keys_ptr, row.to(tl.int64), lines, stride, row < end, K).to(tl.float32)
+        k = load_block(keys_ptr, row.to(tl.int64), lines, stride, row < end, K)
         state = state * tl.exp(last) + product(tl.trans(k), written * rest[:, None], PRECISION)
     if HAS_LEFT:
         store_block(left_ptr + head.to(tl.int64) * (K * V), lines, columns, V, there, V, state)
@@ -149,13 +149,13 @@ def _states_backward_kernel(
         total = tl.load(total_ptr + own * TILE + index)
         last = tl.load(total_ptr + own * TILE + (TILE - 1))
         rest = tl.load(scale_ptr + own * TILE + index) * tl.exp(last - total)
-        k = load_block(queries_ptr + key_heads * K, rows, lines, stride, inside, K).to(tl.float32)
+        k = load_block(queries_ptr + key_heads * K, rows, lines, stride, inside, K)
         written = load_block(grad_written_ptr + own * (TILE * V), index, columns, V, whole, V)
-        written += product(k, grad, PRECISION) * rest[:, None]
+        written = written.to(tl.float32) + product(k, grad, PRECISION) * rest[:, None]
         store_block(grad_written_ptr + own * (TILE * V), index, columns, V, whole, V, written)
         grown = tl.load(query_scale_ptr + own * TILE + index) * tl.exp(total)
         grad_o = load_block(grad_o_ptr + head * V, rows, columns, grad_o_stride, inside, V).to(tl.float32)
-        q = load_block(queries_ptr, rows, lines, stride, inside, K).to(tl.float32)
+        q = load_block(queries_ptr, rows, lines, stride, inside, K)
         grad = grad * tl.exp(last) + product(tl.trans(q), grad_o * grown[:, None], PRECISION)
         w = load_block(w_ptr + own * (TILE * K), index, lines, K, whole, K)
         grad -= product(tl.trans(w), written, PRECISION)

@@ -17,7 +17,7 @@ from flexengine.options.images import ImageOptions
 from flexengine.options.option import KeywordWords, Need, Option, Words, check_each_once, check_needs, options_of
 from flexengine.options.ranks import RankOptions
 from flexengine.options.task import TaskOptions
-from flexengine.plan import MOST_ROUNDED, KeepDtype, MatmulDtype, Numerics, rounds_of_step
+from flexengine.plan import MOST_ROUNDED, DeltaDtype, KeepDtype, MatmulDtype, Numerics, rounds_of_step
 
 ComputeDtype = Literal["bfloat16", "float16", "float32", "float64"]
 GradDtype = Literal["bfloat16", "float32", "float64"]
@@ -133,6 +133,14 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions, RankOptions):
             needs=(Need("dtype", ("bfloat16", "float32", "float64"), of=FP8_KEPT),),
         ),
     ] = "compute"
+    delta_dtype: Annotated[
+        DeltaDtype,
+        Option(
+            "what the gated delta rules of linear attention store between their kernels: float32, or bfloat16 = half"
+            " the bytes, multiplied in bfloat16 and summed in float32, for twice the error of rounding results alone",
+            needs=(Need("dtype", ("bfloat16",), of=("bfloat16",)),),
+        ),
+    ] = "float32"
     freeze: Annotated[
         Sequence[str],
         Option(
@@ -268,7 +276,8 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions, RankOptions):
             master = "beside" if self.dtype == "float16" else "full"
             return Numerics(self.dtype, master, grad, state, optimizer=self.optimizer, base=base, keep=keep)
         master, state = ("split" if self.master_dtype == "float32" else "stochastic"), self.optimizer_state_dtype
-        return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base, keep)
+        kinds = self.matmul_dtype, self.optimizer, base, keep, self.delta_dtype
+        return Numerics(self.dtype, master, grad, state, *kinds)
 
     @property
     def _summing_dtype(self) -> GradDtype:

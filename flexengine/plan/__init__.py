@@ -2,12 +2,13 @@
 
 from flexengine.plan.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan, rounds_of_step
 from flexengine.plan.prediction import CACHES, CacheBytes, Prediction
-from flexengine.plan.request import KeepDtype, MatmulDtype, Numerics, PlanError, PlanReason, Request
+from flexengine.plan.request import DeltaDtype, KeepDtype, MatmulDtype, Numerics, PlanError, PlanReason, Request
 
 __all__ = [
     "CACHES",
     "MOST_ROUNDED",
     "CacheBytes",
+    "DeltaDtype",
     "GroupPlan",
     "Home",
     "KeepDtype",

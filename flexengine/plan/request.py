@@ -24,6 +24,7 @@ class PlanError(ValueError):
 
 
 KeepDtype = Literal["compute", "fp8", "fp8-inputs", "fp8-all"]
+DeltaDtype = Literal["float32", "bfloat16"]
 MatmulDtype = Literal["compute", "fp8", "fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp"]
 
 
@@ -37,7 +38,7 @@ class Numerics:
     blocks multiply, `compute` or FP8 with a scheme of scales; optimizer: the name of what updates, which decides the
     rules of all parameters; base: what frozen linear layers of blocks are stored in, `compute` or a format of fewer
     bytes; keep: what backward reads gate and up of gated FFNs in (`fp8`), what lies between layers (`fp8-inputs`), or
-    both (`fp8-all`), else `compute`.
+    both (`fp8-all`), else `compute`; delta: what gated delta rules store between their kernels.
     """
 
     compute: str = "bfloat16"
@@ -48,6 +49,7 @@ class Numerics:
     optimizer: str = "adamw"
     base: Literal["compute", "fp8", "nf4", "int8", "mxfp4"] = "compute"
     keep: KeepDtype = "compute"
+    delta: DeltaDtype = "float32"
 
     @property
     def scales_loss(self) -> bool:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.models.base_dtype import check_base_dtype
+from flexengine.models.delta_dtype import check_delta_dtype
 from flexengine.models.keep_dtype import check_keep_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
@@ -67,6 +68,7 @@ class Search:
         `SharedBuffers`."""
         check_matmul_dtype(problem.model, problem.request.numerics.matmul)
         check_keep_dtype(problem.model, problem.request.numerics.keep)
+        check_delta_dtype(problem.model, problem.request.numerics.delta)
         check_base_dtype(problem.model, problem.request.numerics.base)
         self.given = problem
         self.problem = problem if arranged is None else replace(problem, model=arranged)

@@ -67,6 +67,9 @@ def changes_of(job: Job, profile: HardwareProfile, largest: Request) -> Iterator
     if numerics.compute == "bfloat16":
         for keep, changes in _KEPT.get(numerics.keep, ()):
             yield Change(f"--keep-dtype {keep}", {"keep_dtype": keep}, changes)
+        if numerics.delta == "float32":
+            changes = "rounds what delta rules store between their kernels"
+            yield Change("--delta-dtype bfloat16", {"delta_dtype": "bfloat16"}, changes)
     if profile.matmul.fp8_flops_per_s and numerics.matmul == "compute":
         changes = "multiplies the blocks' linear layers in FP8, scaled per tensor"
         yield Change("--matmul-dtype fp8", {"matmul_dtype": "fp8"}, changes)

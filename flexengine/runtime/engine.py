@@ -14,6 +14,7 @@ import torch
 from flexengine.checkpoint.provenance import beneath
 from flexengine.hardware.memory_usage import GpuMemoryMeter
 from flexengine.models.base_dtype import check_base_dtype
+from flexengine.models.delta_dtype import check_delta_dtype
 from flexengine.models.keep_dtype import check_keep_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
@@ -78,6 +79,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
     ) -> None:
         check_matmul_dtype(source.spec, plan.request.numerics.matmul)
         check_keep_dtype(source.spec, plan.request.numerics.keep)
+        check_delta_dtype(source.spec, plan.request.numerics.delta)
         check_base_dtype(source.spec, plan.request.numerics.base)
         self.source, self.model, self.plan, self.device = source, source.spec, plan, device
         self.optimizer, self.settings = optimizer, settings or EngineSettings()

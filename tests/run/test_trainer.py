@@ -490,7 +490,7 @@ def test_options_of_a_job_are_those_of_the_contract(tmp_path):
         " recompute deterministic init mode lora_rank lora_alpha lora_targets lora_dropout use_rslora use_dora"
         " lora_init modules_to_save adapter base_dtype lr_groups weight_decay_groups round_multiple transport"
         " exchange_dtype cuda_graphs tokenizer add_tokens resize_embeddings reproducible task labels problem_type"
-        " max_image_tokens train_tower trust_remote_code offload_dir max_disk_gib"
+        " max_image_tokens train_tower trust_remote_code offload_dir max_disk_gib delta_dtype"
     )
     assert sorted(asdict(config.as_job())) == sorted(contract.split())
     assert config.as_job().max_gpu_mem_gib == 2.0

@@ -2,8 +2,9 @@
 
 Source: Yang et al. 2024, "Gated Delta Networks". Per value head, with keys of length one (x / sqrt(|x|^2 + 1e-6)):
 S_t = exp(g_t) (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, o_t = S_t^T q_t / sqrt(K), where b = sigmoid(b_raw) and
-g = -exp(A_log) * softplus(a_raw + dt_bias). All in float32 (float64), products of what came in bf16 in TF32; how tiles
-are computed: `delta_tiles`.
+g = -exp(A_log) * softplus(a_raw + dt_bias). All in float32 (float64), products of what came in bf16 in TF32; or what
+lies between kernels in bf16, and products of it, with states in float32 where they are handed on: `storing`. How tiles
+are computed: `tiles`.
 
 Shapes: qkv [T, 2 G K + N V]: queries and keys of G heads of width K, values of N heads of width V, N a multiple of G;
 the gates' b and a [T, N] are columns of another tensor; o [T, N * V]; A_log and dt_bias [N].
@@ -11,7 +12,9 @@ the gates' b and a [T, N] are columns of another tensor; o [T, N * V]; A_log and
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +27,9 @@ from flexengine.ops.delta.linear_attention import LinearAttention
 from flexengine.ops.delta.segments import most_tile_heads, tile_heads
 from flexengine.ops.delta.tiles import TILE
 
+_NARROW_PASSES = 0.6
+"""Of the passes in fp32, as many as kernels in bf16 take: half the bytes, but as many launches and waits."""
+
 
 class DeltaRule(LinearAttention):
     """o = delta rule of (qkv, gates)."""
@@ -34,6 +40,12 @@ class DeltaRule(LinearAttention):
     ) -> None:  # fmt: skip
         """sizes: key heads G, value heads N, and the widths K and V. strength, decay: columns of b and a in `gates`."""
         super().__init__(name, qkv, gates, y, sizes, (strength, decay), params)
+
+    def storing(self, dtype: Literal["float32", "bfloat16"]) -> DeltaRule:
+        """The same rule, which stores this type between its kernels, and multiplies it."""
+        op = copy.copy(self)
+        op.stores = dtype
+        return op
 
     def _raw_gates(self, env: OpEnv) -> tuple[Tensor, Tensor, Tensor]:
         """b, a + dt_bias [T, N] and exp(A_log) [N], wide."""
@@ -62,16 +74,19 @@ class DeltaRule(LinearAttention):
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         if not self._served(compute_bytes):
             return delta_plain.workspace_bytes(tokens, max(4, compute_bytes), self.sizes)
-        _, n, k, v = self.sizes
-        later = TILE * (TILE + 2 * (2 + k // 32) - (-2 * k // self.sizes.ratio))  # when W is not needed any more
-        of_tile = TILE * (4 + TILE + 2 * v) + 2 * k * v + max(TILE * k, later)
-        return 4 * (most_tile_heads(tokens, self.sizes) * of_tile + 8 * tokens * n)
+        (_, n, k, v), width = self.sizes, self._between.itemsize
+        parts, later = 4 * TILE * 2 * (2 + k // 32), TILE * (TILE - (-2 * k // self.sizes.ratio))  # once W is done with
+        of_tile = (
+            4 * TILE * 4 + width * (TILE * (TILE + 2 * v) + 2 * k * v) + max(width * TILE * k, width * later + parts)
+        )
+        return most_tile_heads(tokens, self.sizes) * of_tile + 4 * 8 * tokens * n
 
-    def _work(self, tokens: int, products: int, passes: int, kernels: int, once: int) -> Work:
+    def _work(self, tokens: int, products: int, passes: float, kernels: int, once: int) -> Work:
         """products: of a tile with a state; as many of a tile with a tile, which are half as large at usual widths.
         passes: over a row of all value heads, as many as would take the time of the kernels on an H200; kernels: for a
         group of heads, beside those that run once."""
         _, n, k, v = self.sizes
+        passes = passes if self.stores == "float32" else _NARROW_PASSES * passes
         flops = 2.0 * tokens * n * products * (k * v + TILE * (k + v) / 2)
         groups = -(-tokens * n // (TILE * tile_heads(self.sizes)))
         return Work(flops, memory_bytes=4.0 * passes * tokens * n * (k + v) / 2, kernels=groups * kernels + once)

@@ -82,14 +82,14 @@ def _part_backward(
     inverse, states, grad_states = (_buffer(tiles, *shape) for shape in ((TILE, TILE), (k, v), (k, v)))
     total, scale, written, w = _prepared(tiles, inverse)
     _kernels().states.delta_states(tiles, total, scale, written, w, states, before, None)
-    query_scale, grad_written = _buffer(tiles, TILE), _buffer(tiles, TILE, v)
+    query_scale, grad_written = _buffer(tiles, TILE, wide=True), _buffer(tiles, TILE, v)
     _kernels().outputs.delta_outputs_backward(tiles, total, scale, grad_o, query_scale, grad_written)
     _kernels().states.delta_states_backward(
         tiles, total, scale, query_scale, w, grad_o, grad_written, grad_states, *grad_ends
     )
     del w
     scales = total, scale, query_scale
-    read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, _kernels().backward.gate_parts(k), 2, TILE)
+    read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, _kernels().backward.gate_parts(k), 2, TILE, wide=True)
     _kernels().backward.delta_pairs_backward(
         tiles, *scales, written, grad_o, grad_written, inverse, read, parts, grad_qkv
     )
@@ -104,18 +104,20 @@ def _part_backward(
 
 def _prepared(tiles: Tiles, inverse: Tensor | None = None) -> Prepared:
     *_, k, v = tiles.sizes
-    made = Prepared(*(_buffer(tiles, *shape) for shape in ((TILE,), (TILE,), (TILE, v), (TILE, k))))
+    scales = (_buffer(tiles, TILE, wide=True) for _ in range(2))
+    made = Prepared(*scales, _buffer(tiles, TILE, v), _buffer(tiles, TILE, k))
     _kernels().prepare.delta_prepare(tiles, *made, inverse)
     return made
 
 
-def _buffer(tiles: Tiles, *shape: int) -> Tensor:
-    return torch.empty(tiles.slots, tiles.heads, *shape, dtype=torch.float32, device=tiles.qkv.device)
+def _buffer(tiles: Tiles, *shape: int, wide: bool = False) -> Tensor:
+    dtype = torch.float32 if wide else tiles.between
+    return torch.empty(tiles.slots, tiles.heads, *shape, dtype=dtype, device=tiles.qkv.device)
 
 
 def _key_buffer(tiles: Tiles) -> Tensor:
     shape = (tiles.slots, tiles.heads // tiles.ratio, TILE, tiles.sizes[2])
-    return torch.empty(shape, dtype=torch.float32, device=tiles.qkv.device)
+    return torch.empty(shape, dtype=tiles.between, device=tiles.qkv.device)
 
 
 # -- parts of a chunk --------------------------------------------------------------------------------------------------
@@ -129,4 +131,4 @@ def _parts(given: Operands) -> Iterator[Tiles]:
         spans = spans_of(cu, run.slots)
         for first in range(0, sizes.value_heads, heads):
             count = min(heads, sizes.value_heads - first)
-            yield _kernels().prepare.Tiles(given.qkv, *given.gates, cu, spans, sizes, first, count)
+            yield _kernels().prepare.Tiles(given.qkv, *given.gates, cu, spans, sizes, first, count, given.between)

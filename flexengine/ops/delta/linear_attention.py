@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class LinearAttention(Op):
         self.inputs = self.needs_input = self.grad_inputs = (qkv, gates)
         _, n, k, v = self.sizes
         self.outputs = (TensorSpec(y, (n * v,)),)
+        self.stores: Literal["float32", "bfloat16"] = "float32"  # between kernels
         self.state = f"{name}_state"
         self.carried = (Carried(self.state, (n, k, v), "float32", True),)
         self.param_grads = TensorSpec(f"{name}_param_grads", (n,), "float32", rows=len(params))
@@ -71,6 +73,10 @@ class LinearAttention(Op):
         qkv = env.t[self.qkv]
         return self._kernels() if use_product_kernel(qkv) and self._served(qkv.element_size()) else delta_plain
 
+    @property
+    def _between(self) -> torch.dtype:
+        return getattr(torch, self.stores)
+
     def _raw(self, env: OpEnv) -> tuple[Tensor, ...]:
         """The columns of gates [T, N], wide."""
         return tuple(wide(columns.of(env.t[self.gates]).flatten(1)) for columns in self.columns)
@@ -82,8 +88,9 @@ class LinearAttention(Op):
     def _operands(self, env: OpEnv) -> Operands:
         chunk, skip = env.chunk, self._skip(env)
         return Operands(
-            env.t[self.qkv], self._gates(env), chunk.cu_seqlens, chunk.seq_lens, self.sizes, self._ends(env), skip
-        )
+            env.t[self.qkv], self._gates(env), chunk.cu_seqlens, chunk.seq_lens, self.sizes, self._ends(env), skip,
+            self._between,
+        )  # fmt: skip
 
     def forward(self, env: OpEnv) -> None:
         self._path(env).forward(self._operands(env), env.t[self.y])

@@ -47,7 +47,7 @@ def _run(given: Operands, o: Tensor | None) -> None:
         state = _start(given, segments[0].count)
         for segment in segments:
             rows, *_ = _rows(given, segment)
-            made = prepare(rows, given.skip is None)
+            made = prepare(rows, given.skip is None, given.between)
             states, written, state = states_of(rows, made, state[: segment.count])
             if o is not None:
                 heads = outputs_of(rows, made, states, written)
@@ -128,8 +128,9 @@ def _batch_backward(
     starts = [_start(given, segments[0].count)]
     for segment, following in pairwise(segments):
         rows, *_ = _rows(given, segment)
-        starts.append(states_of(rows, prepare(rows, given.skip is None), starts[-1])[2][: following.count])
-        del rows
+        made = prepare(rows, given.skip is None, given.between)
+        starts.append(states_of(rows, made, starts[-1])[2][: following.count])
+        del rows, made
     grad_state = torch.zeros_like(starts[-1]) if grad_ends.left is None else grad_ends.left.view_as(starts[-1])
     for segment in reversed(segments):
         start = starts.pop()
@@ -146,7 +147,7 @@ def _segment_backward(
 ) -> Tensor:  # fmt: skip
     """Write the gradients of a segment's rows; returns that of the state before it."""
     rows, by_q, by_k = _rows(given, segment)
-    made: Prepared = prepare(rows, given.skip is None)
+    made: Prepared = prepare(rows, given.skip is None, given.between)
     states, written, _ = states_of(rows, made, start)
     grad_heads = gather(grad_o, segment, start.dtype).unflatten(1, (-1, TILE))
     grad_heads = grad_heads.unflatten(-1, (given.sizes.key_heads, -1, given.sizes.value_dim)).permute(0, 3, 4, 1, 2, 5)

@@ -10,6 +10,9 @@ exp(c_i - c_j) for j <= i, a state S [K, V] before the tile, rows q (scaled), k,
 
 Without correction, as in Dao & Gu 2024, "Transformers are SSMs", A and W are zero, so R = U = b v, and o gets skip * v.
 
+Where `between` is bfloat16, U, W, the inverse, R, states and their gradients are rounded to it, as are the gradients
+that follow from them, each where kernels store it; sums stay wide.
+
 All exponents are <= 0. Shapes: B sequences, G key heads, r value heads of each, M tiles, C tokens of a tile, K and V
 head widths: q, k [B, G, 1, M, C, K], v [B, G, r, M, C, V], log decay and strength [B, G, r, M, C], states
 [B, G, r, K, V]; all of one wide dtype. Tokens beyond a sequence's end are zeros, which change nothing.
@@ -50,7 +53,7 @@ class Ends(NamedTuple):
 
 class Operands(NamedTuple):
     """What kernels and the plain path start from: qkv [T, 2 G K + N V] as it came, log decay and strength [T, N], the
-    chunk's sequences, and the states at their ends.
+    chunk's sequences, and the states at their ends. between: dtype of what is stored between the parts of the rule.
 
     skip [N]: factors of values in the output, of the rule without correction. It takes queries and keys as they are;
     in a row of qkv come values, keys and queries, in this order.
@@ -63,6 +66,7 @@ class Operands(NamedTuple):
     sizes: Sizes
     ends: Ends
     skip: Tensor | None = None
+    between: torch.dtype = torch.float32
 
 
 class Rows(NamedTuple):
@@ -77,7 +81,7 @@ class Rows(NamedTuple):
 
 class Prepared(NamedTuple):
     """What is the same whatever the state: `d`, `a` and `p` [.., C, C] as above, `grown` = exp(c), `rest` =
-    exp(c_C - c) and `last` = exp(c_C); `u`; and what only corrections need."""
+    exp(c_C - c) and `last` = exp(c_C); `u`; and what only corrections need. between: as that of `Operands`."""
 
     d: Tensor
     p: Tensor
@@ -86,6 +90,11 @@ class Prepared(NamedTuple):
     last: Tensor
     u: Tensor
     solved: Solved | None
+    between: torch.dtype = torch.float32
+
+    def stored(self, x: Tensor) -> Tensor:
+        """What is read of x once it was stored."""
+        return rounded(x, self.between)
 
 
 class Solved(NamedTuple):
@@ -94,6 +103,11 @@ class Solved(NamedTuple):
     a: Tensor
     w: Tensor
     inverse: Tensor
+
+
+def rounded(x: Tensor, between: torch.dtype) -> Tensor:
+    """x with the precision of `between` where that is bfloat16, in its own dtype."""
+    return x.bfloat16().to(x.dtype) if between == torch.bfloat16 else x
 
 
 @contextmanager
@@ -138,7 +152,7 @@ def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     return grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def prepare(rows: Rows, corrected: bool = True) -> Prepared:
+def prepare(rows: Rows, corrected: bool = True, between: torch.dtype = torch.float32) -> Prepared:
     """Compute all that needs no state."""
     q, k, v, decay, strength = rows
     ones = torch.ones(TILE, TILE, dtype=decay.dtype, device=decay.device)
@@ -148,8 +162,10 @@ def prepare(rows: Rows, corrected: bool = True) -> Prepared:
     if corrected:
         a = ((k @ k.mT) * d).mul_(strength[..., None]).tril_(-1)
         inverse = unit_lower_inverse(a)
-        u, solved = inverse @ u, Solved(a, inverse @ ((strength * grown)[..., None] * k), inverse)
-    return Prepared(d, (q @ k.mT) * d, grown, (last - total).exp_(), last.exp()[..., None], u, solved)
+        u, w = inverse @ u, inverse @ ((strength * grown)[..., None] * k)
+        u, w, inverse = (rounded(x, between) for x in (u, w, inverse))
+        solved = Solved(a, w, inverse)
+    return Prepared(d, (q @ k.mT) * d, grown, (last - total).exp_(), last.exp()[..., None], u, solved, between)
 
 
 def states_of(rows: Rows, made: Prepared, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,9 +173,9 @@ def states_of(rows: Rows, made: Prepared, state: Tensor) -> tuple[Tensor, Tensor
     tail, written = rows.k * made.rest[..., None], torch.empty_like(made.u) if made.solved else made.u
     states = state.new_empty((*made.u.shape[:4], *state.shape[3:]))
     for i in range(made.u.shape[3]):
-        states[:, :, :, i] = state
+        states[:, :, :, i] = kept = made.stored(state)
         if made.solved:
-            torch.sub(made.u[:, :, :, i], made.solved.w[:, :, :, i] @ state, out=written[:, :, :, i])
+            written[:, :, :, i] = made.stored(made.u[:, :, :, i] - made.solved.w[:, :, :, i] @ kept)
         state = made.last[:, :, :, i] * state + tail[:, :, :, i].mT @ written[:, :, :, i]
     return states, written, state
 
@@ -175,13 +191,14 @@ def backward_of(
     """Gradients of the rows (of q and k for every value head), and of the state before them; grad_state is that of the
     state after them."""
     tail, seen = rows.k * made.rest[..., None], rows.q * made.grown[..., None]
-    grad_written, from_o = made.p.mT @ grad_o, seen.mT @ grad_o
+    grad_written, from_o = made.stored(made.p.mT @ grad_o), seen.mT @ grad_o
     grad_last, grad_tail = torch.empty_like(made.last), torch.empty_like(tail)
     for i in reversed(range(made.u.shape[3])):
         at = (slice(None), slice(None), slice(None), i)
-        grad_last[at] = (grad_state * states[at]).sum((-2, -1), keepdim=True)
-        grad_tail[at] = written[at] @ grad_state.mT
-        grad_written[at] += tail[at] @ grad_state
+        kept = made.stored(grad_state)
+        grad_last[at] = (kept * states[at]).sum((-2, -1), keepdim=True)
+        grad_tail[at] = written[at] @ kept.mT
+        grad_written[at] = made.stored(grad_written[at] + tail[at] @ kept)
         grad_state = from_o[at] + made.last[at] * grad_state
         if made.solved:
             grad_state -= made.solved.w[at].mT @ grad_written[at]
@@ -195,16 +212,16 @@ def _backward_inside(
     """The part of `backward_of` that needs no order. `total` is c above."""
     q, k, v, _, strength = rows
     grad_p, grad_seen = (grad_o @ written.mT).tril_(), grad_o @ states.mT
-    grad_qk = grad_p * made.d
+    grad_qk = made.stored(grad_p * made.d)
     grad_q = grad_seen * made.grown[..., None] + grad_qk @ k
     grad_k = grad_qk.mT @ q + grad_tail * made.rest[..., None]
     pairs, left = grad_p * made.p, (grad_tail * k).sum(-1) * made.rest
     by_total, grad_u, grad_strength = (grad_seen * q).sum(-1), grad_written, 0.0
     if made.solved:
         a, _, inverse = made.solved
-        grad_u, solved_w = inverse.mT @ grad_written, inverse.mT @ -(grad_written @ states.mT)
+        grad_u, solved_w = made.stored(inverse.mT @ grad_written), inverse.mT @ -(grad_written @ states.mT)
         grad_a = -(grad_u @ made.u.mT + solved_w @ made.solved.w.mT).tril_(-1)
-        grad_kk, by_key = grad_a * made.d * strength[..., None], (solved_w * k).sum(-1)  # of strength * exp(c)
+        grad_kk, by_key = made.stored(grad_a * made.d * strength[..., None]), (solved_w * k).sum(-1)
         grad_k += (grad_kk + grad_kk.mT) @ k + solved_w * (strength * made.grown)[..., None]
         grad_strength = ((grad_a * made.d) * (k @ k.mT)).sum(-1) + by_key * made.grown
         pairs += grad_a * a
