@@ -147,8 +147,8 @@ def _hazards_of(code: str, body: list[str]) -> list[str]:
 # -- what is compiled --------------------------------------------------------------------------------------------------
 
 
-def delta_rule(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-    """Both halves of the gated delta rule."""
+def delta_rule(key_dim: int, value_dim: int, dtype: torch.dtype, between: torch.dtype = torch.float32) -> None:
+    """Both halves of the gated delta rule. between: what it stores between kernels."""
     from flexengine.ops.delta import kernels as delta_kernels  # noqa: PLC0415
     from flexengine.ops.delta.tiles import Ends, Operands, Sizes  # noqa: PLC0415
 
@@ -156,6 +156,7 @@ def delta_rule(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
     tokens = sum(lengths)
     qkv, gates = torch.zeros(tokens, 2 * key_dim + 2 * value_dim, dtype=dtype), torch.zeros(2, tokens, 2)
     given = Operands(qkv, (gates[0], gates[1]), torch.tensor((0, 65, 68), dtype=torch.int32), lengths, sizes, Ends())
+    given = given._replace(between=between)
     o = torch.zeros(tokens, 2 * value_dim, dtype=dtype)
     delta_kernels.forward(given, o)
     delta_kernels.fill_window(given)
@@ -258,6 +259,8 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, 256, soft cap": lambda: attention((4, 2), (256, 256), 50.0),
     "attention, 192 and 128": lambda: attention((2, 2), (192, 128)),
     "delta rule, 128": lambda: delta_rule(128, 128, torch.bfloat16),
+    "delta rule, 128, stored in bf16": lambda: delta_rule(128, 128, torch.bfloat16, torch.bfloat16),
+    "delta rule, 256, stored in bf16": lambda: delta_rule(256, 256, torch.bfloat16, torch.bfloat16),
     "delta rule, 64 and 256": lambda: delta_rule(64, 256, torch.bfloat16),
     "delta rule, 256 and 128": lambda: delta_rule(256, 128, torch.bfloat16),
     "delta rule, 128, fp32": lambda: delta_rule(128, 128, torch.float32),

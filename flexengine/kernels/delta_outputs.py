@@ -19,8 +19,6 @@ from flexengine.kernels.delta_prepare import (
     block_of,
     load_block,
     product,
-    scale_of,
-    squares_of,
     store_block,
 )
 
@@ -31,26 +29,28 @@ _BACKWARD_LAUNCH = {"num_warps": 4, "num_stages": 1}
 """In two stages Triton 3.6 and 3.9 load the next queries for Hopper over those that a product still reads."""
 
 
-def delta_outputs(tiles: Tiles, total: Tensor, scale: Tensor, states: Tensor, written: Tensor, o: Tensor) -> None:
+def delta_outputs(
+    tiles: Tiles, total: Tensor, scale: Tensor, query_scale: Tensor, states: Tensor, written: Tensor, o: Tensor
+) -> None:
     """Columns of the heads of o = (q exp(c)) S + P R, for the rows of the tiles; rows of o may be strided.
 
     Order: one launch on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
     _, n, k, v = tiles.sizes
-    tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), states=(states, (k, v)), written=(written, (TILE, v)))
+    tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), query_scale=(query_scale, (TILE,)))
+    tiles.check(states=(states, (k, v)), written=(written, (TILE, v)))
     check_tensor("o", o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
     columns = block_of(v, _COLUMNS)
     _outputs_kernel[(tiles.slots, tiles.heads, cdiv(v, columns))](
-        *tiles.inputs(), total, scale, states, written, o, o.stride(0), k**-0.5, **tiles.constants(),
+        *tiles.inputs(), total, scale, query_scale, states, written, o, o.stride(0), **tiles.constants(),
         BLOCK_K=block_of(k, BLOCK_K), BLOCK_V=columns, **_LAUNCH,
     )  # fmt: skip
 
 
 def delta_outputs_backward(
-    tiles: Tiles, total: Tensor, scale: Tensor, grad_o: Tensor, query_scale: Tensor, grad_written: Tensor
+    tiles: Tiles, total: Tensor, scale: Tensor, query_scale: Tensor, grad_o: Tensor, grad_written: Tensor
 ) -> None:
-    """grad_written [M, H, 64, V] = P^T grad_o, what comes from the tile's own outputs, and `query_scale` [M, H, 64],
-    what queries are multiplied by; rows of grad_o may be strided.
+    """grad_written [M, H, 64, V] = P^T grad_o, what comes from the tile's own outputs; rows of grad_o may be strided.
 
     Order: one launch on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
@@ -59,15 +59,15 @@ def delta_outputs_backward(
     tiles.check(grad_written=(grad_written, (TILE, v)))
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
     _outputs_backward_kernel[(tiles.slots, tiles.heads)](
-        *tiles.inputs(), total, scale, grad_o, query_scale, grad_written, grad_o.stride(0), k**-0.5,
-        **tiles.constants(), BLOCK_K=block_of(k, BLOCK_K), BLOCK_V=block_of(v, _BACKWARD_COLUMNS), **_BACKWARD_LAUNCH,
+        *tiles.inputs(), total, scale, query_scale, grad_o, grad_written, grad_o.stride(0), **tiles.constants(),
+        BLOCK_K=block_of(k, BLOCK_K), BLOCK_V=block_of(v, _BACKWARD_COLUMNS), **_BACKWARD_LAUNCH,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _outputs_kernel(
-    qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, total_ptr, scale_ptr, states_ptr,
-    written_ptr, o_ptr, o_stride, factor, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
+    qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, total_ptr, scale_ptr,
+    query_scale_ptr, states_ptr, written_ptr, o_ptr, o_stride, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     slot, local = tl.program_id(0), tl.program_id(1)
@@ -78,17 +78,16 @@ def _outputs_kernel(
     rows, inside = (begin + index).to(tl.int64), begin + index < end
     columns = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     queries_ptr = qkv_ptr + (head // RATIO) * K
-    squares, pairs = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    pairs = tl.zeros((TILE, TILE), tl.float32)
     o = tl.zeros((TILE, BLOCK_V), tl.float32)
     for start in range(0, K, BLOCK_K):
         lines = start + tl.arange(0, BLOCK_K)
         q = load_block(queries_ptr, rows, lines, stride, inside, K)
         k = load_block(queries_ptr + key_heads * K, rows, lines, stride, inside, K)
         state = load_block(states_ptr + own * (K * V), lines, columns, V, lines < K, V)
-        squares += squares_of(q)
         pairs += product(q, tl.trans(k), PRECISION)
         o += product(q, state, PRECISION)
-    by_query, by_key = scale_of(squares, factor), tl.load(scale_ptr + own * TILE + index)
+    by_query, by_key = tl.load(query_scale_ptr + own * TILE + index), tl.load(scale_ptr + own * TILE + index)
     total = tl.load(total_ptr + own * TILE + index)
     pairs *= by_query[:, None] * by_key[None, :] * tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
     pairs = tl.where(index[:, None] >= index[None, :], pairs, 0.0)
@@ -99,8 +98,8 @@ def _outputs_kernel(
 
 @triton.jit(do_not_specialize=["slots"])
 def _outputs_backward_kernel(
-    qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, total_ptr, scale_ptr, grad_o_ptr,
-    query_scale_ptr, grad_written_ptr, grad_o_stride, factor, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr,
+    qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, total_ptr, scale_ptr,
+    query_scale_ptr, grad_o_ptr, grad_written_ptr, grad_o_stride, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr,
     TILE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """P is made transposed."""
@@ -111,16 +110,14 @@ def _outputs_backward_kernel(
     own, index, head = slot.to(tl.int64) * heads + local, tl.arange(0, TILE), first + local
     rows, inside = (begin + index).to(tl.int64), begin + index < end
     queries_ptr = qkv_ptr + (head // RATIO) * K
-    squares, pairs = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    pairs = tl.zeros((TILE, TILE), tl.float32)
     for start in range(0, K, BLOCK_K):
         lines = start + tl.arange(0, BLOCK_K)
         q = load_block(queries_ptr, rows, lines, stride, inside, K)
         k = load_block(queries_ptr + key_heads * K, rows, lines, stride, inside, K)
-        squares += squares_of(q)
         pairs += product(k, tl.trans(q), PRECISION)
-    by_query, by_key = scale_of(squares, factor), tl.load(scale_ptr + own * TILE + index)
+    by_query, by_key = tl.load(query_scale_ptr + own * TILE + index), tl.load(scale_ptr + own * TILE + index)
     total = tl.load(total_ptr + own * TILE + index)
-    tl.store(query_scale_ptr + own * TILE + index, by_query)
     pairs *= by_key[:, None] * by_query[None, :] * tl.exp(tl.minimum(total[None, :] - total[:, None], 0.0))
     pairs = tl.where(index[:, None] <= index[None, :], pairs, 0.0)
     for start in range(0, V, BLOCK_V):

@@ -108,19 +108,22 @@ def block_of(width: int, most: int | None = None, least: int = 16) -> int:
     return block if most is None else min(block, most)
 
 
-def delta_prepare(tiles: Tiles, total: Tensor, scale: Tensor, u: Tensor, w: Tensor, inverse: Tensor | None) -> None:
-    """Sums of decays up to each token `total`, what keys are multiplied by `scale`, u and w, and (I + A)^-1 if wanted.
+def delta_prepare(
+    tiles: Tiles, total: Tensor, scale: Tensor, query_scale: Tensor, u: Tensor, w: Tensor, inverse: Tensor | None
+) -> None:
+    """Sums of decays up to each token `total`, what keys and queries are multiplied by `scale` and `query_scale`, u and
+    w, and (I + A)^-1 if wanted.
 
     The inverse is made in fp32, by substitution within small blocks and block by block from there: no intermediate
     value is larger than those of its blocks. Order: one launch on the current stream, never synchronises.
     Raises: ValueError on other shapes, dtypes or strides.
     """
     *_, k, v = tiles.sizes
-    tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), u=(u, (TILE, v)), w=(w, (TILE, k)))
-    tiles.check(inverse=(inverse, (TILE, TILE)))
+    tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), query_scale=(query_scale, (TILE,)))
+    tiles.check(u=(u, (TILE, v)), w=(w, (TILE, k)), inverse=(inverse, (TILE, TILE)))
     _prepare_kernel[(tiles.slots, tiles.heads)](
-        *tiles.inputs(), tiles.decay, tiles.strength, total, scale, u, w, w if inverse is None else inverse,
-        **tiles.constants(), KEEP_INVERSE=inverse is not None, SOLVED=_SOLVED,
+        *tiles.inputs(), tiles.decay, tiles.strength, total, scale, query_scale, u, w, w if inverse is None else inverse,
+        k**-0.5, **tiles.constants(), KEEP_INVERSE=inverse is not None, SOLVED=_SOLVED,
         LEVELS=(TILE // _SOLVED).bit_length() - 1, SOLVE_PRECISION=_SOLVE_PRECISION, BLOCK_K=block_of(k, BLOCK_K),
         BLOCK_V=block_of(v, BLOCK_V), **_LAUNCH,
     )  # fmt: skip
@@ -210,7 +213,7 @@ def _unit_lower_inverse(
 @triton.jit(do_not_specialize=["slots"])
 def _prepare_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, decay_ptr, strength_ptr, total_ptr,
-    scale_ptr, u_ptr, w_ptr, inverse_ptr, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
+    scale_ptr, query_scale_ptr, u_ptr, w_ptr, inverse_ptr, factor, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr, KEEP_INVERSE: tl.constexpr, SOLVED: tl.constexpr, LEVELS: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -222,11 +225,15 @@ def _prepare_kernel(
     rows, inside, whole = (begin + index).to(tl.int64), begin + index < end, index < TILE
     strength = load_gate(strength_ptr, rows, inside, head, num_heads)
     total = tl.cumsum(load_gate(decay_ptr, rows, inside, head, num_heads), axis=0)
-    keys_ptr = qkv_ptr + (key_heads + head // RATIO) * K
+    queries_ptr = qkv_ptr + (head // RATIO) * K
+    keys_ptr = queries_ptr + key_heads * K
     values_ptr = qkv_ptr + 2 * key_heads * K + head * V
-    squares, pairs = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    squares, of_queries = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+    pairs = tl.zeros((TILE, TILE), tl.float32)
     for start in range(0, K, BLOCK_K):
-        k = load_block(keys_ptr, rows, start + tl.arange(0, BLOCK_K), stride, inside, K)
+        lines = start + tl.arange(0, BLOCK_K)
+        of_queries += squares_of(load_block(queries_ptr, rows, lines, stride, inside, K))
+        k = load_block(keys_ptr, rows, lines, stride, inside, K)
         squares += squares_of(k)
         pairs += product(k, tl.trans(k), PRECISION)
     scale = scale_of(squares, 1.0)
@@ -237,6 +244,7 @@ def _prepare_kernel(
     own = slot.to(tl.int64) * heads + local
     tl.store(total_ptr + own * TILE + index, total)
     tl.store(scale_ptr + own * TILE + index, scale)
+    tl.store(query_scale_ptr + own * TILE + index, scale_of(of_queries, factor))
     if KEEP_INVERSE:
         store_block(inverse_ptr + own * (TILE * TILE), index, index, TILE, whole, TILE, inverse)
     scaled = inverse * (strength * tl.exp(total) * scale)[None, :]

@@ -17,28 +17,34 @@ from flexengine.kernels.counts import cdiv
 from flexengine.kernels.delta_prepare import TILE, Tiles, block_of, load_block, product, store_block
 
 _FORWARD_COLUMNS = 32
+_OUTPUT_LAUNCH = {"num_warps": 4, "num_stages": 1}
 _BACKWARD_LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
 def delta_states(
-    tiles: Tiles, total: Tensor, scale: Tensor, u: Tensor, w: Tensor, states: Tensor | None, before: Tensor | None,
-    left: Tensor | None,
+    tiles: Tiles, total: Tensor, scale: Tensor, query_scale: Tensor, u: Tensor, w: Tensor, states: Tensor | None,
+    before: Tensor | None, left: Tensor | None, o: Tensor | None = None,
 ) -> None:  # fmt: skip
     """states [M, H, K, V] before every tile, and R over u; where states is None, neither is stored.
 
+    o, if wanted: what `delta_outputs` writes, without reading states and R again.
     before, left [N, K, V] fp32: the state before the first token (None: zeros) and, if wanted, after the last.
     Order: one launch on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
-    *_, k, v = tiles.sizes
-    tiles.check(
-        total=(total, (TILE,)), scale=(scale, (TILE,)), u=(u, (TILE, v)), w=(w, (TILE, k)), states=(states, (k, v))
-    )
+    _, n, k, v = tiles.sizes
+    tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), query_scale=(query_scale, (TILE,)))
+    tiles.check(u=(u, (TILE, v)), w=(w, (TILE, k)), states=(states, (k, v)))
     _check_ends(tiles, before, left)
-    columns = block_of(v, _FORWARD_COLUMNS)
+    if o is not None:
+        check_tensor("o", o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
+    columns = block_of(v, _FORWARD_COLUMNS if o is None else _columns(k))
     _states_kernel[(cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
-        *tiles.inputs(), tiles.cu, total, scale, u, w, u if states is None else states, u if before is None else before,
-        u if left is None else left, **tiles.constants(), STORE=states is not None, HAS_BEFORE=before is not None,
-        HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns, **forward_launch(tiles.qkv.dtype, k),
+        *tiles.inputs(), tiles.cu, total, scale, query_scale, u, w, u if states is None else states,
+        u if before is None else before, u if left is None else left, u if o is None else o,
+        0 if o is None else o.stride(0),
+        **tiles.constants(), STORE=states is not None, HAS_BEFORE=before is not None, HAS_LEFT=left is not None,
+        OUTPUTS=o is not None, BLOCK_K=block_of(k), BLOCK_V=columns,
+        **(forward_launch(tiles.qkv.dtype, k) if o is None else _OUTPUT_LAUNCH),
     )  # fmt: skip
 
 
@@ -57,7 +63,7 @@ def delta_states_backward(
     tiles.check(grad_written=(grad_written, (TILE, v)), grad_states=(grad_states, (k, v)))
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
     _check_ends(tiles, before, left)
-    columns = block_of(v, _backward_columns(k))
+    columns = block_of(v, _columns(k))
     _states_backward_kernel[(cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, query_scale, w, grad_o, grad_written, grad_states,
         w if before is None else before, w if left is None else left, grad_o.stride(0), **tiles.constants(),
@@ -74,7 +80,7 @@ def forward_launch(dtype: torch.dtype, key_dim: int) -> dict[str, int]:
     return {"num_warps": 4, "num_stages": 2 if key_dim <= (64 if dtype == torch.float32 else 128) else 1}
 
 
-def _backward_columns(key_dim: int) -> int:
+def _columns(key_dim: int) -> int:
     """Of wide keys fewer: a program holds all rows of its columns in registers."""
     return 64 if key_dim <= 128 else 32
 
@@ -91,10 +97,10 @@ def _check_ends(tiles: Tiles, before: Tensor | None, left: Tensor | None) -> Non
 
 @triton.jit(do_not_specialize=["slots"])
 def _states_kernel(
-    qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, cu_ptr, total_ptr, scale_ptr, u_ptr, w_ptr,
-    states_ptr, before_ptr, left_ptr, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr, STORE: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_LEFT: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, cu_ptr, total_ptr, scale_ptr,
+    query_scale_ptr, u_ptr, w_ptr, states_ptr, before_ptr, left_ptr, o_ptr, o_stride, K: tl.constexpr, V: tl.constexpr,
+    RATIO: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, STORE: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_LEFT: tl.constexpr,
+    OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     local, sequence = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
@@ -102,7 +108,7 @@ def _states_kernel(
     head, index, lines = first + local, tl.arange(0, TILE), tl.arange(0, BLOCK_K)
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     whole, there = index < TILE, lines < K
-    keys_ptr = qkv_ptr + (key_heads + head // RATIO) * K
+    queries_ptr = qkv_ptr + (head // RATIO) * K
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if HAS_BEFORE:
         state += load_block(before_ptr + head.to(tl.int64) * (K * V), lines, columns, V, there, V)
@@ -118,7 +124,18 @@ def _states_kernel(
         last = tl.load(total_ptr + own * TILE + (TILE - 1))
         rest = tl.load(scale_ptr + own * TILE + index) * tl.exp(last - total)
         row = begin + i * TILE + index
-        k = load_block(keys_ptr, row.to(tl.int64), lines, stride, row < end, K)
+        rows, inside = row.to(tl.int64), row < end
+        k = load_block(queries_ptr + key_heads * K, rows, lines, stride, inside, K)
+        if OUTPUTS:
+            q = load_block(queries_ptr, rows, lines, stride, inside, K)
+            by_query = tl.load(query_scale_ptr + own * TILE + index)
+            by_key = tl.load(scale_ptr + own * TILE + index)
+            pairs = product(q, tl.trans(k), PRECISION)
+            pairs *= by_query[:, None] * by_key[None, :] * tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+            pairs = tl.where(index[:, None] >= index[None, :], pairs, 0.0)
+            o = product(q, state, PRECISION) * (by_query * tl.exp(total))[:, None]
+            o += product(pairs, written, PRECISION)
+            store_block(o_ptr + head * V, rows, columns, o_stride, inside, V, o)
         state = state * tl.exp(last) + product(tl.trans(k), written * rest[:, None], PRECISION)
     if HAS_LEFT:
         store_block(left_ptr + head.to(tl.int64) * (K * V), lines, columns, V, there, V, state)

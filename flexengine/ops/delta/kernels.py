@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from flexengine.kernels.delta_prepare import Tiles
 
 
+TOGETHER = {torch.bfloat16}
+"""What is stored where states go from tile to tile in the kernel that computes outputs, and are not stored at all."""
+
+
 class _Kernels(NamedTuple):
     """The modules with the kernels."""
 
@@ -43,6 +47,7 @@ class Prepared(NamedTuple):
 
     total: Tensor
     scale: Tensor
+    query_scale: Tensor
     u: Tensor
     w: Tensor
 
@@ -54,9 +59,13 @@ def forward(given: Operands, o: Tensor) -> None:
 
 
 def _part_forward(tiles: Tiles, ends: Ends, o: Tensor) -> None:
-    made, states = _prepared(tiles), _buffer(tiles, *tiles.sizes[2:])
+    made = _prepared(tiles)
+    if tiles.between in TOGETHER:
+        _kernels().states.delta_states(tiles, *made, None, *ends, o)
+        return
+    states = _buffer(tiles, *tiles.sizes[2:])
     _kernels().states.delta_states(tiles, *made, states, *ends)
-    _kernels().outputs.delta_outputs(tiles, made.total, made.scale, states, made.u, o)
+    _kernels().outputs.delta_outputs(tiles, *made[:3], states, made.u, o)
 
 
 def fill_window(given: Operands) -> None:
@@ -80,15 +89,12 @@ def _part_backward(
     """Names as in `delta_backward`: X is `solved`, M `pairs`, Q `read`."""
     *_, k, v = tiles.sizes
     inverse, states, grad_states = (_buffer(tiles, *shape) for shape in ((TILE, TILE), (k, v), (k, v)))
-    total, scale, written, w = _prepared(tiles, inverse)
-    _kernels().states.delta_states(tiles, total, scale, written, w, states, before, None)
-    query_scale, grad_written = _buffer(tiles, TILE, wide=True), _buffer(tiles, TILE, v)
-    _kernels().outputs.delta_outputs_backward(tiles, total, scale, grad_o, query_scale, grad_written)
-    _kernels().states.delta_states_backward(
-        tiles, total, scale, query_scale, w, grad_o, grad_written, grad_states, *grad_ends
-    )
+    *scales, written, w = _prepared(tiles, inverse)
+    _kernels().states.delta_states(tiles, *scales, written, w, states, before, None)
+    grad_written = _buffer(tiles, TILE, v)
+    _kernels().outputs.delta_outputs_backward(tiles, *scales, grad_o, grad_written)
+    _kernels().states.delta_states_backward(tiles, *scales, w, grad_o, grad_written, grad_states, *grad_ends)
     del w
-    scales = total, scale, query_scale
     read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, _kernels().backward.gate_parts(k), 2, TILE, wide=True)
     _kernels().backward.delta_pairs_backward(
         tiles, *scales, written, grad_o, grad_written, inverse, read, parts, grad_qkv
@@ -104,7 +110,7 @@ def _part_backward(
 
 def _prepared(tiles: Tiles, inverse: Tensor | None = None) -> Prepared:
     *_, k, v = tiles.sizes
-    scales = (_buffer(tiles, TILE, wide=True) for _ in range(2))
+    scales = (_buffer(tiles, TILE, wide=True) for _ in range(3))
     made = Prepared(*scales, _buffer(tiles, TILE, v), _buffer(tiles, TILE, k))
     _kernels().prepare.delta_prepare(tiles, *made, inverse)
     return made
