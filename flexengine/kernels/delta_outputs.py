@@ -67,8 +67,8 @@ def delta_outputs_backward(
 @triton.jit(do_not_specialize=["slots"])
 def _outputs_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, total_ptr, scale_ptr,
-    query_scale_ptr, states_ptr, written_ptr, o_ptr, o_stride, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    query_scale_ptr, states_ptr, written_ptr, o_ptr, o_stride, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     slot, local = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(spans_ptr + slot), tl.load(spans_ptr + slots + slot)

@@ -17,7 +17,7 @@ from flexengine.kernels.counts import cdiv
 from flexengine.kernels.delta_prepare import TILE, Tiles, block_of, load_block, product, store_block
 
 _FORWARD_COLUMNS = 32
-_OUTPUT_LAUNCH = {"num_warps": 4, "num_stages": 1}
+_NARROW_LAUNCH = {"num_warps": 4, "num_stages": 1}
 _BACKWARD_LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
@@ -37,14 +37,14 @@ def delta_states(
     _check_ends(tiles, before, left)
     if o is not None:
         check_tensor("o", o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
-    columns = block_of(v, _FORWARD_COLUMNS if o is None else _columns(k))
+    narrow = tiles.between == torch.bfloat16
+    columns = block_of(v, _columns(k) if narrow else _FORWARD_COLUMNS)  # whatever is wanted: states have the same bits
     _states_kernel[(cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, query_scale, u, w, u if states is None else states,
         u if before is None else before, u if left is None else left, u if o is None else o,
-        0 if o is None else o.stride(0),
-        **tiles.constants(), STORE=states is not None, HAS_BEFORE=before is not None, HAS_LEFT=left is not None,
-        OUTPUTS=o is not None, BLOCK_K=block_of(k), BLOCK_V=columns,
-        **(forward_launch(tiles.qkv.dtype, k) if o is None else _OUTPUT_LAUNCH),
+        0 if o is None else o.stride(0), **tiles.constants(), STORE=states is not None, HAS_BEFORE=before is not None,
+        HAS_LEFT=left is not None, OUTPUTS=o is not None, BLOCK_K=block_of(k), BLOCK_V=columns,
+        **(_NARROW_LAUNCH if narrow else forward_launch(tiles.qkv.dtype, k)),
     )  # fmt: skip
 
 
@@ -99,8 +99,8 @@ def _check_ends(tiles: Tiles, before: Tensor | None, left: Tensor | None) -> Non
 def _states_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, cu_ptr, total_ptr, scale_ptr,
     query_scale_ptr, u_ptr, w_ptr, states_ptr, before_ptr, left_ptr, o_ptr, o_stride, K: tl.constexpr, V: tl.constexpr,
-    RATIO: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, STORE: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_LEFT: tl.constexpr,
-    OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    RATIO: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, STORE: tl.constexpr, HAS_BEFORE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     local, sequence = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
