@@ -123,8 +123,8 @@ def delta_prepare(
     tiles.check(u=(u, (TILE, v)), w=(w, (TILE, k)), inverse=(inverse, (TILE, TILE)))
     _prepare_kernel[(tiles.slots, tiles.heads)](
         *tiles.inputs(), tiles.decay, tiles.strength, total, scale, query_scale, u, w,
-        w if inverse is None else inverse, k**-0.5, **tiles.constants(), KEEP_INVERSE=inverse is not None, SOLVED=_SOLVED,
-        LEVELS=(TILE // _SOLVED).bit_length() - 1, SOLVE_PRECISION=_SOLVE_PRECISION, BLOCK_K=block_of(k, BLOCK_K),
+        w if inverse is None else inverse, k**-0.5, **tiles.constants(), KEEP_INVERSE=inverse is not None,
+        SOLVED=_SOLVED, LEVELS=(TILE // _SOLVED).bit_length() - 1, SOLVE_PRECISION=_SOLVE_PRECISION, BLOCK_K=block_of(k, BLOCK_K),
         BLOCK_V=block_of(v, BLOCK_V), **_LAUNCH,
     )  # fmt: skip
 
@@ -214,8 +214,8 @@ def _unit_lower_inverse(
 def _prepare_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, decay_ptr, strength_ptr, total_ptr,
     scale_ptr, query_scale_ptr, u_ptr, w_ptr, inverse_ptr, factor, K: tl.constexpr, V: tl.constexpr,
-    RATIO: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, KEEP_INVERSE: tl.constexpr, SOLVED: tl.constexpr, LEVELS: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    RATIO: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, KEEP_INVERSE: tl.constexpr, SOLVED: tl.constexpr,
+    LEVELS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     slot, local = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(spans_ptr + slot), tl.load(spans_ptr + slots + slot)
