@@ -124,8 +124,8 @@ def delta_prepare(
     _prepare_kernel[(tiles.slots, tiles.heads)](
         *tiles.inputs(), tiles.decay, tiles.strength, total, scale, query_scale, u, w,
         w if inverse is None else inverse, k**-0.5, **tiles.constants(), KEEP_INVERSE=inverse is not None,
-        SOLVED=_SOLVED, LEVELS=(TILE // _SOLVED).bit_length() - 1, SOLVE_PRECISION=_SOLVE_PRECISION, BLOCK_K=block_of(k, BLOCK_K),
-        BLOCK_V=block_of(v, BLOCK_V), **_LAUNCH,
+        SOLVED=_SOLVED, LEVELS=(TILE // _SOLVED).bit_length() - 1, SOLVE_PRECISION=_SOLVE_PRECISION,
+        BLOCK_K=block_of(k, BLOCK_K), BLOCK_V=block_of(v, BLOCK_V), **_LAUNCH,
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ the gates' b and a [T, N] are columns of another tensor; o [T, N * V]; A_log and
 
 from __future__ import annotations
 
-import copy
 from types import ModuleType
 from typing import Literal
 
@@ -43,9 +42,7 @@ class DeltaRule(LinearAttention):
 
     def storing(self, dtype: Literal["float32", "bfloat16"]) -> DeltaRule:
         """The same rule, which stores this type between its kernels, and multiplies it."""
-        op = copy.copy(self)
-        op.stores = dtype
-        return op
+        return self.changed(stores=dtype)
 
     def _raw_gates(self, env: OpEnv) -> tuple[Tensor, Tensor, Tensor]:
         """b, a + dt_bias [T, N] and exp(A_log) [N], wide."""
