@@ -74,6 +74,11 @@ PLANS = (
         ("keep_dtype=fp8 is for dense gated FFNs, and olmoe-1b-7b has experts; leave --keep-dtype out",),
     ),
     Case(
+        "plan_stored_bfloat16_without_delta_rules",
+        ["--model", "preset:llama-3.2-1b", *SMALL, "--delta-dtype", "bfloat16"],
+        ("delta_dtype=bfloat16 is for gated delta rules, as of Qwen3-Next and Qwen3.5, and llama-3.2-1b has none",),
+    ),
+    Case(
         "plan_base_of_a_trained_model",
         ["--model", "odd", *SMALL, "--base-dtype", "nf4"],
         ("base_dtype=nf4 stores frozen linear layers in fewer bytes, but all of odd are trained; train adapters",),

@@ -37,18 +37,24 @@ def flags_of(job: Job) -> list[str]:
 
 
 def test_only_what_was_not_given_up_is_offered():
-    types = ["--keep-dtype fp8", "--keep-dtype fp8-inputs", "--matmul-dtype fp8", "--optimizer-state-dtype bfloat16"]
-    types += ["--optimizer-state-dtype int8", "--master-dtype bfloat16", "--max-grad-norm 0"]
+    types = ["--keep-dtype fp8", "--keep-dtype fp8-inputs", "--delta-dtype bfloat16", "--matmul-dtype fp8"]
+    types += [
+        "--optimizer-state-dtype bfloat16",
+        "--optimizer-state-dtype int8",
+        "--master-dtype bfloat16",
+        "--max-grad-norm 0",
+    ]
     assert flags_of(JOB) == [*types, "--max-gpu-mem-gib 9", "--max-host-mem-gib 60"]
     for keep in ("fp8", "fp8-inputs"):
         assert flags_of(replace(JOB, keep_dtype=keep))[0] == "--keep-dtype fp8-all"
     narrow = {"matmul_dtype": "fp8", "optimizer_state_dtype": "int8", "master_dtype": "bfloat16"}
     given = replace(JOB, keep_dtype="fp8-all", **narrow)
-    assert flags_of(replace(given, max_grad_norm=None, max_gpu_mem_gib=None, max_host_mem_gib=None)) == []
+    left = flags_of(replace(given, max_grad_norm=None, max_gpu_mem_gib=None, max_host_mem_gib=None))
+    assert left == ["--delta-dtype bfloat16"]  # which is refused where it is tried, as the model has no delta rules
 
 
 def test_a_larger_budget_is_within_the_machine():
-    assert flags_of(replace(JOB, max_gpu_mem_gib=20))[7] == "--max-gpu-mem-gib 22.8"
+    assert flags_of(replace(JOB, max_gpu_mem_gib=20))[8] == "--max-gpu-mem-gib 22.8"
     assert not any("gpu-mem" in flags for flags in flags_of(replace(JOB, max_gpu_mem_gib=22.5)))
 
 
