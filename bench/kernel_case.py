@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention.attention import CausalAttention
-from flexengine.ops.cross_entropy import block_tokens
+from flexengine.ops.cross_entropy import logits_blocks
 from flexengine.ops.experts.experts import WeightedGLU
 from flexengine.ops.glu import GLU
 from flexengine.optim.rounding import join_fp32
@@ -68,7 +68,7 @@ def sizes_of(spec: ModelSpec, tokens: int) -> Sizes:
         kv_heads=attention.num_kv_heads,
         head_dim=spec.head_dim,
         inv_freq=spec.tables[0].values,
-        block_tokens=min(tokens, block_tokens(spec.vocab_size)),
+        block_tokens=logits_blocks(spec.hidden_size, spec.vocab_size).rows(tokens),
         vocab_size=spec.vocab_size,
         parameters=block.numel,
     )

@@ -8,6 +8,8 @@ are those of the SUM of losses over tokens; the division by the step's active to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +20,17 @@ from flexengine.ops.linear import accumulate_weight_grad, widened_bytes
 from flexengine.ops.linear_shape import HeadShape
 
 LOGITS_BLOCK_BYTES = 256 * 2**20
-"""Size of one block of bf16 logits. With the vocabulary it fixes the block's tokens, so budgets never change the
-sums.
-"""
+"""Bytes of bf16 logits up to which a block is whole, however few tokens its chunk has."""
+
+MOST_BLOCK_TOKENS = 4096
+"""Of a block: what reading and adding to the weight's gradient takes is then a twentieth of its product."""
+
+BLOCK_WIDTHS = 22
+"""Hidden states that a token's share of a block of logits may take, once for each token of the chunk. Blocks of layers
+take 15 (llama-3.1-8b) to 24 (qwen2.5-0.5b) for what they recompute and for gradients, where the logits then lie."""
+
+BLOCK_MULTIPLE = 64
+"""Tokens of a block are a multiple of it where its chunk decides: matrix products run at full rate then."""
 
 PLAIN_ELEMENTS = 1 << 23
 """Elements of a block's logits that the plain path works on at once: its temporaries are of 32 MiB in float32."""
@@ -43,10 +53,43 @@ def word_ranges(vocab_size: int) -> list[slice]:
     return [slice(start, end) for start, end in ((0, aligned), (aligned, vocab_size)) if start < end]
 
 
-def block_tokens(vocab_size: int) -> int:
-    """Tokens per block of logits: the power of two that fills LOGITS_BLOCK_BYTES at 2 bytes, within 64..4096."""
+class LogitsBlocks(NamedTuple):
+    """How many tokens of a chunk have their logits at one time: an equal part of them, within least..most."""
+
+    least: int
+    most: int
+    parts: int = 1
+
+    def rows(self, tokens: int) -> int:
+        """Tokens of each block of a chunk of `tokens` tokens; the last one may have fewer. Grows with `tokens`."""
+        part = -(-tokens // self.parts)
+        aligned = -(-part // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
+        return min(tokens, max(self.least, min(self.most, aligned)))
+
+
+def logits_blocks(width: int, vocab_size: int) -> LogitsBlocks:
+    """The blocks of a head. They follow from its shape and the chunk's tokens, so budgets never change the sums.
+
+    Every block reads and writes the sums of the weight's gradient, 8 bytes an element, while its product takes 2 FLOPs
+    a token: of 512 tokens the traffic takes more of an H200's time than the product. So longer chunks have larger
+    blocks, as far as the logits fit where the blocks of layers have their temporaries.
+    """
     fitting = max(1, LOGITS_BLOCK_BYTES // (2 * vocab_size))
-    return max(64, min(4096, 1 << (fitting.bit_length() - 1)))
+    least = max(64, min(MOST_BLOCK_TOKENS, 1 << (fitting.bit_length() - 1)))
+    return LogitsBlocks(least, MOST_BLOCK_TOKENS, -(-vocab_size // (BLOCK_WIDTHS * width)))
+
+
+_WHOLE = LogitsBlocks(1, MOST_BLOCK_TOKENS)
+
+
+@dataclass(frozen=True)
+class _LogitsSpec(TensorSpec):
+    """The buffer that holds one block of logits after the other."""
+
+    blocks: LogitsBlocks = _WHOLE
+
+    def height(self, tokens: int) -> int:
+        return self.blocks.rows(tokens)
 
 
 def cross_entropy_(
@@ -111,13 +154,13 @@ class LMHeadLoss(Op):
         self.needs_input = (x,)
         self.grad_inputs = (x,)
         self.shape = HeadShape(width, vocab_size, soft_cap)
-        self.block = block_tokens(vocab_size)
+        self.blocks = logits_blocks(width, vocab_size)
         self.words = word_ranges(vocab_size)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         if half == "weight":
             return ()
-        return (TensorSpec("logits", (row_elements(self.vocab_size),), rows=self.block, clip_rows=True),)
+        return (_LogitsSpec("logits", (row_elements(self.vocab_size),), blocks=self.blocks),)
 
     def forward(self, env: OpEnv) -> None:
         for rows in self._blocks(env):
@@ -179,27 +222,28 @@ class LMHeadLoss(Op):
 
     def _blocks(self, env: OpEnv) -> list[slice]:
         tokens = env.chunk.tokens
-        return [slice(i, min(i + self.block, tokens)) for i in range(0, tokens, self.block)]
+        step = self.blocks.rows(tokens)
+        return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         matrices = 5 if self.soft_cap else 2
-        rows = max(1, min(tokens, self.block, PLAIN_ELEMENTS // self.vocab_size))
+        rows = max(1, min(self.blocks.rows(tokens), PLAIN_ELEMENTS // self.vocab_size))
         return plain_bytes(matrices * rows * (self.vocab_size + 8), compute_bytes)
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        sizes = (min(tokens, self.block), self.vocab_size, self.width)
+        sizes = (self.blocks.rows(tokens), self.vocab_size, self.width)
         widened = widened_bytes(*sizes, compute_bytes) if self.trained else 0
         return max(super().plain_workspace_bytes(tokens, compute_bytes), widened)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        blocks = -(-tokens // self.block)
+        blocks = -(-tokens // self.blocks.rows(tokens))
         logits_bytes = 2.0 * tokens * self.vocab_size * compute_bytes
         kernels = (len(self.words) + 1) * blocks
         flops = 2.0 * tokens * self.width * self.vocab_size
         return Work(head_flops=flops, memory_bytes=logits_bytes, kernels=kernels)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        blocks = -(-tokens // self.block)
+        blocks = -(-tokens // self.blocks.rows(tokens))
         # logits read twice and written once by the loss; the accumulator is read and written once per block
         logits_bytes = 3.0 * tokens * self.vocab_size * compute_bytes
         accumulator_bytes = 2.0 * blocks * self.vocab_size * self.width * max(4, compute_bytes)

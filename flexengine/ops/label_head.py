@@ -53,5 +53,5 @@ class LabelHead(LMHeadLoss):
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         if self.bias is None or not self.trained:
             return super().workspace_bytes(tokens, compute_bytes)
-        of_bias = bias_grad_bytes(min(tokens, self.block), self.vocab_size, compute_bytes)
+        of_bias = bias_grad_bytes(self.blocks.rows(tokens), self.vocab_size, compute_bytes)
         return super().workspace_bytes(tokens, compute_bytes) + of_bias

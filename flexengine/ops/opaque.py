@@ -214,6 +214,7 @@ class OpaqueHead(LMHeadLoss):
         function: Callable[[Weights, Tensor], Tensor],
     ) -> None:  # fmt: skip
         super().__init__(name, x, width, vocab_size, params[0])
+        self.blocks = self.blocks._replace(most=self.blocks.least)  # autograd takes several wide copies of a block
         self.params, self.function = params, function
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
@@ -248,7 +249,7 @@ class OpaqueHead(LMHeadLoss):
             return self.function(weights, x)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        rows = min(tokens, self.block)
+        rows = self.blocks.rows(tokens)
         matrix = self.vocab_size * self.width * compute_bytes if self.trained else 0
         return 6 * rows * self.vocab_size * max(4, compute_bytes) + 2 * matrix
 

@@ -7,6 +7,7 @@ import torch
 
 from flexengine.hardware.measure import head as measure_head
 from flexengine.hardware.measure.head import Head, head_shares
+from flexengine.ops.cross_entropy import LogitsBlocks
 from flexengine.ops.linear_shape import HeadShape
 
 CPU = torch.device("cpu")
@@ -15,7 +16,7 @@ MATMUL = ((64, 1e9), (256, 2e9), (1024, 4e9))
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measure_head, "block_tokens", lambda vocab_size: 256)
+    monkeypatch.setattr(measure_head, "logits_blocks", lambda width, vocab_size: LogitsBlocks(256, 4096, 2))
     monkeypatch.setattr(measure_head, "FEW_TOKENS", 64)
 
 
@@ -23,14 +24,15 @@ def test_shares_are_the_heads_rate_without_its_traffic_over_that_of_linear_layer
     """Every call takes 2 s: its traffic takes some of them, and what is left is that of the products."""
     shape, memory_bytes_per_s = HeadShape(32, 1000), 1e7
     shares = head_shares(shape, MATMUL, memory_bytes_per_s, torch.float32, CPU, 2**30, lambda work, s: 2.0, 0.1)
-    assert [tokens for tokens, _ in shares] == [64, 256, 1024]
+    assert [tokens for tokens, _ in shares] == [64, 256, 512, 1024]
     expected = []
-    for tokens in (64, 256):
+    for tokens in (64, 256, 512):
         moved = 3 * tokens * 1000 * 4 + 2 * 1000 * 32 * 4  # logits in one pass, and the sums of the weight's gradient
         expected.append(6 * tokens * 1000 * 32 / (2.0 - moved / memory_bytes_per_s))
     assert shares[0][1] == pytest.approx(expected[0] / 1e9)
     assert shares[1][1] == pytest.approx(expected[1] / 2e9)
-    assert shares[2][1] == pytest.approx(expected[1] / 4e9)  # a long chunk is multiplied block by block
+    assert shares[2][1] == pytest.approx(expected[1] / 3e9)  # a longer chunk is multiplied block by block
+    assert shares[3][1] == pytest.approx(expected[2] / 4e9)
 
 
 def test_traffic_never_takes_all_of_the_seconds(small_blocks: None):

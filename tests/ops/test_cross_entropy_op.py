@@ -8,7 +8,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
-from flexengine.ops.cross_entropy import IGNORE_INDEX, LMHeadLoss, block_tokens, row_elements
+from flexengine.ops.cross_entropy import IGNORE_INDEX, LMHeadLoss, LogitsBlocks, logits_blocks, row_elements
 
 
 def operands(h, tokens, vocab_size, width, ignore=0.3, soft_cap=0.0):
@@ -50,7 +50,7 @@ def test_matches_autograd(harness, checks, tokens, vocab_size, width, soft_cap):
 @pytest.mark.parametrize("block", [1, 4, 5, 64])
 def test_any_block_gives_the_loss_of_full_logits(harness, checks, block):
     op, chunk, inputs, params = operands(harness, 13, 21, 6)
-    op.block = block
+    op.blocks = LogitsBlocks(block, block)
     check(harness, checks, op, chunk, inputs, params, 1e-12, 1e-12)
 
 
@@ -72,7 +72,7 @@ def test_large_logits_stay_finite(harness):
 @pytest.mark.parametrize("block", [4, 64])
 def test_adds_to_the_accumulator(harness, checks, block):
     op, chunk, inputs, params = operands(harness, 9, 21, 6)
-    op.block, before = block, harness.randn(21, 6)
+    op.blocks, before = LogitsBlocks(block, block), harness.randn(21, 6)
     result = harness.run(op, chunk, inputs, params, {}, previous_params={"w": before})
     checks.close(result.param_grads["w"], definition(inputs, params, chunk.labels)[2]["w"] + before)
 
@@ -86,8 +86,28 @@ def test_nothing_but_zeros_follows_the_last_word():
     assert not whole_rows[:5, 67:].any()
 
 
-def test_block_depends_on_the_vocabulary_alone():
-    assert [block_tokens(v) for v in (8, 32000, 128256, 10**7)] == [4096, 4096, 1024, 64]
+def test_blocks_are_equal_parts_of_a_chunk():
+    """They follow from the head's shape and the chunk's tokens, and a chunk of more tokens has no smaller ones."""
+    few = [logits_blocks(64, v).rows(4096) for v in (8, 32000, 128256, 10**7)]
+    assert few == [4096, 4096, 1024, 64]
+    qwen, llama = logits_blocks(896, 151936), logits_blocks(4096, 128256)
+    assert [qwen.rows(n) for n in (1, 500, 4096, 8192, 9000, 16384, 65536)] == [1, 500, 512, 1024, 1152, 2048, 4096]
+    assert [llama.rows(n) for n in (512, 2048, 4096, 8192, 16384)] == [512, 1024, 2048, 4096, 4096]
+    rows = [qwen.rows(n) for n in range(1, 40000, 17)]
+    assert rows == sorted(rows)
+    assert all(row % 64 == 0 for row in rows if row > 512)
+
+
+def test_the_buffer_holds_the_largest_block():
+    op = LMHeadLoss("lm_head", "h", 896, 151936, "w")
+    (logits,) = op.scratch("forward")
+    assert logits.num_bytes(16384, 2) == 2048 * 151936 * 2
+    work = op.backward_input_work(16384, 1024, 2)
+    assert work.memory_bytes == 3 * 16384 * 151936 * 2 + 8 * 2 * 151936 * 896 * 4  # 8 blocks add to the sums
+    assert work.kernels == 8 * 4
+
+
+def test_rows_of_logits_begin_where_products_are_fast():
     assert [row_elements(v) for v in (8, 32000, 50257, 128257)] == [8, 32000, 50304, 128320]
 
 
@@ -98,7 +118,7 @@ def test_block_depends_on_the_vocabulary_alone():
 def test_cuda_matches_definition(make_harness, checks, dtype, tokens, vocab_size, width):
     h = make_harness("cuda", dtype)
     op, chunk, inputs, params = operands(h, tokens, vocab_size, width)
-    op.block = 512  # several blocks, the last one short
+    op.blocks = LogitsBlocks(512, 512)  # several blocks, the last one short
     tolerance = checks.GPU_TOLERANCE[dtype]
     result = check(h, checks, op, chunk, inputs, params, tolerance, tolerance)
     checks.same_bits(result, h.run(op, chunk, inputs, params, {}))

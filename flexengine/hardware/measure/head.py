@@ -9,7 +9,7 @@ import torch
 from flexengine.hardware.curve import Points, interpolate
 from flexengine.hardware.measure.timing import Timer, without_traffic
 from flexengine.ops.base import ChunkContext, OpEnv
-from flexengine.ops.cross_entropy import LMHeadLoss, block_tokens, row_elements
+from flexengine.ops.cross_entropy import LMHeadLoss, LogitsBlocks, logits_blocks, row_elements
 from flexengine.ops.linear_shape import HeadShape
 
 FEW_TOKENS = 512  # fewer than a block has: what a small chunk multiplies at once
@@ -32,6 +32,7 @@ class Head:
             words = half + words % ROW_MULTIPLE
         self.tokens, self.compute_bytes = tokens, dtype.itemsize
         self.op = LMHeadLoss("lm_head", "h", shape.width, words, "weight", shape.soft_cap)
+        self.op.blocks = LogitsBlocks(tokens, tokens)
         ids = torch.randint(0, words, (tokens,), device=device)
         counting = torch.arange(tokens, device=device, dtype=torch.int32)
         chunk = ChunkContext(
@@ -79,17 +80,21 @@ def head_shares(
     matmul: the linear layers' rates by tokens. A longer chunk than a block of logits is multiplied block by block.
     Empty where nothing fits.
     """
-    block = block_tokens(shape.vocab_size)
+    blocks = logits_blocks(shape.width, shape.vocab_size)
+    longest = max(tokens for tokens, _ in matmul)
     rates = []
-    for tokens in sorted({min(FEW_TOKENS, block), block}):
+    for rows in sorted({min(FEW_TOKENS, blocks.least), blocks.least, blocks.rows(longest)}):
         try:
-            head = Head(shape, tokens, dtype, device, most_bytes)
+            head = Head(shape, rows, dtype, device, most_bytes)
         except ValueError:
             continue
-        rates.append((tokens, head.flops_per_s(timer, least_s, memory_bytes_per_s)))
+        rates.append((rows, head.flops_per_s(timer, least_s, memory_bytes_per_s)))
         del head  # before the next one is made
         torch.cuda.empty_cache()
     if not rates:
         return ()
-    counts = sorted({*(tokens for tokens, _ in rates), *(tokens for tokens, _ in matmul if tokens >= rates[-1][0])})
-    return tuple((tokens, interpolate(tuple(rates), tokens) / interpolate(matmul, tokens)) for tokens in counts)
+    fewest = rates[0][0]
+    counts = sorted({*(rows for rows, _ in rates), *(tokens for tokens, _ in matmul if tokens >= fewest)})
+    return tuple(
+        (tokens, interpolate(tuple(rates), blocks.rows(tokens)) / interpolate(matmul, tokens)) for tokens in counts
+    )
