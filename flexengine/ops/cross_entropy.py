@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -156,6 +156,10 @@ class LMHeadLoss(Op):
         self.shape = HeadShape(width, vocab_size, soft_cap)
         self.blocks = logits_blocks(width, vocab_size)
         self.words = word_ranges(vocab_size)
+
+    def untrained(self) -> Self:
+        """The same with the least blocks: there are no sums of the weight's gradient to add to."""
+        return super().untrained().changed(blocks=self.blocks._replace(most=self.blocks.least))
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         if half == "weight":

@@ -11,6 +11,8 @@ from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.packing import most_chunks
 
 CHUNK_TOKENS = tuple(1 << i for i in range(8, 15))
+LARGE_CHUNK_TOKENS = 1 << 15
+"""Of sequences that CHUNK_TOKENS hold whole: half the launches and sums of gradients where layers are small."""
 CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 ALIGNED_TOKENS = 64
@@ -116,13 +118,15 @@ def _chunk_choices(request: Request) -> list[int]:
         return [request.chunk_tokens]
     limit = request.round_tokens or request.max_global_batch_tokens
     if request.gpu_updates == "unstored" and request.round_tokens is None:
-        usual = {c for c in (*CHUNK_TOKENS, limit) if c <= min(limit, 2 * CHUNK_TOKENS[-1])}
+        usual = {c for c in (*CHUNK_TOKENS, limit) if c <= min(limit, LARGE_CHUNK_TOKENS)}
         return sorted(usual | _with_room_for_one(limit, request.max_seq_len))
     largest = () if not request.large_chunks else (2 * CHUNK_TOKENS[-1],)
     choices = {c for c in (*CHUNK_TOKENS, *largest) if c <= limit}
     if limit < 2 * CHUNK_TOKENS[0]:
         choices |= {limit, max(1, limit // 2), request.max_seq_len}
     if request.round_tokens is None:
+        if request.max_seq_len <= CHUNK_TOKENS[-1] and limit >= LARGE_CHUNK_TOKENS:
+            choices.add(LARGE_CHUNK_TOKENS)
         whole = {filled(c, request.max_seq_len) for c in choices if c >= CHUNK_TOKENS[0]}
         return sorted({c for c in choices if c < CHUNK_TOKENS[0]} | whole | _even_parts(limit, request.max_seq_len))
     parts = {limit // n for n in CHUNKS_PER_ROUND if limit % n == 0}
@@ -133,7 +137,7 @@ def _with_room_for_one(batch_tokens: int, seq_len: int) -> set[int]:
     """Chunks with room for a sequence more than an equal part of a batch: so many chunks take any batch."""
     parts = (batch_tokens // n + seq_len for n in CHUNKS_PER_ROUND)
     aligned = {-(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS for tokens in parts}
-    return {tokens for tokens in aligned if CHUNK_TOKENS[0] <= tokens <= min(batch_tokens, 2 * CHUNK_TOKENS[-1])}
+    return {tokens for tokens in aligned if CHUNK_TOKENS[0] <= tokens <= min(batch_tokens, LARGE_CHUNK_TOKENS)}
 
 
 def filled(chunk_tokens: int, seq_len: int) -> int:

@@ -105,6 +105,8 @@ def test_the_buffer_holds_the_largest_block():
     work = op.backward_input_work(16384, 1024, 2)
     assert work.memory_bytes == 3 * 16384 * 151936 * 2 + 8 * 2 * 151936 * 896 * 4  # 8 blocks add to the sums
     assert work.kernels == 8 * 4
+    (frozen,) = op.untrained().scratch("forward")  # which has no such sums
+    assert frozen.height(16384) == 512
 
 
 def test_rows_of_logits_begin_where_products_are_fast():
