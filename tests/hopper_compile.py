@@ -212,13 +212,17 @@ def attention(heads: tuple[int, int], widths: tuple[int, int], soft_cap: float =
 
 def adapted_unit() -> None:
     """Both directions of a gated unit that adds what adapters change before and behind it, and a sum with them."""
-    from flexengine.kernels import lora_glu, lora_grads, lora_sum, rounded_lora_glu  # noqa: PLC0415
+    from flexengine.kernels import adapted_glu, lora_glu, lora_grads, lora_sum, rounded_lora_glu  # noqa: PLC0415
 
     gate_up, out, low = (torch.zeros(256, columns, dtype=torch.bfloat16) for columns in (512, 256, 32))
     up, halves = torch.zeros(512, 16, dtype=torch.bfloat16), ((0, 0, 0), (256, 16, 256))
     lora_glu.glu_forward(gate_up, low, up, halves, out, "silu")
     behind = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(16, 256, dtype=torch.bfloat16)
     lora_glu.glu_backward(out, gate_up, low, up, halves, gate_up, "silu", behind)
+    parts = torch.zeros(256, 16), torch.zeros(2, 16 * 256)
+    both = (adapted_glu.Behind(*behind, each) for each in parts)
+    adapted_glu.unit_forward(gate_up, (low, up, halves), next(both), 256, out, "silu")
+    adapted_glu.unit_backward(out, gate_up, (low, up, halves), next(both), gate_up, "silu")
     kept = torch.zeros(256, 512, dtype=torch.uint8), torch.zeros(256, 4)
     rounded_lora_glu.round_sums(gate_up, low, up, halves, *kept, 448.0, 1e-30, out, "silu")
     rounded_lora_glu.glu_backward_from_codes(out, *kept, gate_up, "silu", behind)

@@ -71,12 +71,25 @@ def write_gradients(
         *tensors, tokens, span_rows, width, *strides, rank, *ends,
         WIDE=not grad_y.is_cuda, RANKS=ranks, ROWS=_ROWS, COLUMNS=columns, num_warps=4, num_stages=2,
     )  # fmt: skip
+    sum_low(low_parts, grad_low, tiles, scale)
+
+
+def sum_low(parts: Tensor, out: Tensor, tiles: Sequence[int], scale: float) -> None:
+    """out = scale * the sums of partial sums, by module.
+
+    Shapes: parts [T, sum(tiles) * R] in fp32 and out [T, J * R]; rows may be strided. tiles: partial sums of J <= 3
+    modules.
+    Order: launches on the current stream, never synchronises.
+    """
+    tokens, rank = len(out), out.shape[1] // len(tiles)
+    check_tensor("out", out, (tokens, len(tiles) * rank), FLOATS, strided_rows=True)
+    check_tensor("parts", parts, (tokens, sum(tiles) * rank), (torch.float32,), strided_rows=True)
     if tokens == 0:
         return
-    held = next_power_of_2(max(tiles))
+    held, ranks = next_power_of_2(max(tiles)), max(_LEAST_RANKS, next_power_of_2(rank))
     rows = max(1, _SUMMED // (held * ranks))
     _sum_low_kernel[(cdiv(tokens, rows), len(tiles))](
-        low_parts, grad_low, tokens, low_parts.stride(0), grad_low.stride(0), float(scale), rank, *ends, sum(tiles),
+        parts, out, tokens, parts.stride(0), out.stride(0), float(scale), rank, tiles[0], sum(tiles[:2]), sum(tiles),
         RANKS=ranks, TILES=held, ROWS=rows, num_warps=4,
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ from flexengine.ops.base import Op
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
 from flexengine.ops.given_rows import PlaceRows, placing
+from flexengine.ops.glu_down import GLUDown
 from flexengine.ops.linear import Linear
 from flexengine.ops.opaque import OpaqueBlock, OpaqueLinear
 from flexengine.options.lora import ALL_EXPERTS, ALL_LINEAR, EVERYTHING, KINDS, LoRA
@@ -306,7 +307,7 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
     """List the adapters of a model in forward order; none where it has no adapters."""
     for layer in model.layers:
         inside = (own for op in layer.ops if isinstance(op, OpaqueBlock | PlaceRows) for own in op.adapters)
-        beside = (op.adapters for op in layer.ops if isinstance(op, LoraDown) and not op.for_backward)
+        beside = (op.adapters for op in layer.ops if isinstance(op, LoraDown | GLUDown) and not op.for_backward)
         for own in (*inside, *beside):
             adapted = [found for found in _modules(model, layer, own) if found[0].rows in own.rows]
             tensors = (model.param_of(layer, name).sources for name in own.params)

@@ -20,6 +20,7 @@ from flexengine.ops.experts.router import Router
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.given_rows import PlaceRows
 from flexengine.ops.glu import GLU
+from flexengine.ops.glu_down import GLUDown
 from flexengine.ops.linear import Linear
 from flexengine.ops.opaque import OpaqueBlock
 from flexengine.ops.rounded_glu import RoundGateUp
@@ -77,44 +78,45 @@ def _adapted(op: Op, adapters: Adapters, dropout: float, number: int, ops: tuple
 
 def _adds_to(y: str, adapters: Adapters, ops: Sequence[Op]) -> bool:
     """Whether a gated unit alone reads y, and can add to it what these adapters do."""
-    readers = [op for op in _readers(ops, y) if not isinstance(op, RoundGateUp)]  # it adds the same
-    unit = readers[0] if len(readers) == 1 else None
-    return isinstance(unit, GLU) and unit.takes_addends and adapters.added_to_halves() is not None
+    readers = (op for op in _readers(ops, y) if not isinstance(op, RoundGateUp))  # it adds the same
+    taken = [isinstance(op, GLU) and op.takes_addends for op in readers]
+    return taken == [True] and adapters.added_to_halves() is not None
 
 
 def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
     """Let a unit add low @ B.T of adapters before it, and grad_low @ A of those that alone read beside a layer what it
-    makes."""
+    makes, or do all the work with that A."""
     befores = [op.adapters for op in ops if isinstance(op, LoraUp) and op.grad_reads == (unit.gate_up,)]
     behind = [op for op in ops if isinstance(op, LoraDown) and op.x == unit.y]
-    frozen = [op for op in _readers(ops, unit.y) if not isinstance(op, LoraDown)]
-    if len(behind) != 1 or behind[0].dropout.probability or len(frozen) > 1:
+    if len(behind) != 1 or behind[0].dropout.probability or len(_readers(ops, unit.y)) > 2:  # the layer's op, and it
         behind = []
     before = befores[0].added_to_halves() if befores else None
+    if behind and GLUDown.takes(unit, behind[0].adapters):
+        return [GLUDown(unit, before, behind[0].adapters) if op is unit else op for op in ops if op is not behind[0]]
     gradient = behind[0].adapters.added_to_gradient() if behind else None
-    changed: dict[Op, Op] = {unit: unit.adding(before, gradient)}
-    changed |= {op: op.leaving_gradient() for op in behind}
+    changed: dict[Op, Op] = {unit: unit.adding(before, gradient), **{op: op.leaving_gradient() for op in behind}}
     if before is not None:
-        roundings = (op for op in ops if isinstance(op, RoundGateUp) and op.gate_up == unit.gate_up)
-        changed |= {op: op.adding(before) for op in roundings}
+        changed |= {op: op.adding(before) for op in ops if isinstance(op, RoundGateUp) and op.gate_up == unit.gate_up}
     return [changed.get(op, op) for op in ops]
 
 
 def _keeping_low(ops: list[Op], outputs: dict[str, str]) -> Iterator[Op]:
-    """Let low be kept where an output is that backward needs in any case: that of its layer, of the unit that adds the
-    gradient of what low is made of, or of the router whose experts it is of. outputs: of the layers, by name."""
+    """Let low be kept where an output is that backward needs in any case: that of its layer (outputs: by name), of the
+    router whose experts it is of, what the unit that makes low reads, or that of the unit that adds the gradient of
+    what low is made of."""
     needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)}
     lost = {op.in_place[0] for op in ops if op.in_place}
     producer = {spec.name: op for op in ops for spec in op.outputs}
     beside: dict[Op, list[TensorSpec]] = {}
     for op in ops:
-        if isinstance(op, LoraDown) and not op.for_backward and op.low.name in needed:
+        if isinstance(op, LoraDown | GLUDown) and not op.for_backward and op.adapters.low.name in needed:
             # What is made again for backward is made of codes, and never of what forward has.
             experts, kept = op.adapters.experts, outputs[op.adapters.name]
             if experts or kept not in needed - lost:
-                kept = experts.bounds if experts else "" if op.grad_inputs else op.x
+                whole = isinstance(op, LoraDown) and op.grad_inputs
+                kept = experts.bounds if experts else "" if whole else op.inputs[0]
             if kept in producer:
-                beside.setdefault(producer[kept], []).append(op.low)
+                beside.setdefault(producer[kept], []).append(op.adapters.low)
     return (op.changed(beside=(*op.beside, *beside[op])) if op in beside else op for op in ops)
 
 

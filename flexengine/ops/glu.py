@@ -208,18 +208,28 @@ class GLU(Op):
         return None
 
     def forward(self, env: OpEnv) -> None:
-        gate_up, out = env.t[self.gate_up], env.t[self.y]
-        if self.before is None or not env.adapters:
+        adds = self.before is not None and env.adapters
+        self.write(env.t[self.gate_up], self._added(env) if adds else None, env.t[self.y])
+
+    def write(self, gate_up: Tensor, added: Added | None, out: Tensor) -> None:
+        """out = the unit of gate_up or of a sum."""
+        if added is None:
             return glu_forward(gate_up, out, self.activation)
         if has_product_kernel(gate_up):
-            return self._unit_of_sums(gate_up, self.before.of(env), out)
-        glu_forward(with_added(gate_up, *self.before.of(env)), out, self.activation)
+            return self._unit_of_sums(gate_up, added, out)
+        glu_forward(with_added(gate_up, *added), out, self.activation)
 
     def _unit_of_sums(self, gate_up: Tensor, added: Added, out: Tensor) -> None:
         """out = the unit of gate_up + low @ B.T, by a kernel."""
         from flexengine.kernels import lora_glu  # noqa: PLC0415 (Triton is imported when first used)
 
         lora_glu.glu_forward(gate_up, *added, out, str(self.activation))
+
+    def _added(self, env: OpEnv, rows: slice = slice(None)) -> Added:
+        """What is added to these rows of gate_up: nothing, or low @ B.T."""
+        gate_up = env.t[self.gate_up]
+        low, up, halves = (gate_up[:, :1], gate_up[:0, :1], ()) if self.before is None else self.before.of(env)
+        return low[rows], up, halves
 
     def _product_behind(self, env: OpEnv) -> tuple[Tensor, Tensor] | None:
         """grad_low and A of the adapters behind."""
@@ -230,7 +240,7 @@ class GLU(Op):
         grad_out, grad_gate_up = env.g[self.y], env.g[self.gate_up]
         if self.before is None and behind is None:
             return glu_backward(grad_out, gate_up, grad_gate_up, self.activation)
-        added = (gate_up[:, :1], gate_up[:0, :1], ()) if self.before is None else self.before.of(env)
+        added = self._added(env)
         if has_product_kernel(gate_up):
             from flexengine.kernels import lora_glu  # noqa: PLC0415
 

@@ -38,9 +38,8 @@ class LoraDown(PricedByHalf):
         self.name, self.adapters, self.x, self.x_again = f"{adapters.name}.lora_down", adapters, x, x
         self.dropout, self.divisions = dropout, divisions
         self.replays = not dropout.probability  # what it draws is an operand, and changes with every step
-        self.low, self.params = adapters.low, (adapters.down,)
+        self.low, self.params, self.outputs = adapters.low, (adapters.down,), (adapters.low,)
         self.inputs = self.needs_weight = (x,) if adapters.experts is None else (x, adapters.experts.bounds)
-        self.outputs = (self.low,)
         self.grad_inputs = (x,) if adapters.experts is None else ()  # their large product adds it
 
     def leaving_gradient(self) -> Self:
