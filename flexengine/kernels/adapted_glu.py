@@ -138,14 +138,6 @@ def _columns_of(ptr, columns, within, stride, rank, WIDE: tl.constexpr, RANKS: t
     return found
 
 
-@triton.jit
-def _store_by_rank(ptr, sums, numbers, there, stride, rank, rank_stride, RANKS: tl.constexpr):
-    """Sums by rows (of tokens, or of columns) and ranks, in fp32."""
-    ranks = tl.arange(0, RANKS)
-    at = ptr + (numbers[:, None] * stride + ranks[None, :] * rank_stride)
-    tl.store(at, sums, there[:, None] & (ranks < rank)[None, :])
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(
     gate_up_ptr, low_ptr, up_ptr, down_ptr, out_ptr, parts_ptr, tokens, width,
@@ -187,8 +179,9 @@ def _forward_kernel(
         if WIDE:
             out = out.to(tl.float32)
         total = tl.dot(out, tl.trans(down), total, input_precision="ieee")
-    parts_ptr += start * parts_stride + number * behind_rank
-    _store_by_rank(parts_ptr, total, rows, there, parts_stride, behind_rank, 1, RANKS)
+    ranks = tl.arange(0, RANKS)
+    parts = parts_ptr + start * parts_stride + number * behind_rank + (rows[:, None] * parts_stride + ranks[None, :])
+    tl.store(parts, total, there[:, None] & (ranks < behind_rank)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens", "span_rows"])
@@ -207,7 +200,7 @@ def _backward_kernel(
     if UP:
         up_matrix = _rows_of(up_ptr + up_row * up_stride, columns, within, up_stride, rank, WIDE, RANKS)
     down = _columns_of(down_ptr, columns, within, down_stride, behind_rank, WIDE, RANKS)
-    total = tl.zeros((COLUMNS, RANKS), tl.float32)
+    total = tl.zeros((RANKS, COLUMNS), tl.float32)
     begin = tl.program_id(1) * span_rows
     for step in tl.range(0, tl.cdiv(min(span_rows, tokens - begin), ROWS), num_stages=STAGES):
         start = begin + step * ROWS
@@ -236,6 +229,8 @@ def _backward_kernel(
         out = round_to(out, grad_ptr.dtype.element_ty)
         if WIDE:
             out = out.to(tl.float32)
-        total = tl.dot(tl.trans(out), grad_low, total, input_precision="ieee")
-    span = tl.program_id(1).to(tl.int64)
-    _store_by_rank(parts_ptr + span * parts_stride, total, columns, within, 1, behind_rank, width, RANKS)
+        # So few rows are no wgmma, which would run on while the next tile is loaded over the one that it reads.
+        total = tl.dot(tl.trans(grad_low), out, total, input_precision="ieee")
+    ranks = tl.arange(0, RANKS)
+    at = parts_ptr + tl.program_id(1).to(tl.int64) * parts_stride + (ranks[:, None] * width + columns[None, :])
+    tl.store(at, total, (ranks < behind_rank)[:, None] & within[None, :])
