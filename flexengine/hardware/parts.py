@@ -43,8 +43,9 @@ INTO_SECOND_SHARE = 0.87
 """Rate of an update into second planes where nobody has measured it, by that of the same one in place. It moves the
 same bytes, but two threads of an AMD EPYC have 0.84 to 0.97 of the rate, least with float32 states
 (bench/results/cpu_adamw_elsewhere.json)."""
-UNMEASURED_ROWS, UNMEASURED_BLOCKS = ((1, 0.95),), ((1, 0.8),)
-"""Shares of the rate with one scale that are taken where nobody measured scales of rows and blocks: our estimate."""
+UNMEASURED_ROWS, UNMEASURED_BLOCKS, UNMEASURED_SQUARES = ((1, 0.95),), ((1, 0.8),), ((1, 0.9),)
+"""Shares of the rate with one scale that are taken where nobody measured scales of rows and blocks: our estimate. A
+block on an H200 took 0.9 of it where one operand has squares, and 0.55 where both have rows, as its times give."""
 MOST_SECONDS = 60.0
 """Of what passes before anything moves: real ones are microseconds, and planning with 1e300 would not end."""
 
@@ -116,7 +117,8 @@ class MatmulProfile(Part):
         if not self.fp8_flops_per_s:
             raise ValueError("the device multiplies no FP8 operands")
         shares = {"fp8": ((1, 1.0),), "fp8-rowwise-gw-hp": self.fp8_row_shares or UNMEASURED_ROWS}
-        share = interpolate(shares.get(scaling, self.fp8_block_shares or UNMEASURED_BLOCKS), tokens)
+        blocks = UNMEASURED_SQUARES if scaling.endswith("-gw-squares") else UNMEASURED_BLOCKS
+        share = interpolate(shares.get(scaling, self.fp8_block_shares or blocks), tokens)
         return share * _rate("tokens", self.fp8_flops_per_s, tokens)
 
     def grouped_share(self, tokens: int, otherwise: float) -> float:

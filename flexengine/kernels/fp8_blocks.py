@@ -58,15 +58,17 @@ def round_vectors(
 def round_squares(x: Tensor, largest: float, least: float, codes: Tensor, scales: Tensor, transposed: bool) -> None:
     """codes = x (transposed: x.mT) over scales, one for every 128 x 128 elements of codes.
 
-    Shapes: x [E, R, C] in bf16 or fp32 (one matrix without E); codes [E, R, C] (transposed: [E, C, R]); scales [E,
-    ceil(rows of codes / 128), L] with L at least as many as there are blocks in a row; what is beyond these stays.
+    Shapes: x [E, R, C] in bf16 or fp32 (one matrix without E); codes [E, R, C] (transposed: [E, C, S], S >= R and less
+    than 128 more, zero beyond R); scales [E, ceil(rows of codes / 128), L] with L at least as many as there are blocks
+    in a row; what is beyond these stays.
     Rounding: as kernels/fp8.py.
     Cost: reads and writes E*R*C elements once.
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
     *stack, num_rows, num_columns = x.shape
     check_tensor("x", x, x.shape, FLOATS)
-    shape = (num_columns, num_rows) if transposed else (num_rows, num_columns)
+    padded = min(max(codes.shape[-1], num_rows), cdiv(num_rows, 128) * 128) if transposed else num_rows
+    shape = (num_columns, padded) if transposed else (num_rows, num_columns)
     check_tensor("codes", codes, (*stack, *shape), CODES)
     squares, stride = cdiv(shape[0], 128), max(cdiv(shape[1], 128), scales.shape[-1])
     check_tensor("scales", scales, (*stack, squares, stride), (torch.float32,))
@@ -74,19 +76,22 @@ def round_squares(x: Tensor, largest: float, least: float, codes: Tensor, scales
         return
     tiles = cdiv(num_columns, 128)
     _squares_kernel[(cdiv(num_rows, 128) * tiles, x.numel() // (num_rows * num_columns))](
-        x, codes.view(torch.uint8), scales, num_rows, num_columns, tiles, stride, squares * stride, largest, least,
-        TRANSPOSED=transposed, num_warps=8,
+        x, codes.view(torch.uint8), scales, num_rows, num_columns, padded, tiles, stride, squares * stride, largest,
+        least, TRANSPOSED=transposed, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
-def _tile(x_ptr, num_rows, num_columns, tiles):
-    """(rows, columns, what of them is inside, values) of a program's tile."""
-    row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def tile_of(tiles, num_rows, num_columns, ROWS: tl.constexpr):
+    """(rows, columns, what of them is inside) of a program's tile."""
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    at = row[:, None] * num_columns + column[None, :]
-    return row, column, inside, at, tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return row, column, (row < num_rows)[:, None] & (column < num_columns)[None, :]
+
+
+@triton.jit
+def _magnitude(x):
+    return tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - a NaN counts as nothing
 
 
 @triton.jit
@@ -95,6 +100,46 @@ def _codes(x, factor, largest):
     scaled = x * factor
     scaled = tl.where(scaled > largest, largest, tl.where(scaled < -largest, -largest, scaled))
     return fp8_bits(scaled, True)
+
+
+@triton.jit
+def store_rows(x, row, column, inside, codes_ptr, scales_ptr, num_rows, num_columns, tile, largest, least):
+    """Codes [R, C] of a tile x in float32, and scales [ceil(C / 128), R] of its rows; tile: its number in a row."""
+    absmax = tl.maximum(tl.max(_magnitude(x), axis=1), least)
+    tl.store(scales_ptr + tile.to(tl.int64) * num_rows + row, tl.div_rn(absmax, largest), mask=row < num_rows)
+    bits = _codes(x, tl.div_rn(largest, absmax)[:, None], largest)
+    tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], bits, mask=inside)
+
+
+@triton.jit
+def store_columns(x, row, column, codes_ptr, scales_ptr, num_columns, padded, tile, largest, least):
+    """Codes [C, S] of a tile of 128 rows transposed, and scales [S / 128, C]; tile: its number in a column."""
+    absmax = tl.maximum(tl.max(_magnitude(x), axis=0), least)
+    scales = scales_ptr + tile.to(tl.int64) * num_columns + column
+    tl.store(scales, tl.div_rn(absmax, largest), mask=column < num_columns)
+    bits = _codes(x, tl.div_rn(largest, absmax)[None, :], largest)
+    _store_transposed(bits, row, column, codes_ptr, num_columns, padded)
+
+
+@triton.jit
+def store_square(
+    x, row, column, codes_ptr, scale_ptr, num_rows, num_columns, padded, largest, least, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Codes of a tile of 128 x 128, as it is or transposed [C, S], and its one scale."""
+    absmax = tl.maximum(tl.max(tl.max(_magnitude(x), axis=1), axis=0), least)
+    tl.store(scale_ptr, tl.div_rn(absmax, largest))
+    bits = _codes(x, tl.div_rn(largest, absmax), largest)
+    if TRANSPOSED:
+        _store_transposed(bits, row, column, codes_ptr, num_columns, padded)
+    else:
+        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], bits, mask=inside)
+
+
+@triton.jit
+def _store_transposed(bits, row, column, codes_ptr, num_columns, padded):
+    target = codes_ptr + column.to(tl.int64)[:, None] * padded + row[None, :]
+    tl.store(target, tl.trans(bits), mask=(column < num_columns)[:, None] & (row < padded)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -106,40 +151,33 @@ def _vectors_kernel(
         first = tl.program_id(0) // tiles * BLOCK
         if (first >= tl.load(bounds_ptr + experts)) | (first + BLOCK <= tl.load(bounds_ptr)):
             return
-    row, column, inside, at, x = _tile(x_ptr, num_rows, num_columns, tiles)
-    magnitude = tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - a NaN counts as nothing
+    row, column, inside = tile_of(tiles, num_rows, num_columns, BLOCK)
+    x = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    row_tile, column_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     if ROWS:
-        absmax = tl.maximum(tl.max(magnitude, axis=1), least)
-        scales = row_scales_ptr + (tl.program_id(0) % tiles).to(tl.int64) * num_rows + row
-        tl.store(scales, tl.div_rn(absmax, largest), mask=row < num_rows)
-        tl.store(row_codes_ptr + at, _codes(x, tl.div_rn(largest, absmax)[:, None], largest), mask=inside)
+        store_rows(
+            x, row, column, inside, row_codes_ptr, row_scales_ptr, num_rows, num_columns, column_tile, largest, least
+        )
     if COLUMNS:
-        absmax = tl.maximum(tl.max(magnitude, axis=0), least)
-        scales = column_scales_ptr + (tl.program_id(0) // tiles).to(tl.int64) * num_columns + column
-        tl.store(scales, tl.div_rn(absmax, largest), mask=column < num_columns)
-        bits = _codes(x, tl.div_rn(largest, absmax)[None, :], largest)
-        target = column_codes_ptr + column.to(tl.int64)[:, None] * padded + row[None, :]
-        tl.store(target, tl.trans(bits), mask=(column < num_columns)[:, None] & (row < padded)[None, :])
+        store_columns(
+            x, row, column, column_codes_ptr, column_scales_ptr, num_columns, padded, row_tile, largest, least
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _squares_kernel(
-    x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, tiles, stride, of_matrix, largest, least,
+    x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, padded, tiles, stride, of_matrix, largest, least,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(1).to(tl.int64)
     x_ptr += matrix * num_rows * num_columns
-    codes_ptr += matrix * num_rows * num_columns
-    scales_ptr += matrix * of_matrix
-    row, column, inside, at, x = _tile(x_ptr, num_rows, num_columns, tiles)
-    magnitude = tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - a NaN counts as nothing
-    absmax = tl.maximum(tl.max(tl.max(magnitude, axis=1), axis=0), least)
-    bits = _codes(x, tl.div_rn(largest, absmax), largest)
+    row, column, inside = tile_of(tiles, num_rows, num_columns, BLOCK)
+    x = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
     row_tile, column_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     if TRANSPOSED:
-        tl.store(scales_ptr + column_tile * stride + row_tile, tl.div_rn(absmax, largest))
-        target = codes_ptr + column.to(tl.int64)[:, None] * num_rows + row[None, :]
-        tl.store(target, tl.trans(bits), mask=tl.trans(inside))
-    else:
-        tl.store(scales_ptr + row_tile * stride + column_tile, tl.div_rn(absmax, largest))
-        tl.store(codes_ptr + at, bits, mask=inside)
+        row_tile, column_tile = column_tile, row_tile
+    store_square(
+        x, row, column, codes_ptr + matrix * padded * num_columns,
+        scales_ptr + matrix * of_matrix + row_tile * stride + column_tile, num_rows, num_columns, padded, largest,
+        least, TRANSPOSED,
+    )  # fmt: skip

@@ -26,6 +26,7 @@ SCALINGS: dict[str, Scaling] = {
         RowScaling(),
         BlockScaling("fp8-blockwise", gradient_in_fp8=True),
         BlockScaling("fp8-blockwise-gw-hp", gradient_in_fp8=False),
+        BlockScaling("fp8-blockwise-gw-squares", gradient_in_fp8=True, squares=True),
     )
 }
 """Schemes of scales by the values of --matmul-dtype; gw-hp as in torchao: gradients of weights in high precision."""

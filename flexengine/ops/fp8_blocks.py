@@ -65,7 +65,8 @@ def round_vectors(x: Tensor, rows: Operand | None, columns: Operand | None, boun
 
 
 def round_squares(x: Tensor, side: Operand, transposed: bool) -> None:
-    """side = x (transposed: x.mT) in FP8 with a scale for every 128 x 128 elements; also of stacks of matrices."""
+    """side = x (transposed: x.mT, whose rows have zeros up to their ends) in FP8 with a scale for every 128 x 128
+    elements; also of stacks of matrices."""
     if use_kernel(x):
         from flexengine.kernels import fp8_blocks  # noqa: PLC0415 (Triton is imported when first used)
 
@@ -75,12 +76,14 @@ def round_squares(x: Tensor, side: Operand, transposed: bool) -> None:
             round_squares(matrix, Operand(codes, scales, side.kind), transposed)
         return None
     matrix = x.t() if transposed else x
+    codes, rest = side.codes.split((matrix.shape[1], side.codes.shape[1] - matrix.shape[1]), dim=1)
+    rest.view(torch.uint8).zero_()
     for row in range(0, len(matrix), TERMS):
         for column in range(0, matrix.shape[1], TERMS):
             place = slice(row, row + TERMS), slice(column, column + TERMS)
             part = matrix[place].float()
             absmax = part.abs().nan_to_num(0.0, torch.inf).max()
-            side.codes[place], side.scales[row // TERMS, column // TERMS] = _rounded(part, absmax)
+            codes[place], side.scales[row // TERMS, column // TERMS] = _rounded(part, absmax)
 
 
 def _rounded(part: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,10 +159,12 @@ class BlockScaling(Scaling):
     """Scales for 128 terms of a row, and for 128 x 128 elements of a weight.
 
     The weight's gradient sums along tokens, of which 128 share a scale. gradient_in_fp8: or it takes the compute dtype.
+    squares: there x has scales for 128 x 128 elements, as a weight has: cuBLAS multiplies by squares as fast as with
+    one scale, and by two operands of rows no faster than 16 bits.
     """
 
-    def __init__(self, name: str, gradient_in_fp8: bool) -> None:
-        self.name, self.gradient_in_fp8 = name, gradient_in_fp8
+    def __init__(self, name: str, gradient_in_fp8: bool, squares: bool = False) -> None:
+        self.name, self.gradient_in_fp8, self.squares = name, gradient_in_fp8, squares
 
     def forward_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
         return *_token_specs(shape, "x8", shape.in_features), *_weight_specs(shape, "weight8", transposed=False)
@@ -186,8 +191,8 @@ class BlockScaling(Scaling):
         return grad8, weight8_t
 
     def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
-        x8_t = _transposed_side(t, "x8_t")
-        round_vectors(x, None, x8_t)
+        x8_t = _transposed_side(t, "x8_t", self.squares)
+        round_squares(x, x8_t, transposed=True) if self.squares else round_vectors(x, None, x8_t)
         return _transposed_side(t, "grad8_t"), x8_t
 
     def multiply(self, a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None, fast: bool = False) -> None:
@@ -256,9 +261,9 @@ def _square_side(t: Buffers, suffix: str) -> Operand:
     return Operand(t.codes(suffix, FORWARD_DTYPE), t[f"{suffix}_scales"], "squares")
 
 
-def _transposed_side(t: Buffers, suffix: str) -> Operand:
+def _transposed_side(t: Buffers, suffix: str, squares: bool = False) -> Operand:
     codes = t.transposed(suffix, FORWARD_DTYPE)
     features, tokens = codes.shape
-    blocks = tokens // TERMS
-    scales = t[f"{suffix}_scales"].view(-1)[: blocks * features].view(blocks, features)
-    return Operand(codes, scales, "terms")
+    shape = square_scales(features, tokens) if squares else (tokens // TERMS, features)
+    scales = t[f"{suffix}_scales"].view(-1)[: shape[0] * shape[1]].view(shape)
+    return Operand(codes, scales, "squares" if squares else "terms")

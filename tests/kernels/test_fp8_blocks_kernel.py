@@ -60,12 +60,14 @@ def test_rounding_matches_torchs_casts(device, rows, columns, dtype):
     fp8_blocks.round_vectors(x, LARGEST, LEAST, None, alone)
     assert same(alone[0], by_columns[0].float().cpu())
     codes, scales = expected(x, 128, 128)
-    for transposed in (False, True):
-        shape = (columns, rows) if transposed else (rows, columns)
+    for transposed, width in ((False, columns), (True, rows), (True, padded)):
+        shape = (columns, width) if transposed else (rows, width)
         squares = nan_codes(*shape, device=device), nan(-(-shape[0] // 128), 4, device=device)
         fp8_blocks.round_squares(x, LARGEST, LEAST, *squares, transposed)
-        assert same(squares[0], codes.t() if transposed else codes)
+        inner = rows if transposed else columns
+        assert same(squares[0][:, :inner], codes.t() if transposed else codes)
         assert same(squares[1][:, : -(-shape[1] // 128)], scales.t() if transposed else scales)
+        assert not squares[0][:, inner:].view(torch.uint8).any()
 
 
 @pytest.mark.parametrize("square", [False, True], ids=["terms", "squares"])

@@ -64,6 +64,7 @@ ROUNDINGS = {
 ROUNDINGS["fp8-blockwise"] = ROUNDINGS["fp8-blockwise-gw-hp"]._replace(
     **dict.fromkeys(("x_t", "g_t"), lambda x: rounded(x, rows=128, columns=1))
 )
+ROUNDINGS["fp8-blockwise-gw-squares"] = ROUNDINGS["fp8-blockwise"]._replace(x_t=SQUARES)
 
 
 def definition(inputs, params, grad_y, by=Rounding()):  # noqa: B008 - a value

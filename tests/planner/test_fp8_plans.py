@@ -179,6 +179,7 @@ def test_rates_of_other_scales_are_shares_of_that_with_one():
     assert rates.fp8_rate(1024, "fp8-blockwise") == rates.fp8_rate(1024, "fp8-blockwise-gw-hp") == 500e12
     assert rates.fp8_rate(1024) == rates.fp8_rate(1024, "fp8") == 1000e12
     assert RATES.matmul.fp8_rate(1024, "fp8-rowwise-gw-hp") == 950e12
+    assert RATES.matmul.fp8_rate(1024, "fp8-blockwise-gw-squares") == 900e12
     spec = with_fp8_linears(open_model("preset:llama-3.1-8b").spec, "fp8-blockwise")
     op = next(op for op in spec.blocks[0].ops if op.name == "down_proj")
     request = Request(2048, 65536, 24 * GIB, 110 * GIB, numerics=replace(FP8, matmul="fp8-blockwise"))
