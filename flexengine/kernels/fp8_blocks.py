@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv
-from flexengine.kernels.fp8 import fp8_bits
+from flexengine.kernels.fp8 import fp8_bits, within
+from flexengine.kernels.rounding import INTERPRETED
 from flexengine.kernels.row_range import row_range
 
 CODES = (torch.float8_e4m3fn,)
@@ -91,15 +92,17 @@ def tile_of(tiles, num_rows, num_columns, ROWS: tl.constexpr):
 
 @triton.jit
 def _magnitude(x):
-    return tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - a NaN counts as nothing
+    """What maxima are taken from: a NaN counts as nothing, as cards' maxima have it by themselves."""
+    if INTERPRETED:
+        return tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - false for a NaN
+    else:
+        return tl.abs(x)
 
 
 @triton.jit
 def _codes(x, factor, largest):
     """Bytes of x times its factor, within the range of the codes; NaN stays."""
-    scaled = x * factor
-    scaled = tl.where(scaled > largest, largest, tl.where(scaled < -largest, -largest, scaled))
-    return fp8_bits(scaled, True)
+    return fp8_bits(within(x * factor, largest), True)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv, next_power_of_2
-from flexengine.kernels.fp8 import fp8_bits
+from flexengine.kernels.fp8 import fp8_bits, within
 from flexengine.kernels.row_range import is_within, row_range
 
 CODES = (torch.float8_e4m3fn,)
@@ -59,8 +59,7 @@ def round_columns(weight: Tensor, codes: Tensor, scales: Tensor, largest: float,
 @triton.jit
 def _scaled(x, factor, largest):
     """x times its factor within the range of the codes; NaN stays."""
-    scaled = x.to(tl.float32) * factor
-    return tl.where(scaled > largest, largest, tl.where(scaled < -largest, -largest, scaled))
+    return within(x.to(tl.float32) * factor, largest)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.fp8 import SCALINGS, Fp8Linear
+from flexengine.ops.fp8_glu import CodedGLU
+from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
 
 
@@ -50,6 +52,8 @@ def with_fp8_linears(model: ModelSpec, matmul: str = "fp8") -> ModelSpec:
 def _converted(op: Op, later: tuple[Op, ...], matmul: str) -> Op:
     if isinstance(op, GroupedLinear):
         return op.with_fp8(matmul)
+    if type(op) is GLU and op.takes_addends:
+        return CodedGLU(op)
     if not isinstance(op, Linear):
         return op
     # Where a later op reads the same input, the gradient of that is added to.

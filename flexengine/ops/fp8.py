@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import OpEnv, TensorSpec, Work
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.fp8_blocks import BlockScaling
 from flexengine.ops.fp8_scaling import MULTIPLE, Buffers, RowScaling, Scaling, TensorScaling
+from flexengine.ops.joined import Joined
 from flexengine.ops.linear import Linear
 
 PRODUCT_ELEMENTS = 1 << 24
@@ -44,6 +45,9 @@ class Fp8Linear(Linear):
     one, so that the input half adds to what is there: some rows at a time. scaling: of the operands.
     """
 
+    coded: frozenset[str] = frozenset()
+    """Of x8, grad8 and x8_t, with the transposed grad8: operands whose codes another op has written."""
+
     def __init__(self, linear: Linear, adds: bool = False, scaling: Scaling = SCALINGS["fp8"]) -> None:
         self.adds, self.scaling = adds, scaling
         super().__init__(
@@ -67,12 +71,16 @@ class Fp8Linear(Linear):
                 f" multiples of {MULTIPLE}; leave --matmul-dtype out"
             )
 
+    def with_next(self, following: Op) -> Op | None:
+        return following.with_previous(self) if isinstance(following, Joined) else None
+
     @property
-    def _gradient_in_fp8(self) -> bool:
+    def gradient_in_fp8(self) -> bool:
+        """Whether there is a gradient of the weight, of FP8 operands."""
         return self.trained and self.scaling.gradient_in_fp8
 
     def forward(self, env: OpEnv) -> None:
-        x, y = env.t[self.x], env.t[self.y]
+        x, y = None if "x8" in self.coded else env.t[self.x], env.t[self.y]
         operands = self.scaling.forward_operands(Buffers(env.t, self.name), x, env.p[self.weight])
         bias = None if self.bias is None else env.p[self.bias]
         self.scaling.multiply(*operands, y, bias, fast=True)
@@ -82,9 +90,8 @@ class Fp8Linear(Linear):
     def backward_input(self, env: OpEnv) -> None:
         assert (self.x in env.accumulate) == self.adds, f"{self.name} adds to a gradient where it was made not to"
         grad_x, buffers = env.g[self.x], Buffers(env.t, self.name)
-        grad8, weight8_t = self.scaling.input_operands(
-            buffers, env.g[self.y], env.p[self.weight], self._gradient_in_fp8
-        )
+        grad_y = None if "grad8" in self.coded else env.g[self.y]
+        grad8, weight8_t = self.scaling.input_operands(buffers, grad_y, env.p[self.weight], self.gradient_in_fp8)
         if not self.adds:
             return self.scaling.multiply(grad8, weight8_t, grad_x)
         for start in range(0, len(grad_x), self._added_rows):
@@ -97,7 +104,8 @@ class Fp8Linear(Linear):
         if not self.scaling.gradient_in_fp8:
             return super().backward_weight(env)
         acc: Tensor = env.gp[self.weight]
-        grad8_t, x8_t = self.scaling.weight_operands(Buffers(env.t, self.name), env.t[self.x_again])
+        x = None if "x8_t" in self.coded else env.t[self.x_again]
+        grad8_t, x8_t = self.scaling.weight_operands(Buffers(env.t, self.name), x)
         if env.first:
             self.scaling.multiply(grad8_t, x8_t, acc)
         elif not self.scaling.add_product(grad8_t, x8_t, acc):
@@ -130,9 +138,10 @@ class Fp8Linear(Linear):
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         if half == "forward":
             return self.scaling.forward_scratch(self.shape)
-        shared = self.scaling.shared_scratch(self.shape, self._gradient_in_fp8)
+        shared = self.scaling.shared_scratch(self.shape, self.gradient_in_fp8)
         if half == "input":
-            return *shared, *self.scaling.input_scratch(self.shape)
+            left = self.scaling.weight_scratch(self.shape) if "x8_t" in self.coded else ()
+            return *shared, *left, *self.scaling.input_scratch(self.shape)
         if not self.scaling.gradient_in_fp8:
             return ()
         product = TensorSpec(f"{self.name}_product", (self.in_features,), "float32", rows=self._product_rows)
@@ -143,8 +152,9 @@ class Fp8Linear(Linear):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features
-        work = self._fp8_product(tokens).plus(self.scaling.rounding_work(tokens * d, compute_bytes))
-        work = work.plus(self.scaling.rounding_work(d * f, compute_bytes))
+        work = self._fp8_product(tokens).plus(self.scaling.rounding_work(d * f, compute_bytes))
+        if "x8" not in self.coded:
+            work = work.plus(self.scaling.rounding_work(tokens * d, compute_bytes))
         if self.residual is None:
             return work
         return work.plus(Work(memory_bytes=3.0 * tokens * f * compute_bytes, kernels=1))
@@ -152,17 +162,19 @@ class Fp8Linear(Linear):
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features
         work = self._fp8_product(tokens).plus(self.scaling.rounding_work(d * f, compute_bytes, transposed=True))
-        results = 2 if self._gradient_in_fp8 else 1
-        work = work.plus(self.scaling.rounding_work(tokens * f, compute_bytes, results))
+        results = 2 if self.gradient_in_fp8 else 1
+        if "grad8" not in self.coded:
+            work = work.plus(self.scaling.rounding_work(tokens * f, compute_bytes, results))
         return work.plus(Work(memory_bytes=4.0 * tokens * d * compute_bytes, kernels=2)) if self.adds else work
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = super().backward_weight_work(tokens, seq_len, compute_bytes)
         if not self.scaling.gradient_in_fp8:
             return work
-        rounding = self.scaling.rounding_work(tokens * self.in_features, compute_bytes, transposed=True)
-        product = self._fp8_product(tokens)
-        return work._replace(matmul_flops=0.0, fp8_flops=product.fp8_flops).plus(rounding)
+        work = work._replace(matmul_flops=0.0, fp8_flops=self._fp8_product(tokens).fp8_flops)
+        if "x8_t" in self.coded:
+            return work
+        return work.plus(self.scaling.rounding_work(tokens * self.in_features, compute_bytes, transposed=True))
 
     def accumulation_work(self, compute_bytes: int) -> Work:
         """Work of writing the product and adding it to the accumulator, which is read and written."""

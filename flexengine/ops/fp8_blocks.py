@@ -178,22 +178,38 @@ class BlockScaling(Scaling):
     def weight_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
         return _transposed_specs(shape, "x8_t", shape.in_features)
 
-    def forward_operands(self, t: Buffers, x: Tensor, weight: Tensor) -> tuple[Operand, Operand]:
-        x8, weight8 = _token_side(t, "x8", len(x)), _square_side(t, "weight8")
-        round_vectors(x, x8, None)
+    def forward_operands(self, t: Buffers, x: Tensor | None, weight: Tensor) -> tuple[Operand, Operand]:
+        x8, weight8 = self.rows_side(t, "x8"), _square_side(t, "weight8")
+        if x is not None:
+            round_vectors(x, x8, None)
         round_squares(weight, weight8, transposed=False)
         return x8, weight8
 
-    def input_operands(self, t: Buffers, grad_y: Tensor, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
-        grad8, weight8_t = _token_side(t, "grad8", len(grad_y)), _square_side(t, "weight8_t")
-        round_vectors(grad_y, grad8, _transposed_side(t, "grad8_t") if both else None)
+    def input_operands(self, t: Buffers, grad_y: Tensor | None, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
+        grad8, weight8_t = self.rows_side(t, "grad8"), _square_side(t, "weight8_t")
+        if grad_y is not None:
+            round_vectors(grad_y, grad8, self.transposed_side(t, "grad8_t") if both else None)
         round_squares(weight, weight8_t, transposed=True)
         return grad8, weight8_t
 
-    def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
-        x8_t = _transposed_side(t, "x8_t", self.squares)
-        round_squares(x, x8_t, transposed=True) if self.squares else round_vectors(x, None, x8_t)
-        return _transposed_side(t, "grad8_t"), x8_t
+    def weight_operands(self, t: Buffers, x: Tensor | None) -> tuple[Operand, Operand]:
+        x8_t = self.transposed_side(t, "x8_t")
+        if x is not None:
+            round_squares(x, x8_t, transposed=True) if x8_t.square else round_vectors(x, None, x8_t)
+        return self.transposed_side(t, "grad8_t"), x8_t
+
+    def rows_side(self, t: Buffers, suffix: str) -> Operand:
+        """Codes of x or of the gradient of y."""
+        codes = t.codes(suffix, FORWARD_DTYPE)
+        return Operand(codes, t[f"{suffix}_scales"].view(-1, len(codes)), "terms")
+
+    def transposed_side(self, t: Buffers, suffix: str) -> Operand:
+        """Codes of these transposed."""
+        squares, codes = self.squares and suffix == "x8_t", t.transposed(suffix, FORWARD_DTYPE)
+        features, tokens = codes.shape
+        shape = square_scales(features, tokens) if squares else (tokens // TERMS, features)
+        scales = t[f"{suffix}_scales"].view(-1)[: shape[0] * shape[1]].view(shape)
+        return Operand(codes, scales, "squares" if squares else "terms")
 
     def multiply(self, a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None, fast: bool = False) -> None:
         block_product(a, b, out, bias)
@@ -253,17 +269,5 @@ def _weight_specs(shape: LinearShape, suffix: str, transposed: bool) -> tuple[Te
     )
 
 
-def _token_side(t: Buffers, suffix: str, tokens: int) -> Operand:
-    return Operand(t.codes(suffix, FORWARD_DTYPE), t[f"{suffix}_scales"].view(-1, tokens), "terms")
-
-
 def _square_side(t: Buffers, suffix: str) -> Operand:
     return Operand(t.codes(suffix, FORWARD_DTYPE), t[f"{suffix}_scales"], "squares")
-
-
-def _transposed_side(t: Buffers, suffix: str, squares: bool = False) -> Operand:
-    codes = t.transposed(suffix, FORWARD_DTYPE)
-    features, tokens = codes.shape
-    shape = square_scales(features, tokens) if squares else (tokens // TERMS, features)
-    scales = t[f"{suffix}_scales"].view(-1)[: shape[0] * shape[1]].view(shape)
-    return Operand(codes, scales, "squares" if squares else "terms")

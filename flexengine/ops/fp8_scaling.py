@@ -100,15 +100,15 @@ class Scaling(ABC):
         """What the weight half rounds to for itself."""
 
     @abstractmethod
-    def forward_operands(self, t: Buffers, x: Tensor, weight: Tensor) -> tuple[Operand, Operand]:
-        """x [T, D] and weight [F, D]."""
+    def forward_operands(self, t: Buffers, x: Tensor | None, weight: Tensor) -> tuple[Operand, Operand]:
+        """x [T, D] and weight [F, D]. None, here and below: its codes are in the buffers already."""
 
     @abstractmethod
-    def input_operands(self, t: Buffers, grad_y: Tensor, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
+    def input_operands(self, t: Buffers, grad_y: Tensor | None, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
         """grad_y [T, F] and weight.T [D, F]; both: also leave grad_y.T."""
 
     @abstractmethod
-    def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
+    def weight_operands(self, t: Buffers, x: Tensor | None) -> tuple[Operand, Operand]:
         """grad_y.T [F, T], which the input half left, and x.T [D, T]."""
 
     @abstractmethod
@@ -247,18 +247,21 @@ class TensorScaling(Scaling):
     def weight_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
         return (of_tokens(shape, "x8_t", shape.in_features, MULTIPLE),)
 
-    def forward_operands(self, t: Buffers, x: Tensor, weight: Tensor) -> tuple[Operand, Operand]:
+    def forward_operands(self, t: Buffers, x: Tensor | None, weight: Tensor) -> tuple[Operand, Operand]:
+        assert x is not None, "only codes with scales for blocks are written elsewhere"
         x8, weight8, scales = t.codes("x8", FORWARD_DTYPE), t.codes("weight8", FORWARD_DTYPE), t["scales"]
         of_x = Operand(x8, quantize(x, scales, 0, rows=x8), "matrix")
         return of_x, Operand(weight8, quantize(weight, scales, 1, rows=weight8), "matrix")
 
-    def input_operands(self, t: Buffers, grad_y: Tensor, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
+    def input_operands(self, t: Buffers, grad_y: Tensor | None, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
+        assert grad_y is not None, "only codes with scales for blocks are written elsewhere"
         grad8, weight8_t = t.codes("grad8", GRADIENT_DTYPE), t.codes("weight8_t", FORWARD_DTYPE)
         grad8_t = t.transposed("grad8_t", GRADIENT_DTYPE) if both else None
         of_weight_t = Operand(weight8_t, quantize(weight, t["grad_scales"], 1, columns=weight8_t), "matrix")
         return Operand(grad8, quantize(grad_y, t["grad_scales"], 0, grad8, grad8_t), "matrix"), of_weight_t
 
-    def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
+    def weight_operands(self, t: Buffers, x: Tensor | None) -> tuple[Operand, Operand]:
+        assert x is not None, "only codes with scales for blocks are written elsewhere"
         grad8_t, x8_t = t.transposed("grad8_t", GRADIENT_DTYPE), t.transposed("x8_t", FORWARD_DTYPE)
         of_x = Operand(x8_t, quantize(x, t["grad_scales"], 1, columns=x8_t), "matrix")
         return Operand(grad8_t, scale_of(t["grad_scales"], 0), "matrix"), of_x
@@ -310,20 +313,21 @@ class RowScaling(Scaling):
     def weight_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
         return ()
 
-    def forward_operands(self, t: Buffers, x: Tensor, weight: Tensor) -> tuple[Operand, Operand]:
+    def forward_operands(self, t: Buffers, x: Tensor | None, weight: Tensor) -> tuple[Operand, Operand]:
         return self._rounded(t, "x8", x), self._rounded(t, "weight8", weight)
 
-    def input_operands(self, t: Buffers, grad_y: Tensor, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
+    def input_operands(self, t: Buffers, grad_y: Tensor | None, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
         codes, scales = t.codes("weight8_t", FORWARD_DTYPE), t["weight8_t_scales"]
         round_columns(weight[None], codes[None], scales[None])
         return self._rounded(t, "grad8", grad_y), Operand(codes, scales, "rows")
 
-    def _rounded(self, t: Buffers, suffix: str, x: Tensor) -> Operand:
+    def _rounded(self, t: Buffers, suffix: str, x: Tensor | None) -> Operand:
+        assert x is not None, "only codes with scales for blocks are written elsewhere"
         codes, scales = t.codes(suffix, FORWARD_DTYPE), t[f"{suffix}_scales"]
         round_rows(x, codes, scales)
         return Operand(codes, scales, "rows")
 
-    def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
+    def weight_operands(self, t: Buffers, x: Tensor | None) -> tuple[Operand, Operand]:
         raise AssertionError("the weight's gradient takes the compute dtype")
 
     def multiply(self, a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None, fast: bool = False) -> None:

@@ -13,7 +13,16 @@ from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op, TensorSpec
 from flexengine.ops.coded_rows import CodedRows
 from flexengine.schedule.layer_program import Area, Half, LayerProgram, OpStep, Place, Stage, align
-from flexengine.schedule.save_sets import halves_of, in_pairs, keepable_ops, makers, read_by_parts, remade, savable_ops
+from flexengine.schedule.save_sets import (
+    halves_of,
+    in_pairs,
+    keepable_ops,
+    leaving_out,
+    makers,
+    read_by_parts,
+    remade,
+    savable_ops,
+)
 
 
 @lru_cache(maxsize=4096)
@@ -166,7 +175,10 @@ class _Compiler:
         """Ops before those in parts that forward runs, two as one where they can be: all but those that backward alone
         needs and does not find kept."""
         kept = {*self.keep_gpu, *self.keep_host}
-        return in_pairs(op for op in self.before if not op.for_backward or op.name in kept)
+        ops = in_pairs(op for op in self.before if not op.for_backward or op.name in kept)
+        read = {name for op in (*ops, *self.in_parts) for name in (*op.inputs, *op.part_inputs)}
+        unread = frozenset(name for name in self.specs if name not in read and self._home(name) is None)
+        return [leaving_out(op, unread) for op in ops]
 
     def _add_forward(self, op: Op, steps: list[_DraftStep], recompute: bool) -> None:
         names = [*op.inputs, *(o.name for o in op.outputs)]

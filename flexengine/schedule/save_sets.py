@@ -8,12 +8,13 @@ from itertools import combinations
 from typing import NamedTuple
 
 from flexengine.ops.base import Op
+from flexengine.ops.joined import Joined
 
 
 @lru_cache(maxsize=1024)
 def savable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
     """Names of ops with an output that some backward reads: the only ones worth keeping."""
-    needed, kept = {t for op in ops for t in (*op.needs_input, *op.needs_weight)}, set(keepable_ops(ops))
+    needed, kept = set(needed_by_backward(ops)), set(keepable_ops(ops))
     return tuple(op.name for op in ops if op.name in kept and any(o.name in needed for o in op.outputs))
 
 
@@ -77,7 +78,7 @@ def in_pairs(ops: Iterable[Op], again: bool = False) -> list[Op]:
 
 
 class Halves(NamedTuple):
-    """What backward runs together: the input half of one op, or of two as one; and these ops, whose weight halves
+    """What backward runs together: the input half of one op, or of several as one; and these ops, whose weight halves
     follow."""
 
     input: Op | None
@@ -89,14 +90,15 @@ def halves_of(ops: tuple[Op, ...]) -> Iterator[Halves]:
     waiting = list(ops)
     while waiting:
         op = waiting.pop()
-        both = waiting[-1].with_next(op) if waiting and op.has_input_half else None
-        together = [op]
-        if both is not None and both.has_input_half:
+        together, first = [op], op
+        while waiting and op.has_input_half:
+            wider = waiting[-1].with_next(first)
+            if wider is None or not wider.has_input_half:
+                break
             together.append(waiting.pop())
-            first: Op | None = both
-        else:
-            first = op.alone() if op.has_input_half else None
-        yield Halves(first, tuple(together))
+            first = wider
+        ops = tuple(first.weight_half_of(each) if isinstance(first, Joined) else each for each in together)
+        yield Halves(None if not op.has_input_half else op.alone() if first is op else first, ops)
 
 
 @lru_cache(maxsize=1024)
@@ -106,9 +108,15 @@ def remade(ops: tuple[Op, ...]) -> frozenset[str]:
     return frozenset(name for op in ops if op.has_input_half for name in op.remakable if name not in read)
 
 
+def leaving_out(op: Op, unread: frozenset[str]) -> Op:
+    """An op where nothing reads these tensors."""
+    return op.leaving_out(unread) if isinstance(op, Joined) else op
+
+
 def needed_by_backward(ops: tuple[Op, ...]) -> list[str]:
     """Names of the tensors that the backwards of a layer's ops read, in their order."""
-    return [name for op in reversed(ops) for name in (*op.needs_input, *op.needs_weight)]
+    found = (op for halves in halves_of(ops) for op in halves.ops)
+    return [name for op in found for name in (*op.needs_input, *op.needs_weight)]
 
 
 def needed_by_window(ops: tuple[Op, ...]) -> list[str]:

@@ -22,7 +22,7 @@ from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.packing import full_round, full_rounds, rounds_per_step
-from flexengine.schedule.save_sets import recomputed, savable_ops
+from flexengine.schedule.save_sets import halves_of, in_pairs, leaving_out, recomputed, savable_ops
 from flexengine.schedule.stored_pieces import total_work
 from flexengine.schedule.window import window_places
 
@@ -119,13 +119,16 @@ class Unavoidable:
         return total_work(stored.decode_work(self.compute_bytes) for stored in storages if stored is not None)
 
     def work(self, ops: tuple[Op, ...], tokens: int, seq_len: int) -> np.ndarray:
-        """[ops + 1, kinds of work] of a chunk: forward of every op, and in the last row backward of all."""
+        """[ops + 2, kinds of work] of a chunk: forward of every op, what it saves where two are one, and in the last
+        row backward of all."""
         key = (ops, tokens, seq_len)
         if key not in self._chunk_work:
             sizes = (tokens, seq_len, self.compute_bytes)
-            backward = [Work(), *(op.backward_input_work(*sizes) for op in ops if op.has_input_half)]
-            backward += [op.backward_weight_work(*sizes) for op in ops if op.has_weight_half]
-            self._chunk_work[key] = np.array([*(op.forward_work(*sizes) for op in ops), np.sum(backward, axis=0)])
+            halves = list(halves_of(ops))[::-1]
+            backward = [Work(), *(each.input.backward_input_work(*sizes) for each in halves if each.input is not None)]
+            backward += [op.backward_weight_work(*sizes) for each in halves for op in each.weight[::-1]]
+            rows = [*(op.forward_work(*sizes) for op in ops), _saved_forward(ops, sizes), np.sum(backward, axis=0)]
+            self._chunk_work[key] = np.array(rows)
         return self._chunk_work[key]
 
 
@@ -168,7 +171,8 @@ class SizeWork:
         if layer.kind == "head":
             again = recomputed(layer.ops, layer.input, ())
             runs = [i for i in runs if layer.ops[i].name in again]
-        return self._seconds(work[runs].sum(axis=0) + work[-1])
+            return self._seconds(work[runs].sum(axis=0) + work[-1])
+        return self._seconds(work[runs].sum(axis=0) - work[-2] + work[-1])
 
     @cached_property
     def forward_s(self) -> float:
@@ -179,7 +183,8 @@ class SizeWork:
 
     def _forward_s(self, layer: LayerSpec) -> float:
         """Forward of a layer in a round that keeps nothing."""
-        return self._seconds(self._round_work(layer.ops)[_forward_ops(layer)].sum(axis=0))
+        work = self._round_work(layer.ops)
+        return self._seconds(work[_forward_ops(layer)].sum(axis=0) - work[-2])
 
     @cached_property
     def head_s(self) -> float:
@@ -233,7 +238,7 @@ class SizeWork:
         kept, again, _ = save_choices(block.ops, block.input)
         if self.step.request.recompute == "full":
             kept, again = kept[:, :1], again[:, :1]
-        seconds = [self._seconds(row) * self.full_rounds for row in self._round_work(block.ops)[:-1]]
+        seconds = [self._seconds(row) * self.full_rounds for row in self._round_work(block.ops)[:-2]]
         sizes = [self._output_bytes(op) * self.full_rounds for op in block.ops]
         hull = lower_hull(_ever_faster(totals(sizes, kept), totals(seconds, again)))
         return hull[-1:] if self.step.request.recompute == "none" else hull
@@ -329,6 +334,15 @@ def _ever_faster(num_bytes: np.ndarray, seconds: np.ndarray) -> list[Keeping]:
     num_bytes, seconds = num_bytes[order], seconds[order]
     faster = seconds < np.concatenate(([np.inf], np.minimum.accumulate(seconds)[:-1]))
     return list(map(Keeping, num_bytes[faster].tolist(), seconds[faster].tolist()))
+
+
+def _saved_forward(ops: tuple[Op, ...], sizes: tuple[int, int, int]) -> np.ndarray:
+    """Work that forward of ops by themselves has beyond that of those two as one that leave out what they can."""
+    alone = [op for op in ops if not op.for_backward]
+    left_out = frozenset(spec.name for op in ops for spec in op.outputs)
+    together = [leaving_out(op, left_out) for op in in_pairs(alone)]
+    found, wanted = (np.sum([op.forward_work(*sizes) for op in each], axis=0) for each in (alone, together))
+    return np.maximum(found - wanted, 0.0)
 
 
 def _forward_ops(layer: LayerSpec) -> list[int]:
