@@ -8,7 +8,7 @@ from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.fp8 import SCALINGS, Fp8Linear
-from flexengine.ops.fp8_glu import CodedGLU
+from flexengine.ops.fp8_glu import CodedGLU, has_whole_blocks
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
 
@@ -52,7 +52,7 @@ def with_fp8_linears(model: ModelSpec, matmul: str = "fp8") -> ModelSpec:
 def _converted(op: Op, later: tuple[Op, ...], matmul: str) -> Op:
     if isinstance(op, GroupedLinear):
         return op.with_fp8(matmul)
-    if type(op) is GLU and op.takes_addends:
+    if type(op) is GLU and op.takes_addends and has_whole_blocks(SCALINGS[matmul], op.width):
         return CodedGLU(op)
     if not isinstance(op, Linear):
         return op

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.fp8_blocks import TERMS, BlockScaling, round_squares, round_vectors
-from flexengine.ops.fp8_scaling import LARGEST, LEAST_ABSMAX, Buffers, Operand
+from flexengine.ops.fp8_scaling import LARGEST, LEAST_ABSMAX, Buffers, Operand, Scaling
 from flexengine.ops.glu import GLU, glu_backward, glu_forward, has_kernel
 from flexengine.ops.joined import Joined
 
@@ -28,10 +28,11 @@ class CodedGLU(GLU):
         super().__init__(unit.name, unit.gate_up, unit.y, unit.width, unit.activation)
 
     def with_next(self, following: Op) -> Op | None:
-        if self.before is not None or self.behind is not None or not takes_codes(following, self.width):
+        if self.before is not None or self.behind is not None or not isinstance(following, Fp8Linear):
             return None
-        assert isinstance(following, Fp8Linear)
-        return FedByUnit(self, following) if following.x == following.x_again == self.y else None
+        if following.x != self.y or not has_whole_blocks(following.scaling, self.width):
+            return None
+        return FedByUnit(self, following) if following.x_again == self.y else None
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         """Also a, the gradient of gate_up, and what rounding takes of it."""
@@ -39,9 +40,9 @@ class CodedGLU(GLU):
         return own + tokens * (3 * self.width * compute_bytes + 16 * TERMS)
 
 
-def takes_codes(layer: Op, width: int) -> bool:
-    """Whether a layer's operands have scales for blocks, of which a unit of this width has whole ones."""
-    return isinstance(layer, Fp8Linear) and isinstance(layer.scaling, BlockScaling) and width % TERMS == 0
+def has_whole_blocks(scaling: Scaling, width: int) -> bool:
+    """Whether operands have scales for blocks, of which a unit of this width has whole ones."""
+    return isinstance(scaling, BlockScaling) and width % TERMS == 0
 
 
 class FedByUnit(Joined):
@@ -67,10 +68,10 @@ class FedByUnit(Joined):
         return self.changed(whole=False, outputs=self.layer.outputs)
 
     def with_previous(self, previous: Op) -> Op | None:
-        if self.source is not None or not takes_codes(previous, self.unit.width) or not previous.has_input_half:
+        if self.source is not None or not isinstance(previous, Fp8Linear) or not previous.has_input_half:
             return None
-        assert isinstance(previous, Fp8Linear)
-        if previous.y != self.unit.gate_up or previous.residual is not None:
+        of_same_blocks = has_whole_blocks(previous.scaling, self.unit.width)
+        if previous.y != self.unit.gate_up or previous.residual is not None or not of_same_blocks:
             return None
         source = previous.changed(coded=frozenset({"grad8"}))
         read = (self.unit.gate_up,) if _reads_gradient(source) else ()

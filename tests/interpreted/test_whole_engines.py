@@ -34,6 +34,7 @@ from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
+from flexengine.ops.glu import GLU
 from flexengine.plan import KeepDtype, Numerics, Plan
 
 BF16 = Numerics("bfloat16", "split", "bfloat16", "float32")
@@ -78,12 +79,13 @@ def kept(keep: KeepDtype = "fp8") -> Whole:
     return changed(whole, with_coded_inputs(with_keep_dtype(whole.source.spec, keep), keep))
 
 
-def without_fp8() -> Whole:
-    return Whole(random_weights(tiny_config(**WIDE, attention_bias=True)), BF16)
+def without_fp8(intermediate_size: int = 64) -> Whole:
+    config = tiny_config(**{**WIDE, "intermediate_size": intermediate_size}, attention_bias=True)
+    return Whole(random_weights(config), BF16)
 
 
-def fp8(matmul: str = "fp8") -> Whole:
-    whole = without_fp8()._replace(numerics=replace(BF16, matmul=matmul))
+def fp8(matmul: str = "fp8", intermediate_size: int = 64) -> Whole:
+    whole = without_fp8(intermediate_size)._replace(numerics=replace(BF16, matmul=matmul))
     return changed(whole, with_fp8_linears(whole.source.spec, matmul))
 
 
@@ -109,7 +111,7 @@ KINDS: dict[str, Callable[[], Whole]] = {
     "lora on int8": lambda: stored("int8"),
     "fp8 products": fp8,
     "fp8 products by rows": lambda: fp8("fp8-rowwise-gw-hp"),
-    "fp8 products by blocks": lambda: fp8("fp8-blockwise"),
+    "fp8 products by blocks": lambda: fp8("fp8-blockwise", 128),  # of which a unit has one
     "activations and inputs kept in fp8": lambda: kept("fp8-all"),
     "lora, activations kept in fp8": lambda: with_adapters(kept()),
     "experts in parts": in_parts,
@@ -146,19 +148,20 @@ def check(kind: str, monkeypatch: pytest.MonkeyPatch) -> Whole:
     assert loss == pytest.approx(plain_loss, rel=1e-5 if exact else 1e-2)
     error, name = worst_error(gradients, plain_gradients)
     if whole.numerics.matmul != "compute":
-        check_rounding(gradients, plain_gradients)
+        check_rounding(gradients, plain_gradients, whole.source.spec)
     else:
         assert error <= (IN_FLOAT32 if exact else IN_BF16), f"gradient of {name}: relative error {error:.1e}"
     return whole
 
 
-def check_rounding(gradients: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+def check_rounding(gradients: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], spec: ModelSpec) -> None:
     """One bit of an operand's largest element is its scale, and so the rounding of all of it to FP8: kernels and plain
     torch may differ by as much as each of them does from products without FP8, and no more.
 
     All gradients are looked at together: single ones that nearly cancel, as of a bias of keys, hold little but noise.
     """
-    _, unrounded = shown(without_fp8(), streamed_plan)
+    width = next(op.width for op in spec.blocks[0].ops if isinstance(op, GLU))
+    _, unrounded = shown(without_fp8(width), streamed_plan)
     together = [torch.cat([found[name].flatten() for name in unrounded]) for found in (gradients, plain, unrounded)]
     own, other, apart = (relative_error(together[a], together[b]) for a, b in ((0, 2), (1, 2), (0, 1)))
     assert own <= 1.25 * other, f"relative error {own:.1e}, plain torch {other:.1e}"
