@@ -233,13 +233,17 @@ def adapted_unit() -> None:
 
 def fp8_blocks() -> None:
     """What rounds to FP8 with scales for blocks, and what multiplies it, of experts, too."""
-    from flexengine.kernels import fp8_block_product, fp8_blocks, grouped  # noqa: PLC0415
+    from flexengine.kernels import fp8_block_product, fp8_blocks, fp8_glu, grouped  # noqa: PLC0415
 
     x, codes = torch.zeros(256, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
     scales, squares = torch.zeros(2, 256), torch.zeros(2, 4)
     fp8_blocks.round_vectors(x, 448.0, 1e-30, (codes, scales), (codes.clone(), scales.clone()))
     for transposed in (False, True):
         fp8_blocks.round_squares(x, 448.0, 1e-30, codes, squares, transposed)
+    unit = (codes[:, :128].contiguous(), scales[:1].contiguous())
+    fp8_glu.glu_forward(x, *unit, 448.0, 1e-30, "silu", None)
+    both = fp8_glu.Gradients((codes, scales), (codes, scales), None, (codes[:128], scales[:, :128].contiguous()))
+    fp8_glu.glu_backward(x[:, :128].contiguous(), x, both, 448.0, 1e-30, "silu")
     fp8_block_product.block_product(codes, codes, scales, squares, True, x, None, False)
     fp8_block_product.block_product(codes, codes, scales, scales, False, x.float(), None, True)
     of_experts = grouped.Scales(scales, torch.zeros(2, 1, 4), blocks=True)
