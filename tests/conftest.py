@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -244,7 +246,33 @@ def _seeded() -> None:
         torch.cuda.manual_seed_all(0)
 
 
+Pair = tuple[tuple[str, str], ...]
+
+
+def pairs_of(item: pytest.Item) -> set[Pair]:
+    """Each two of the values of a case, with the names of its parameters."""
+    assert isinstance(item, pytest.Function)
+    return set(combinations(sorted((name, repr(value)) for name, value in item.callspec.params.items()), 2))
+
+
+def leave_more_than_pairs(items: list[pytest.Item]) -> None:
+    """Mark as thorough what adds no pair of values to a test's other cases; the one that adds most comes first."""
+    tests = defaultdict[str, dict[pytest.Item, set[Pair]]](dict)
+    for item in items:
+        if item.get_closest_marker("pairs") and not item.get_closest_marker("thorough"):
+            tests[item.nodeid.partition("[")[0]][item] = pairs_of(item)
+    for cases in tests.values():
+        missing = set().union(*cases.values())
+        assert missing, f"{next(iter(cases)).nodeid} has one parameter, whose values are in no pairs"
+        while missing:
+            best = max(cases, key=lambda item: len(cases[item] & missing))
+            missing -= cases.pop(best)
+        for item in cases:
+            item.add_marker("thorough")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_more_than_pairs(items)
     asked = str(config.getoption("markexpr", ""))
     for marker in {"interpreter", "thorough"} - {name for name in ("interpreter", "thorough") if name in asked}:
         by_hand = [item for item in items if item.get_closest_marker(marker)]

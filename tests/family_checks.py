@@ -26,7 +26,7 @@ MAX_SEQ_LEN = 48
 def draw_batch(vocab_size):
     """(input_ids, labels): ragged, one sequence of the full length, a third of the labels -100."""
     rng = random.Random(5)
-    ids = random_batch(5, [MAX_SEQ_LEN, 3, rng.randint(4, MAX_SEQ_LEN)], vocab_size)
+    ids = random_batch(5, [MAX_SEQ_LEN, 3, *(rng.randint(4, MAX_SEQ_LEN) for _ in range(3))], vocab_size)
     return ids, [[-100 if rng.random() < 0.3 else t for t in row] for row in ids]
 
 

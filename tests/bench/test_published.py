@@ -16,7 +16,7 @@ def name(run: Published) -> str:
 CARDS = {run.flags.split()[run.flags.split().index("--gpu") + 1] for run in ROWS}
 
 
-@pytest.mark.parametrize("run", [*TIGHT, *SEVENS], ids=name)
+@pytest.mark.parametrize("run", [*TIGHT, *(pytest.param(run, marks=pytest.mark.thorough) for run in SEVENS)], ids=name)
 def test_no_published_measurement_beats_the_rates_of_a_preset(run: Published):
     row = Row.of(run)
     assert row.card_tokens_per_s() >= run.tokens_per_s

@@ -35,6 +35,7 @@ def caches_of(heads, dtype, device):
     return found[: len(STARTS)], found[len(STARTS) :]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "style"), [(h, s) for h in HEADS for s in STYLES if h == "GQA" or s == "scaled"])

@@ -135,7 +135,8 @@ def test_styles(device, seq_lens, style):
     check(run(Case(seq_lens=seq_lens), STYLES[style], torch.float32, device), PRECISE)
 
 
-@pytest.mark.parametrize("style", cases(["all keys", "all of them"], ["all of them"]))
+@pytest.mark.pairs
+@pytest.mark.parametrize("style", ["all keys", "all of them"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.usefixtures("small_tiles")

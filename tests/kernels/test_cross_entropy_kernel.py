@@ -41,6 +41,7 @@ def check(checks, tokens, vocab_size, dtype, device, soft_cap=0.0):
     assert torch.equal(again, logits)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "vocab_size"), [(3, 5), (7, 1003), (4, 8192), (4, 20011)])
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0])

@@ -32,6 +32,7 @@ def check(name, units, rows, columns, dtype, device, monkeypatch):
     assert torch.equal(out.nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 130), (17, 1026), (130, 66)], ids=str)
 @pytest.mark.parametrize("name", FORMATS)

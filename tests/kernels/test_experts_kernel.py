@@ -116,6 +116,7 @@ def test_rows_are_dispatched_and_combined(checks, device, dtype, tokens, count, 
     check_rows(checks, device, dtype, tokens, count, width)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", [(3, 1, 2, 8, 16), (20, 2, 5, 33, 17), (70, 2, 3, 65, 130)], ids=str)
@@ -219,6 +220,7 @@ def check_descriptors(checks, device, routing, transposed, shape, width, tiling=
     checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[torch.bfloat16], "y")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["as they are", "weighted"])
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -30,6 +30,7 @@ def check(rows, words, dtype, device, pinned=False):
     assert torch.equal(target.cpu(), expected)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32], ids=str)
 @pytest.mark.parametrize("words", [1, 1000, 2053])
 @pytest.mark.parametrize("routing", ROUTED)

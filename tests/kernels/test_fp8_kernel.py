@@ -41,6 +41,7 @@ def check(x, fp8_dtype, padded=None):
     assert scale.item() == expected_scale.item()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("fp8_dtype", fp8.FP8, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns", "padded"), [(1, 16, 16), (37, 70, 48), (64, 64, 64), (130, 65, 144)])

@@ -49,6 +49,7 @@ def check(checks, tokens, width, dtype, device, activation="silu"):
     assert torch.equal(gate_up, grad_gate_up)  # in place, and a second run: the same bits
 
 
+@pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:overflow encountered in")  # the interpreter computes with numpy
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", UNITS, ids=str)
@@ -81,6 +82,7 @@ def check_weighted(checks, tokens, width, dtype, device, activation):
     assert torch.equal(grad_out, out)  # over its gradient: what forward wrote, bit for bit
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", UNITS, ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(7, 257), (3, 2500)])

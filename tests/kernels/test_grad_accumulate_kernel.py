@@ -25,6 +25,7 @@ def check(checks, num_elements, num_parts, dtype, has_previous, device):
     assert torch.equal(squares, squares_again)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_previous", [False, True])
 @pytest.mark.parametrize(("num_elements", "num_parts"), [(1, 1), (1, 4), (5003, 3), (40_000, 4)])

@@ -63,6 +63,7 @@ def check_backward(checks, tokens, heads, latent, interleaved, accumulate, dtype
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("heads", LAYOUTS, ids=str)
@@ -71,6 +72,7 @@ def test_forward(checks, device, tokens, heads, interleaved, dtype):
     check_forward(checks, tokens, heads, 9, interleaved, dtype, device)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

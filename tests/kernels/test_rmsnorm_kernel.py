@@ -1,10 +1,7 @@
 """RMSNorm kernels against float64 formulas written from the definition, with autograd for the gradients."""
 
-from itertools import product
-
 import pytest
 import torch
-from thorough import cases
 
 from flexengine.kernels import rmsnorm
 
@@ -124,11 +121,10 @@ def check_in_one_pass(checks, shape, dtype, device, groups, accumulate, found, w
     assert torch.equal(again, partials)
 
 
-WAYS = list(product(DTYPES, (False, True), (False, True)))
-EVERY_PAIR = [way for way in WAYS if (way[0] == DTYPES[0]) ^ way[1] ^ way[2]]
-
-
-@pytest.mark.parametrize(("dtype", "accumulate", "found"), cases(WAYS, EVERY_PAIR), ids=str)
+@pytest.mark.pairs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("found", [False, True])
 @pytest.mark.parametrize(
     ("shape", "groups"), [((1, 48), 1), ((7, 257), 3), ((33, 1024), 8), ((5, 48), 8), ((9, 3, 40), 4)], ids=str
 )

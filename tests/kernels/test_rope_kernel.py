@@ -46,6 +46,7 @@ def check(checks, tokens, heads, rotated, head_dim, rotary, dtype, device, inver
     assert torch.equal(again, storage)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def check(checks, tokens, width, dtype, device, activation):
     checks.assert_close(grad, expected_grad, checks.TOLERANCE[dtype], "grad_gate_up")
 
 
+@pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:overflow encountered in")  # the interpreter computes with numpy
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", glu.ACTIVATIONS)

@@ -67,6 +67,7 @@ def test_rows_are_placed_as_by_a_stable_sort(checks, device, shape, kind):
     check_places(checks, device, shape, kind)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalised", [True, False], ids=["normalised", "as they are"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -64,6 +64,7 @@ def check_uncut(h, checks, op, seq_lens, tolerance, kernels="flash"):
     return result, h.run(op, chunk, {"qkv": qkv}, grad_outputs={"o": grad_o})
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("n", "g"), HEADS, ids=HEAD_IDS)
 @pytest.mark.parametrize("width", [2, 7, 16])
 @pytest.mark.parametrize("seq_lens", [(1,), (9,), (5, 1, 12), (1, 1, 1)], ids=str)
@@ -71,6 +72,7 @@ def test_matches_autograd(harness, checks, seq_lens, width, n, g):
     check_uncut(harness, checks, make(n, g, width), seq_lens, 1e-12)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
 @pytest.mark.parametrize("query_block", [512, 4])
 @pytest.mark.parametrize("seq_lens", [(9,), (5, 1, 12), (8, 7, 8)], ids=str)
@@ -90,6 +92,7 @@ def test_a_cut_sequence_in_every_style(harness, checks, cuts, style):
     checks.close(grad, grad_qkv)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 @pytest.mark.parametrize(("n", "g"), HEADS, ids=HEAD_IDS)
 @pytest.mark.parametrize(("width", "value_dim"), [(6, 4), (7, 1), (2, 2)])
@@ -171,6 +174,7 @@ def test_a_window_equals_the_uncut_sequence(harness, checks, cuts, n, g):
     checks.close(grad, grad_qkv)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("style", [CAUSAL, AttentionStyle(0.4), AttentionStyle(window=4)], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 25])
 @pytest.mark.parametrize("cuts", [(4, 4, 3), (1, 9), (5, 1, 1, 4)], ids=str)

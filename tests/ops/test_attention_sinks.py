@@ -87,6 +87,7 @@ def check_cut(h, checks, op, cuts, tolerance, chunk_tokens=300):
         checks.close(actual, expected, tolerance, name)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("style", [*STYLES.values(), *SOFT_CAP.values()], ids=[*STYLES, *SOFT_CAP])
 @pytest.mark.parametrize(("n", "g"), [(4, 2), (3, 3), (6, 1)], ids=["GQA", "MHA", "MQA"])
 @pytest.mark.parametrize("seq_lens", [(1,), (9,), (5, 1, 12)], ids=str)

@@ -52,6 +52,7 @@ def check(h, checks, op, seq_lens, tolerance=1e-12, previous=None):
     return result
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("taps", [2, 4, 7])
 @pytest.mark.parametrize("seq_lens", [(1,), (30,), (2, 1, 1, 9, 3)], ids=str)

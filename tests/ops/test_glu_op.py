@@ -34,6 +34,7 @@ def definition(gate_up, grad_a, activation):
     return {"a": a}, {"gate_up": grad}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("activation", UNITS, ids=str)
 @pytest.mark.parametrize("write_over", [False, True], ids=["own buffer", "over gate_up"])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 3), (7, 33), (13, 48)])

@@ -133,6 +133,7 @@ def segments_of(seed: int, frozen: tuple[str, ...]) -> dict[str, Any]:
 FROZEN = ((), ("embed", "block.0"), ("embed", "blocks"), ("block.1", "head"), ("blocks", "head"))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("seed", cases(range(12), range(6)))
 @pytest.mark.parametrize("name", ["cpu-test", "rtx-4090"])
 @pytest.mark.parametrize("frozen", FROZEN, ids=" ".join)

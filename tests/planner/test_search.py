@@ -61,6 +61,7 @@ def test_blocks_of_two_kinds_match_the_oracle(link, seq_len, factor):
     assert make_plan(model, request, profile).predicted.step_s <= 1.02 * best_s
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 @pytest.mark.parametrize(
