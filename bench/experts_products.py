@@ -147,6 +147,7 @@ def compare(name: str, repeats: int, adapted: bool) -> None:
             f"{name + (', adapters' if adapted else ''):36} {way:22} {took:8.1f} us {base / took:6.3f}x {rate}",
             flush=True,
         )
+    assert first is not None
     start, end = bounds[:2].tolist()
     exact = rows[start:end].double() @ (weight[0].double() if transposed else weight[0].double().t())
     if adapter is not None:
