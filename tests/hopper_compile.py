@@ -189,6 +189,7 @@ def experts(tiling: tuple[int, ...]) -> None:
             low = kernels.LowRank(rows[:, :32].contiguous(), weight[:, :32].contiguous(), transposed=True)
             operands = (rows, weight, bounds, rows.clone(), transposed, None, None, low, None)
             kernels.launch(*operands, kernels.Tiling(*tiling))
+            kernels.grouped_walk.launch(*operands, kernels.grouped_walk.Walk(kernels.Tiling(*tiling)))
     kernels.grouped_weight_gradient(rows, rows, bounds, acc, True)
     for accumulate in (False, True):
         kernels.grouped_gradient_tma.launch(rows, rows, bounds, acc, accumulate)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from flexengine.kernels import expert_biases, grouped_gradient_tma, grouped_tma
+from flexengine.kernels import expert_biases, grouped_gradient_tma, grouped_tma, grouped_walk
 from flexengine.kernels import experts as rows_kernel
 from flexengine.kernels import grouped as kernel
 
@@ -215,6 +215,10 @@ def check_descriptors(checks, device, routing, transposed, shape, width, tiling=
         kernel.grouped_product(*operands)
     else:
         grouped_tma.launch(*operands, None, tiling)
+    by_tile = out.clone()
+    walk = grouped_walk.PRODUCT if tiling is None else grouped_walk.Walk(tiling)
+    grouped_walk.launch(*operands[:3], out.fill_(float("nan")), *operands[4:], None, walk)
+    assert torch.equal(out, by_tile)
     own = (weight.mT if transposed else weight).double().cpu()[expert]
     wanted = torch.einsum("rd,rfd->rf", x.double().cpu(), own) + added + bias.double().cpu()[expert]
     checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[torch.bfloat16], "y")
