@@ -306,7 +306,9 @@ def _plan(
 ) -> Plan:
     """The plan of all ranks. is_here: its memory has to be free. caches: as of `prepare_job`."""
     source, job, device = opened
-    request = make_request(job, profile, device.type, ranks.local_size, ranks.nodes, source.spec, whole_steps)
+    request = make_request(
+        job, profile, device.type, ranks.local_size, ranks.nodes, source.spec.whole_sequences, whole_steps
+    )
     find = partial(remembered_plan, plan_for_ranks) if is_here and device.type == "cuda" else plan_for_ranks
     plan = with_cache(find(source.spec, without_cache(request, caches), profile), request, caches)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning

@@ -210,13 +210,13 @@ def probe_shape(spec: ModelSpec, job: Job | None = None) -> ProbeShape:
 
 def make_request(
     job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1,
-    model: ModelSpec | None = None, whole_steps: bool = False,
+    whole_sequences: bool = False, whole_steps: bool = False,
 ) -> Request:  # fmt: skip
     """Make what a job asks of the planner for all ranks.
 
     A budget that is not given is what is free less room for the system (`system_room`). device_type: cuda or cpu, on
-    which the GPU budget is taken out of the host's. ranks: of a node. model: whose chunks it is for. whole_steps: as of
-    a request. Raises ValueError where the machine cannot do what the job wants.
+    which the GPU budget is taken out of the host's. ranks: of a node. whole_sequences: as of the model. whole_steps: as
+    of a request. Raises ValueError where the machine cannot do what the job wants.
     """
     check_several(job, ranks * nodes, nodes)
     if job.dtype == "bfloat16" and lacks_bfloat16(profile):
@@ -243,8 +243,7 @@ def make_request(
         exchange=job.exchange_dtype,
         recompute=job.recompute,
         reproducible=job.reproducible,
-        whole_sequences=model is not None and model.whole_sequences,
-        large_chunks=model is not None and model.has_large_sums,
+        whole_sequences=whole_sequences,
         whole_steps=whole_steps,
         graphs=job.cuda_graphs,
         numerics=job.numerics,

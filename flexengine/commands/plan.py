@@ -117,7 +117,9 @@ def _plan(asked: Asked, request: Request, profile: HardwareProfile, caches: Cach
 def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:
     """What is asked of the planner for all GPUs together."""
     flags, device_type = asked.flags, profile.device_type
-    return make_request(job, profile, device_type, flags.gpus, flags.nodes, asked.model, whole_steps=True)
+    return make_request(
+        job, profile, device_type, flags.gpus, flags.nodes, asked.model.whole_sequences, whole_steps=True
+    )
 
 
 def _network_bytes_per_s(flags: argparse.Namespace) -> float:

@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple
 
 from flexengine.ops.base import DType, Op, TensorSpec
 from flexengine.ops.experts.balance import Balancing
-from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.formats.weight_format import Storage
 from flexengine.ops.given_rows import GivenRows, PlaceRows, placing
 from flexengine.options.lora import LoRA
@@ -344,11 +343,6 @@ class ModelSpec:
     def whole_sequences(self) -> bool:
         """Whether chunks must hold sequences whole."""
         return any(op.whole_sequences for layer in self.layers for op in layer.ops)
-
-    @property
-    def has_large_sums(self) -> bool:
-        """Whether a chunk adds to gradients of all experts' weights, of which a token has but a few."""
-        return any(isinstance(op, GroupedLinear) and op.adds_to_weight for layer in self.layers for op in layer.ops)
 
     @property
     def buffers(self) -> dict[str, WeightSource]:

@@ -104,7 +104,6 @@ class Request:
     whether blocks' commands are replayed as CUDA graphs; auto is where the planner finds that faster, and its plan's
     request then says always. reproducible: where sizes are not given, they follow from model and batch alone
     (`planner/reproducible.py`). whole_sequences: no chunk cuts a sequence, as the model's layers take them whole.
-    large_chunks: chunks of 32768 tokens are tried, too, as every chunk adds to sums that are larger than what it moves.
     whole_steps: every step is one `train_step`, so that gradients of one round need not be stored. gpu_updates: without
     clipping the GPU, too, may update inside the last round ("in_round"), also from gradients that are not stored, so
     that every step is one round ("unstored"), which with clipping runs twice (`norm_first`); auto is where the planner
@@ -135,7 +134,6 @@ class Request:
     graphs: Literal["auto", "never", "always"] = "auto"
     reproducible: bool = False
     whole_sequences: bool = False
-    large_chunks: bool = False
     whole_steps: bool = False
     gpu_updates: Literal["auto", "in_round", "unstored"] = "auto"
     segment_blocks: int | None = None

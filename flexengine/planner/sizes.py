@@ -120,8 +120,7 @@ def _chunk_choices(request: Request) -> list[int]:
     if request.gpu_updates == "unstored" and request.round_tokens is None:
         usual = {c for c in (*CHUNK_TOKENS, limit) if c <= min(limit, LARGE_CHUNK_TOKENS)}
         return sorted(usual | _with_room_for_one(limit, request.max_seq_len))
-    largest = () if not request.large_chunks else (2 * CHUNK_TOKENS[-1],)
-    choices = {c for c in (*CHUNK_TOKENS, *largest) if c <= limit}
+    choices = {c for c in CHUNK_TOKENS if c <= limit}
     if limit < 2 * CHUNK_TOKENS[0]:
         choices |= {limit, max(1, limit // 2), request.max_seq_len}
     if request.round_tokens is None:
@@ -130,7 +129,7 @@ def _chunk_choices(request: Request) -> list[int]:
         whole = {filled(c, request.max_seq_len) for c in choices if c >= CHUNK_TOKENS[0]}
         return sorted({c for c in choices if c < CHUNK_TOKENS[0]} | whole | _even_parts(limit, request.max_seq_len))
     parts = {limit // n for n in CHUNKS_PER_ROUND if limit % n == 0}
-    return sorted(c for c in choices | parts if limit % c == 0 and c <= max(CHUNK_TOKENS[-1], *largest, min(parts)))
+    return sorted(c for c in choices | parts if limit % c == 0 and c <= max(CHUNK_TOKENS[-1], min(parts)))
 
 
 def _with_room_for_one(batch_tokens: int, seq_len: int) -> set[int]:

@@ -170,7 +170,7 @@ def trade_lines(config: TrainConfig, planned: PlannedRun) -> list[str]:
 
     def case(job: Job) -> Case:
         spec = described(source.spec, job)
-        request = make_request(job, profile, device, model=spec, whole_steps=True)
+        request = make_request(job, profile, device, whole_sequences=spec.whole_sequences, whole_steps=True)
         return spec, request
 
     found = Trades(job, planned.plan, profile, case).bounded()

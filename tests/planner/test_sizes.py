@@ -5,9 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from flexengine import LoRA
-from flexengine.models.lora import with_lora
-from flexengine.models.registry import open_model
 from flexengine.plan import MOST_ROUNDED, Numerics, Plan, Request
 from flexengine.planner.sizes import chunk_sizes, filled
 from flexengine.schedule.packing import full_round, later_rounds, pack, rounds_per_step
@@ -81,15 +78,3 @@ def test_no_size_makes_more_rounds_than_sums_in_16_bits_bear(seq_len, batch, ran
 
 def test_pinned_sizes_stay_however_many_rounds_they_make():
     assert chunk_sizes(request(64, 131072, chunk_tokens=256, round_tokens=512)) == [(256, 2)]
-
-
-def test_larger_chunks_are_tried_where_each_adds_to_large_sums():
-    usual, large = (request(2048, 131072, large_chunks=large) for large in (False, True))
-    assert {*chunk_sizes(large)} - {*chunk_sizes(usual)} == {(32768, n) for n in (1, 2, 3, 4)}
-    assert (32768, 2) in chunk_sizes(replace(large, round_tokens=65536))
-    assert 32768 not in {chunk for chunk, _ in chunk_sizes(replace(large, max_global_batch_tokens=16384))}
-    experts = open_model("preset:olmoe-1b-7b").spec
-    frozen = with_lora(experts, LoRA(targets=("all-experts",)))
-    assert experts.has_large_sums
-    assert not frozen.has_large_sums
-    assert not open_model("preset:llama-3.2-1b").spec.has_large_sums

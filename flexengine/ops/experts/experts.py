@@ -63,11 +63,6 @@ class GroupedLinear(PricedByHalf):
         self.grad_inputs = (x, *weights)
 
     @property
-    def adds_to_weight(self) -> bool:
-        """Whether backward adds to a gradient of the weight itself."""
-        return self.has_weight_half and self.weight in self.params
-
-    @property
     def shape(self) -> ExpertShape:
         """What its speed depends on beside tokens."""
         return ExpertShape(self.num_experts, self.per_token, self.in_features, self.out_features)
