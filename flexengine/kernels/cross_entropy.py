@@ -3,10 +3,8 @@
 B tokens of the block, V vocabulary. One row per program: the log-sum-exp is built online (Milakov and Gimelshein 2018,
 https://arxiv.org/abs/1805.02867), so a row is read once for the loss and once more for the gradient. The second pass
 goes backwards: it begins with what was read last, which the cache still holds. Every tile is loaded while the one
-before it is worked on. A program may hold the last tiles in registers between the passes.
+before it is worked on.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,24 +16,7 @@ from flexengine.kernels.counts import next_power_of_2
 from flexengine.kernels.rounding import round_to
 
 IGNORE_LABEL = -100  # the label of tokens that carry no loss, as in torch and Hugging Face
-
-
-class Tiling(NamedTuple):
-    """How a program walks over its row: columns at a time, warps, tiles that stay in registers for the second pass, and
-    whether the cache is told which tiles are read again."""
-
-    block: int = 8192
-    warps: int = 16
-    held: int = 0
-    keeps: bool = False
-
-
-SHORT_ROWS = Tiling()  # 16 columns a thread, and two rows share a multiprocessor
-LONG_ROWS = SHORT_ROWS
-"""Where two rows on every multiprocessor are more than the cache holds: the second pass reads them from memory.
-`Tiling(held=4, keeps=True)` takes 128 registers a thread, so that one row is on each and 27% of it in registers."""
-LONG_ROW_BYTES = 1 << 17
-"""Two rows of this size on 132 multiprocessors take 35 MB, of the 50 MB of an H100's or H200's cache."""
+_BLOCK = 8192  # columns at a time: 16 warps hold 16 per thread, and two rows share a multiprocessor
 
 
 def cross_entropy_(
@@ -69,14 +50,12 @@ def cross_entropy_(
         check_tensor("weights", weights, (num_tokens,), (torch.float32,))
     if num_tokens == 0:
         return
-    row_bytes = vocab_size * logits.element_size()
-    tiling = LONG_ROWS if write_grad and row_bytes > LONG_ROW_BYTES and logits.element_size() == 2 else SHORT_ROWS
-    block = min(tiling.block, next_power_of_2(vocab_size))
+    block = min(_BLOCK, next_power_of_2(vocab_size))
     _cross_entropy_kernel[(num_tokens,)](
         logits, labels, losses if weights is None else weights, losses, vocab_size, logits.stride(0), float(soft_cap),
         float(grad_factor),
         WEIGHTS=weights is not None, CAP=soft_cap != 0, IGNORE=IGNORE_LABEL, WRITE_GRAD=write_grad, BLOCK=block,
-        HELD=min(tiling.held, vocab_size // block), KEEPS=tiling.keeps, num_warps=tiling.warps if block >= 4096 else 4,
+        num_warps=16 if block >= 4096 else 4,
     )  # fmt: skip
 
 
@@ -84,16 +63,12 @@ def cross_entropy_(
 def _cross_entropy_kernel(
     logits_ptr, labels_ptr, weights_ptr, losses_ptr, vocab_size, row_stride, soft_cap, grad_factor,
     WEIGHTS: tl.constexpr, CAP: tl.constexpr, IGNORE: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
-    HELD: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     row_ptr = logits_ptr + row * row_stride
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     whole = vocab_size // BLOCK * BLOCK  # columns of the tiles that are within the row altogether
-    streamed = whole - HELD * BLOCK  # those that the second pass reads again
-    again: tl.constexpr = "evict_last" if KEEPS else ""
-    done_with: tl.constexpr = "evict_first" if KEEPS else ""
     if label == IGNORE:
         tl.store(losses_ptr + row, 0.0)
         if WRITE_GRAD:
@@ -101,19 +76,16 @@ def _cross_entropy_kernel(
     else:
         label_exists = (label >= 0) & (label < vocab_size)
         label_logit = tl.load(row_ptr + label, mask=label_exists, other=float("nan")).to(tl.float32)
-        label_logit = _capped(label_logit, soft_cap, CAP)
+        if CAP:
+            label_logit = soft_cap * _tanh(label_logit / soft_cap)
         maximum = -3.4e38  # finite, so that exp(-inf - maximum) is 0 and never NaN
         lane_sums = tl.zeros((BLOCK,), tl.float32)  # summed over the lanes once, at the end
-        coming = _load_tile(row_ptr, 0, whole, BLOCK, again)
-        for first in range(0, streamed, BLOCK):
-            logits = _capped(coming.to(tl.float32), soft_cap, CAP)
-            coming = _load_tile(row_ptr, first + BLOCK, whole, BLOCK, again)
-            maximum, lane_sums = _with_tile(logits, maximum, lane_sums)
-        held = ()
-        for i in tl.static_range(HELD):
-            held = held + (coming,)  # noqa: RUF005 - Triton knows no other way
-            logits = _capped(coming.to(tl.float32), soft_cap, CAP)
-            coming = _load_tile(row_ptr, streamed + (i + 1) * BLOCK, whole, BLOCK, done_with)
+        coming = _load_tile(row_ptr, 0, whole, BLOCK)
+        for first in range(0, whole, BLOCK):
+            logits = coming.to(tl.float32)
+            coming = _load_tile(row_ptr, first + BLOCK, whole, BLOCK)
+            if CAP:
+                logits = soft_cap * _tanh(logits / soft_cap)
             maximum, lane_sums = _with_tile(logits, maximum, lane_sums)
         if whole < vocab_size:
             logits = _load_last(row_ptr, whole, vocab_size, BLOCK).to(tl.float32)
@@ -127,24 +99,19 @@ def _cross_entropy_kernel(
         if WRITE_GRAD:
             weight *= grad_factor
             inverse_total = 1.0 / total
-            coming = _load_tile(row_ptr, streamed - BLOCK, whole, BLOCK, done_with)
+            coming = _load_tile(row_ptr, whole - BLOCK, whole, BLOCK)
             if whole < vocab_size:
                 columns = whole + tl.arange(0, BLOCK)
                 logits = _load_last(row_ptr, whole, vocab_size, BLOCK).to(tl.float32)
                 grad = _gradient(logits, columns == label, maximum, inverse_total, soft_cap, CAP)
                 tl.store(row_ptr + columns, round_to(weight * grad, dtype), mask=columns < vocab_size)
-            for i in tl.static_range(HELD):
-                columns = streamed + (HELD - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-                logits = held[HELD - 1 - i].to(tl.float32)
-                grad = _gradient(logits, columns == label, maximum, inverse_total, soft_cap, CAP)
-                tl.store(row_ptr + columns, round_to(weight * grad, dtype), eviction_policy=done_with)
-            for done in range(BLOCK, streamed + BLOCK, BLOCK):
-                first = streamed - done
+            for done in range(BLOCK, whole + BLOCK, BLOCK):
+                first = whole - done
                 logits = coming.to(tl.float32)
-                coming = _load_tile(row_ptr, first - BLOCK, whole, BLOCK, done_with)
+                coming = _load_tile(row_ptr, first - BLOCK, whole, BLOCK)
                 columns = first + tl.arange(0, BLOCK)
                 grad = _gradient(logits, columns == label, maximum, inverse_total, soft_cap, CAP)
-                tl.store(row_ptr + columns, round_to(weight * grad, dtype), eviction_policy=done_with)
+                tl.store(row_ptr + columns, round_to(weight * grad, dtype))
 
 
 @triton.jit
@@ -177,14 +144,6 @@ def _gradient(logits, is_label, maximum, inverse_total, soft_cap, CAP: tl.conste
 
 
 @triton.jit
-def _capped(logits, soft_cap, CAP: tl.constexpr):
-    if CAP:
-        return soft_cap * _tanh(logits / soft_cap)
-    else:
-        return logits
-
-
-@triton.jit
 def _weight(pointer, WEIGHTS: tl.constexpr):
     if WEIGHTS:
         return tl.load(pointer)
@@ -198,14 +157,14 @@ def _tanh(x):
 
 
 @triton.jit
-def _load_tile(row_ptr, first, whole, BLOCK: tl.constexpr, EVICTION: tl.constexpr = ""):
+def _load_tile(row_ptr, first, whole, BLOCK: tl.constexpr):
     """Columns first .. first + BLOCK - 1, all within the first `whole` or none: then -inf, and nothing is read.
 
     All columns have one mask. With one for each, only a vocabulary that 16 divides would be read 16 bytes at a time.
     """
     exists = (first >= 0) & (first < whole)
     mask = tl.full((BLOCK,), True, tl.int1) & exists
-    return tl.load(row_ptr + first + tl.arange(0, BLOCK), mask=mask, other=float("-inf"), eviction_policy=EVICTION)
+    return tl.load(row_ptr + first + tl.arange(0, BLOCK), mask=mask, other=float("-inf"))
 
 
 @triton.jit

@@ -49,33 +49,6 @@ def test_matches_float64(checks, device, tokens, vocab_size, dtype, soft_cap):
     check(checks, tokens, vocab_size, dtype, device, soft_cap)
 
 
-HOLDING = cross_entropy.Tiling(block=1024, held=3, keeps=True)
-
-
-@pytest.mark.parametrize(("vocab_size", "soft_cap"), [(5000, 5.0), (4096, 0.0), (3100, 0.0), (1500, 0.0)])
-def test_tiles_in_registers_change_no_bit(checks, device, monkeypatch, vocab_size, soft_cap):
-    """Of rows with more tiles than are held, of as many and of fewer, also where the last one is short."""
-    found = {}
-    for tiling in (HOLDING, HOLDING._replace(held=0, keeps=False)):
-        monkeypatch.setattr(cross_entropy, "LONG_ROWS", tiling)
-        monkeypatch.setattr(cross_entropy, "LONG_ROW_BYTES", 0)
-        torch.manual_seed(0)
-        check(checks, 3, vocab_size, torch.bfloat16, device, soft_cap)
-        logits = 4 * torch.randn(3, vocab_size, device=device).bfloat16()
-        losses, labels = torch.empty(3, device=device), torch.tensor([0, vocab_size - 1, 1024], device=device)
-        cross_entropy.cross_entropy_(logits, labels, losses, True, soft_cap)
-        found[tiling.held] = torch.cat([logits.flatten().float(), losses])
-    assert torch.equal(found[0], found[3])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("held", [0, 4])
-@pytest.mark.parametrize(("tokens", "vocab_size"), [(257, 128256), (33, 151937)])
-def test_long_rows_match_float64_on_gpu(checks, gpu, monkeypatch, tokens, vocab_size, held):
-    monkeypatch.setattr(cross_entropy, "LONG_ROWS", cross_entropy.Tiling(held=held, keeps=True))
-    check(checks, tokens, vocab_size, torch.bfloat16, gpu)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "vocab_size"), [(513, 128256), (33, 256000), (33, 151937)])
