@@ -105,16 +105,16 @@ def _keeping_low(ops: list[Op], outputs: dict[str, str]) -> Iterator[Op]:
     router whose experts it is of, what the unit that makes low reads, or that of the unit that adds the gradient of
     what low is made of."""
     needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)}
-    lost = {op.in_place[0] for op in ops if op.in_place}
+    last = dict(op.in_place for op in ops if op.in_place)  # names by those that they write over
     producer = {spec.name: op for op in ops for spec in op.outputs}
     beside: dict[Op, list[TensorSpec]] = {}
     for op in ops:
         if isinstance(op, LoraDown | GLUDown) and not op.for_backward and op.adapters.low.name in needed:
             # What is made again for backward is made of codes, and never of what forward has.
-            experts, kept = op.adapters.experts, outputs[op.adapters.name]
-            if experts or kept not in needed - lost:
-                whole = isinstance(op, LoraDown) and op.grad_inputs
-                kept = experts.bounds if experts else "" if whole else op.inputs[0]
+            experts, own = op.adapters.experts, outputs[op.adapters.name]
+            kept = experts.bounds if experts else last.get(own, own)
+            if not experts and kept not in needed - last.keys():
+                kept = "" if isinstance(op, LoraDown) and op.grad_inputs else op.inputs[0]
             if kept in producer:
                 beside.setdefault(producer[kept], []).append(op.adapters.low)
     return (op.changed(beside=(*op.beside, *beside[op])) if op in beside else op for op in ops)

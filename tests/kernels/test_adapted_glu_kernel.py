@@ -75,20 +75,20 @@ def layers(activation: Activation = "silu"):
 
 
 @pytest.mark.parametrize("rows", [{"l": ((0, WIDTH), (WIDTH, 2 * WIDTH))}, {}], ids=["both layers", "one layer"])
-def test_a_layer_has_the_gradients_of_the_plain_path(rows, checks, monkeypatch):
-    torch.manual_seed(3)
+def test_a_layer_has_the_gradients_of_the_plain_path(rows, device, checks, monkeypatch):
     ops = adapted(layers(), rows | {"d": ((0, 20),)})
     assert not any("a" in (*op.needs_input, *op.needs_weight) for op in ops)  # nothing keeps or recomputes it
     shapes = {"w": (2 * WIDTH, 24), "v": (20, WIDTH), "d.lora_A": (3, WIDTH), "d.lora_B": (20, 3)}
     shapes |= {"l.lora_A": (6, 24), "l.lora_B": (2 * WIDTH, 3)}
-    params = {name: torch.randn(*shape).mul_(shape[1] ** -0.5).bfloat16() for name, shape in shapes.items()}
-    inputs = {"x": torch.randn(70, 24).bfloat16(), "r": torch.randn(70, 20).bfloat16()}
-    grads, found = {"y": torch.randn(70, 20).bfloat16()}, []
-    for kernel in (False, True):
-        for choice in ("adapters.lora_grads.use_product_kernel", "glu.use_kernel"):
-            monkeypatch.setattr(f"flexengine.ops.{choice}", lambda tensor, kernel=kernel: kernel)
-        outputs, into, sums = run_ops(ops, params, dict(inputs), dict(grads), chunks=2)
-        found.append({name: outputs[name] for name in ("a", "d.low", "y")} | into | sums)
+    with device:
+        params = {name: torch.randn(*shape).mul_(shape[1] ** -0.5).bfloat16() for name, shape in shapes.items()}
+        inputs = {"x": torch.randn(70, 24).bfloat16(), "r": torch.randn(70, 20).bfloat16()}
+        grads, found = {"y": torch.randn(70, 20).bfloat16()}, []
+        for kernel in (False, True):
+            for choice in ("adapters.lora_grads.use_product_kernel", "glu.use_kernel"):
+                monkeypatch.setattr(f"flexengine.ops.{choice}", lambda tensor, kernel=kernel: kernel)
+            outputs, into, sums = run_ops(ops, params, dict(inputs), dict(grads), chunks=2)
+            found.append({name: outputs[name] for name in ("a", "d.low", "y")} | into | sums)
     assert {"x", "d.lora_A", "d.lora_B"} | ({"l.lora_B"} if rows else set()) <= found[0].keys() == found[1].keys()
     for name, expected in found[0].items():
         checks.assert_close(found[1][name], expected, 2 * checks.TOLERANCE[torch.bfloat16], name)
