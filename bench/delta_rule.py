@@ -5,7 +5,7 @@
 Errors are ||result - exact|| / ||exact|| against the plain path in float64, on packed sequences of 1 to 700 tokens in
 bf16. Without a GPU TRITON_INTERPRET=1 finds those of Triton's interpreter, for two key heads and without times; it
 multiplies in float32 what cards multiply in TF32. Times are of calls back to back, memory is what a call allocates at
-its highest.
+its highest beside its results.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ def errors(path: Any, sizes: Sizes, device: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def measured(call: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of a call, and MiB that it allocates at its highest."""
+def measured(call: Callable[[], Sequence[Tensor]]) -> dict[str, float]:
+    """Milliseconds of a call, and MiB that it allocates at its highest beside its results."""
     from flexengine.hardware.measure.timing import cuda_timer  # noqa: PLC0415 (needs a GPU)
 
     seconds = cuda_timer(call, LEAST_S)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    call()
+    before += sum(x.nbytes for x in call())
     return {"ms": 1e3 * seconds, "mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
 
 
@@ -108,7 +108,7 @@ def halves(path: Any, case: Case, between: torch.dtype) -> dict[str, Any]:
     """Time and memory of both halves."""
     given = case.given._replace(between=between)
     return {
-        "forward": measured(lambda: case.forward(path, given)),
+        "forward": measured(lambda: [case.forward(path, given)]),
         "backward": measured(lambda: case.backward(path, given)),
     }
 

@@ -18,6 +18,7 @@ from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import round_to
 
 _ROWS, _COLUMNS, _WARPS = 8, 128, 1  # tile of a program: every row is read once, and found again in registers
+_SUMMED_COLUMNS = 64  # where sums of the weight's gradient are held beside
 
 
 class ConvChannels(NamedTuple):
@@ -111,7 +112,8 @@ def causal_conv_backward(
     groups, (channels, _, taps) = len(partials), part.weight.shape
     check_tensor("partials", partials, (groups, taps + (part.bias is not None), channels), (torch.float32,))
     operands, constants = _backward_operands(part, grad_y, grad_x, grad_left, grad_before)
-    _weight_kernel[(groups, cdiv(part.columns, _COLUMNS))](*operands, partials, cdiv(part.rows, groups), **constants)
+    grid, constants = (groups, cdiv(part.columns, _SUMMED_COLUMNS)), constants | {"COLUMNS": _SUMMED_COLUMNS}
+    _weight_kernel[grid](*operands, partials, cdiv(part.rows, groups), **constants)
 
 
 def _backward_operands(

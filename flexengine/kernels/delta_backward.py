@@ -24,7 +24,6 @@ from flexengine.kernels.delta_prepare import (
     LEAST_OF_EIGHT_WARPS,
     TILE,
     Tiles,
-    block_of,
     load_block,
     load_gate,
     product,
@@ -36,13 +35,12 @@ from flexengine.kernels.delta_prepare import (
 _KEY_COLUMNS = 64
 _VALUE_COLUMNS = 64
 _NORM_ROWS = 16
-_PAIRS_LAUNCH = {"num_warps": 4, "num_stages": 1}
 _KEYS_LAUNCH = {"num_warps": 8, "num_stages": 2}
 
 
-def gate_parts(key_dim: int) -> int:
+def gate_parts(tiles: Tiles) -> int:
     """Parts that the gradients of gates are the sums of."""
-    return 1 + cdiv(key_dim, block_of(key_dim, _KEY_COLUMNS, LEAST_OF_EIGHT_WARPS))
+    return 1 + cdiv(tiles.sizes[2], tiles.block_of(tiles.sizes[2], _KEY_COLUMNS, LEAST_OF_EIGHT_WARPS))
 
 
 def delta_pairs_backward(
@@ -57,13 +55,14 @@ def delta_pairs_backward(
     _, n, k, v = tiles.sizes
     tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), query_scale=(query_scale, (TILE,)))
     tiles.check(written=(written, (TILE, v)), grad_written=(grad_written, (TILE, v)), inverse=(inverse, (TILE, TILE)))
-    tiles.check(read=(read, (TILE, TILE)), parts=(parts, (gate_parts(k), 2, TILE)))
+    tiles.check(read=(read, (TILE, TILE)), parts=(parts, (gate_parts(tiles), 2, TILE)))
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
     check_tensor("grad_qkv", grad_qkv, tiles.qkv.shape, FLOATS, strided_rows=True)
     _pairs_kernel[(tiles.slots, tiles.heads)](
         *tiles.inputs(), tiles.strength, total, scale, query_scale, written, grad_o, grad_written, inverse, read, parts,
-        grad_qkv, grad_o.stride(0), grad_qkv.stride(0), gate_parts(k), **tiles.constants(),
-        BLOCK_K=block_of(k, BLOCK_K), BLOCK_V=block_of(v, BLOCK_V), **_PAIRS_LAUNCH,
+        grad_qkv, grad_o.stride(0), grad_qkv.stride(0), gate_parts(tiles), **tiles.constants(),
+        BLOCK_K=tiles.block_of(k, BLOCK_K), BLOCK_V=tiles.block_of(v, BLOCK_V), num_warps=4,
+        num_stages=2 if tiles.narrow else 1,
     )  # fmt: skip
 
 
@@ -79,14 +78,14 @@ def delta_keys_backward(
     tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), query_scale=(query_scale, (TILE,)))
     tiles.check(states=(states, (k, v)), grad_states=(grad_states, (k, v)), written=(written, (TILE, v)))
     tiles.check(solved=(solved, (TILE, v)), pairs=(pairs, (TILE, TILE)), read=(read, (TILE, TILE)))
-    tiles.check(parts=(parts, (gate_parts(k), 2, TILE)))
+    tiles.check(parts=(parts, (gate_parts(tiles), 2, TILE)))
     tiles.check_keys(grad_q=grad_q, grad_k=grad_k)
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
-    columns = block_of(k, _KEY_COLUMNS, LEAST_OF_EIGHT_WARPS)
+    columns = tiles.block_of(k, _KEY_COLUMNS, LEAST_OF_EIGHT_WARPS)
     _keys_kernel[(tiles.slots, tiles.heads // tiles.ratio, cdiv(k, columns))](
         *tiles.inputs(), tiles.strength, total, scale, query_scale, states, written, grad_o, grad_states, solved, pairs,
-        read, grad_q, grad_k, parts, grad_o.stride(0), gate_parts(k), **tiles.constants(), BLOCK_K=columns,
-        BLOCK_V=block_of(v, _VALUE_COLUMNS), **_KEYS_LAUNCH,
+        read, grad_q, grad_k, parts, grad_o.stride(0), gate_parts(tiles), **tiles.constants(), BLOCK_K=columns,
+        BLOCK_V=tiles.block_of(v, _VALUE_COLUMNS), **_KEYS_LAUNCH,
     )  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def delta_gates_backward(tiles: Tiles, parts: Tensor, grad_decay: Tensor, grad_s
 
     Order: one launch on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
-    count = gate_parts(tiles.sizes[2])
+    count = gate_parts(tiles)
     tiles.check({"grad_decay": grad_decay, "grad_strength": grad_strength}, parts=(parts, (count, 2, TILE)))
     _gates_kernel[(tiles.slots, tiles.heads)](
         *tiles.inputs(), parts, grad_decay, grad_strength, count, TILE=TILE, num_warps=1
@@ -113,7 +112,7 @@ def delta_norm_backward(tiles: Tiles, grad_q: Tensor, grad_k: Tensor, grad_qkv: 
     check_tensor("grad_qkv", grad_qkv, tiles.qkv.shape, FLOATS, strided_rows=True)
     _norm_kernel[(tiles.slots, tiles.heads // tiles.ratio, TILE // _NORM_ROWS)](
         *tiles.inputs(), grad_q, grad_k, grad_qkv, grad_qkv.stride(0), k**-0.5, K=k, RATIO=tiles.ratio, TILE=TILE,
-        ROWS=_NORM_ROWS, BLOCK_K=block_of(k), num_warps=4,
+        ROWS=_NORM_ROWS, BLOCK_K=tiles.block_of(k), num_warps=4,
     )  # fmt: skip
 
 

@@ -16,14 +16,13 @@ from flexengine.kernels.delta_prepare import (
     BLOCK_K,
     TILE,
     Tiles,
-    block_of,
     load_block,
     product,
     store_block,
 )
 
 _COLUMNS = 64
-_BACKWARD_COLUMNS = 64
+_BACKWARD_COLUMNS, _NARROW_BACKWARD_COLUMNS = 64, 128
 _LAUNCH = {"num_warps": 4, "num_stages": 1}
 _BACKWARD_LAUNCH = {"num_warps": 4, "num_stages": 1}
 """In two stages Triton 3.6 and 3.9 load the next queries for Hopper over those that a product still reads."""
@@ -40,10 +39,10 @@ def delta_outputs(
     tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), query_scale=(query_scale, (TILE,)))
     tiles.check(states=(states, (k, v)), written=(written, (TILE, v)))
     check_tensor("o", o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
-    columns = block_of(v, _COLUMNS)
+    columns = tiles.block_of(v, _COLUMNS)
     _outputs_kernel[(tiles.slots, tiles.heads, cdiv(v, columns))](
         *tiles.inputs(), total, scale, query_scale, states, written, o, o.stride(0), **tiles.constants(),
-        BLOCK_K=block_of(k, BLOCK_K), BLOCK_V=columns, **_LAUNCH,
+        BLOCK_K=tiles.block_of(k, BLOCK_K), BLOCK_V=columns, **_LAUNCH,
     )  # fmt: skip
 
 
@@ -58,9 +57,10 @@ def delta_outputs_backward(
     tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), query_scale=(query_scale, (TILE,)))
     tiles.check(grad_written=(grad_written, (TILE, v)))
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
+    columns = tiles.block_of(v, _NARROW_BACKWARD_COLUMNS if tiles.narrow else _BACKWARD_COLUMNS)
     _outputs_backward_kernel[(tiles.slots, tiles.heads)](
         *tiles.inputs(), total, scale, query_scale, grad_o, grad_written, grad_o.stride(0), **tiles.constants(),
-        BLOCK_K=block_of(k, BLOCK_K), BLOCK_V=block_of(v, _BACKWARD_COLUMNS), **_BACKWARD_LAUNCH,
+        BLOCK_K=tiles.block_of(k, BLOCK_K), BLOCK_V=columns, **_BACKWARD_LAUNCH,
     )  # fmt: skip
 
 

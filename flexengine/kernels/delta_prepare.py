@@ -32,11 +32,14 @@ _WIDE = {"total", "scale", "query_scale", "parts"}
 _NORM_EPS = tl.constexpr(1e-6)
 _SOLVED = 8
 """Rows of the blocks on the diagonal that are inverted by substitution; products merge them."""
-_SOLVE_PRECISION = "tf32x3"
+_SOLVE_PRECISIONS = {torch.float32: "tf32x3", torch.bfloat16: "tf32"}
+"""Of products that merge them, by what is stored of the inverse."""
 BLOCK_K, BLOCK_V = 64, 64
 LEAST_OF_EIGHT_WARPS = 32
 """Columns of a product of 64 rows by eight warps, at the least: with 16 Triton 3.6 computes wrong sums of fp32 on an
 H200, or reads outside."""
+LEAST_NARROW = 64
+"""The same of products of bf16, by any number of warps: with 32 programs read outside there."""
 _LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
@@ -68,6 +71,15 @@ class Tiles(NamedTuple):
         """Value heads of a key head."""
         return self.sizes[1] // self.sizes[0]
 
+    @property
+    def narrow(self) -> bool:
+        """Whether bf16 is stored and multiplied."""
+        return self.between == torch.bfloat16
+
+    def block_of(self, width: int, most: int | None = None, least: int = 16) -> int:
+        """As the function; of bf16 never too few columns."""
+        return block_of(width, most, LEAST_NARROW if self.narrow else least)
+
     def inputs(self) -> tuple:
         """What every kernel begins with."""
         key_heads, num_heads, *_ = self.sizes
@@ -76,7 +88,7 @@ class Tiles(NamedTuple):
     def constants(self) -> dict:
         """What every kernel is compiled for."""
         *_, k, v = self.sizes
-        precision = "bf16" if self.between == torch.bfloat16 else PRECISIONS[self.qkv.dtype]
+        precision = "bf16" if self.narrow else PRECISIONS[self.qkv.dtype]
         return {"K": k, "V": v, "RATIO": self.ratio, "TILE": TILE, "PRECISION": precision}
 
     def check(self, rows: dict[str, Tensor] | None = None, **buffers: tuple[Tensor | None, Sequence[int]]) -> None:
@@ -124,8 +136,8 @@ def delta_prepare(
     _prepare_kernel[(tiles.slots, tiles.heads)](
         *tiles.inputs(), tiles.decay, tiles.strength, total, scale, query_scale, u, w,
         w if inverse is None else inverse, k**-0.5, **tiles.constants(), KEEP_INVERSE=inverse is not None,
-        SOLVED=_SOLVED, LEVELS=(TILE // _SOLVED).bit_length() - 1, SOLVE_PRECISION=_SOLVE_PRECISION,
-        BLOCK_K=block_of(k, BLOCK_K), BLOCK_V=block_of(v, BLOCK_V), **_LAUNCH,
+        SOLVED=_SOLVED, LEVELS=(TILE // _SOLVED).bit_length() - 1, SOLVE_PRECISION=_SOLVE_PRECISIONS[tiles.between],
+        BLOCK_K=tiles.block_of(k, BLOCK_K), BLOCK_V=tiles.block_of(v, BLOCK_V), **_LAUNCH,
     )  # fmt: skip
 
 

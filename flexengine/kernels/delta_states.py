@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv
-from flexengine.kernels.delta_prepare import TILE, Tiles, block_of, load_block, product, store_block
+from flexengine.kernels.delta_prepare import TILE, Tiles, load_block, product, store_block
 
 _FORWARD_COLUMNS = 32
-_NARROW_LAUNCH = {"num_warps": 4, "num_stages": 1}
+_NARROW_COLUMNS = 64
 _BACKWARD_LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
@@ -37,14 +37,14 @@ def delta_states(
     _check_ends(tiles, before, left)
     if o is not None:
         check_tensor("o", o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
-    narrow = tiles.between == torch.bfloat16
-    columns = block_of(v, _columns(k) if narrow else _FORWARD_COLUMNS)  # whatever is wanted: states have the same bits
+    columns = tiles.block_of(v, _NARROW_COLUMNS if tiles.narrow else _FORWARD_COLUMNS)
+    launch = _narrow_launch(k, o is not None) if tiles.narrow else forward_launch(tiles.qkv.dtype, k)
     _states_kernel[(cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, query_scale, u, w, u if states is None else states,
         u if before is None else before, u if left is None else left, u if o is None else o,
         0 if o is None else o.stride(0), **tiles.constants(), STORE=states is not None, HAS_BEFORE=before is not None,
-        HAS_LEFT=left is not None, OUTPUTS=o is not None, BLOCK_K=block_of(k), BLOCK_V=columns,
-        **(_NARROW_LAUNCH if narrow else forward_launch(tiles.qkv.dtype, k)),
+        HAS_LEFT=left is not None, OUTPUTS=o is not None, BLOCK_K=tiles.block_of(k), BLOCK_V=columns,
+        **launch,
     )  # fmt: skip
 
 
@@ -63,12 +63,12 @@ def delta_states_backward(
     tiles.check(grad_written=(grad_written, (TILE, v)), grad_states=(grad_states, (k, v)))
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
     _check_ends(tiles, before, left)
-    columns = block_of(v, _columns(k))
+    columns = tiles.block_of(v, _NARROW_COLUMNS if tiles.narrow else _backward_columns(k))
     _states_backward_kernel[(cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, query_scale, w, grad_o, grad_written, grad_states,
         w if before is None else before, w if left is None else left, grad_o.stride(0), **tiles.constants(),
-        HAS_BEFORE=before is not None, HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns,
-        **_BACKWARD_LAUNCH,
+        HAS_BEFORE=before is not None, HAS_LEFT=left is not None, BLOCK_K=tiles.block_of(k), BLOCK_V=columns,
+        **(_narrow_launch(k, True) if tiles.narrow else _BACKWARD_LAUNCH),
     )  # fmt: skip
 
 
@@ -80,7 +80,13 @@ def forward_launch(dtype: torch.dtype, key_dim: int) -> dict[str, int]:
     return {"num_warps": 4, "num_stages": 2 if key_dim <= (64 if dtype == torch.float32 else 128) else 1}
 
 
-def _columns(key_dim: int) -> int:
+def _narrow_launch(key_dim: int, more: bool) -> dict[str, int]:
+    """Of bf16. more: of kernels with more than two products, whose next tile would leave an SM one program. Whatever is
+    wanted, as many warps make states: they have the same bits."""
+    return {"num_warps": 4 if key_dim <= 128 else 8, "num_stages": 1 if more or key_dim > 128 else 2}
+
+
+def _backward_columns(key_dim: int) -> int:
     """Of wide keys fewer: a program holds all rows of its columns in registers."""
     return 64 if key_dim <= 128 else 32
 

@@ -185,7 +185,7 @@ class CausalConv(Op):
         return Work(kernels=2)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._passes(tokens, compute_bytes, passes=9 if self.trained else 7)
+        return self._passes(tokens, compute_bytes, passes=10 if self.trained else 7)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=4.0 * WEIGHT_GRAD_PARTIALS * self.sums * self.channels, kernels=3)

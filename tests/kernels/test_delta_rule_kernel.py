@@ -31,8 +31,8 @@ def draw(checks, sizes, seq_lens, dtype, device):
 
 
 def exact(given):
-    """The same in float64 on the CPU."""
-    wide = lambda x: None if x is None else x.double().cpu()  # noqa: E731
+    """The same in float64."""
+    wide = lambda x: None if x is None else x.double()  # noqa: E731
     ends = Ends(*(wide(end) for end in given.ends))
     return given._replace(qkv=wide(given.qkv), gates=tuple(map(wide, given.gates)), ends=ends)
 
@@ -49,10 +49,10 @@ def run(path, given, grad_o, grad_ends, unwritten):
 def check(checks, given, grad_o, grad_ends=None, cancelled=1.0):
     """Both paths; returns what the kernels wrote. cancelled: what the gradients of gates lose in differences."""
     grad_ends, nan = grad_ends or Ends(), lambda x: torch.full_like(x, float("nan"))
-    wanted_given, wanted_ends = exact(given), Ends(*(None if x is None else x.double().cpu() for x in grad_ends))
+    wanted_given, wanted_ends = exact(given), Ends(*(None if x is None else x.double() for x in grad_ends))
     found = run(delta_kernels, given, grad_o, grad_ends, nan)
     wanted_given = wanted_given._replace(between=torch.float32)  # exact
-    wanted = run(delta_plain, wanted_given, grad_o.double().cpu(), wanted_ends, nan)
+    wanted = run(delta_plain, wanted_given, grad_o.double(), wanted_ends, nan)
     rows, wide = STORED[given.between] or TOLERANCES[given.qkv.device.type, given.qkv.dtype]
     for i, (name, allowed) in enumerate((("o", rows), ("qkv", rows), ("decay", wide), ("strength", wide))):
         checks.assert_close(found[i], wanted[i], allowed * (cancelled if i > 1 else 1.0), name)

@@ -13,7 +13,7 @@ the gates' b and a [T, N] are columns of another tensor; o [T, N * V]; A_log and
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,17 @@ from flexengine.ops.delta.linear_attention import LinearAttention
 from flexengine.ops.delta.segments import most_tile_heads, tile_heads
 from flexengine.ops.delta.tiles import TILE
 
-_NARROW_PASSES = 0.6
-"""Of the passes in fp32, as many as kernels in bf16 take: half the bytes, but as many launches and waits."""
+
+class Passes(NamedTuple):
+    """Over a row of all value heads in float32, as many as would take the time of the kernels on an H200."""
+
+    forward: int
+    fill_window: int
+    backward: int
+
+
+PASSES = {"float32": Passes(33, 19, 85), "bfloat16": Passes(15, 12, 48)}
+"""By what is stored between kernels."""
 
 
 class DeltaRule(LinearAttention):
@@ -78,21 +87,19 @@ class DeltaRule(LinearAttention):
         )
         return most_tile_heads(tokens, self.sizes) * of_tile + 4 * 8 * tokens * n
 
-    def _work(self, tokens: int, products: int, passes: float, kernels: int, once: int) -> Work:
+    def _work(self, tokens: int, products: int, passes: int, kernels: int, once: int) -> Work:
         """products: of a tile with a state; as many of a tile with a tile, which are half as large at usual widths.
-        passes: over a row of all value heads, as many as would take the time of the kernels on an H200; kernels: for a
-        group of heads, beside those that run once."""
+        kernels: for a group of heads, beside those that run once."""
         _, n, k, v = self.sizes
-        passes = passes if self.stores == "float32" else _NARROW_PASSES * passes
         flops = 2.0 * tokens * n * products * (k * v + TILE * (k + v) / 2)
         groups = -(-tokens * n // (TILE * tile_heads(self.sizes)))
         return Work(flops, memory_bytes=4.0 * passes * tokens * n * (k + v) / 2, kernels=groups * kernels + once)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=3, passes=33, kernels=3, once=20)
+        return self._work(tokens, products=3, passes=PASSES[self.stores].forward, kernels=3, once=20)
 
     def fill_window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=2, passes=19, kernels=2, once=20)
+        return self._work(tokens, products=2, passes=PASSES[self.stores].fill_window, kernels=2, once=20)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=12, passes=85, kernels=8, once=50)
+        return self._work(tokens, products=12, passes=PASSES[self.stores].backward, kernels=8, once=50)

@@ -95,7 +95,7 @@ def _part_backward(
     _kernels().outputs.delta_outputs_backward(tiles, *scales, grad_o, grad_written)
     _kernels().states.delta_states_backward(tiles, *scales, w, grad_o, grad_written, grad_states, *grad_ends)
     del w
-    read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, _kernels().backward.gate_parts(k), 2, TILE, wide=True)
+    read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, _kernels().backward.gate_parts(tiles), 2, TILE, wide=True)
     _kernels().backward.delta_pairs_backward(
         tiles, *scales, written, grad_o, grad_written, inverse, read, parts, grad_qkv
     )
