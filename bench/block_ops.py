@@ -1,7 +1,7 @@
 """Where a block's time goes: every op of a transformer block timed in all its halves, with the engine's own calls.
 
 The ops run as in training at full chunks: gradients of parameters are added to float32 accumulators, a norm's input
-gradient to that of the residual. Nothing is recomputed.
+gradient to that of the residual. Ops that a layer's program runs as one are one. Nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from flexengine.hardware.measure.timing import Timer
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Work
+from flexengine.schedule.save_sets import halves_of, in_pairs, leaving_out
 
 KINDS = ("matmuls", "attention", "the rest")
 HALVES = ("forward", "input gradient", "weight gradient")
@@ -47,25 +48,29 @@ def block_times(
     layer = spec.blocks[block]
     env = block_env(spec, layer, tokens, seq_len, device, dtype)
     times = []
-    for op in layer.ops:
-        for half, call, work in _calls(op, env, tokens, seq_len, dtype.itemsize):
-            seconds = timer(call, least_s)
-            flops = work.flops
-            times.append(OpTime(op.name, half, kind_of(op, tokens, seq_len), seconds, flops, work.memory_bytes))
+    for op, half, call, work in _calls(layer, env, (tokens, seq_len, dtype.itemsize)):
+        seconds = timer(call, least_s)
+        times.append(OpTime(op.name, half, kind_of(op, tokens, seq_len), seconds, work.flops, work.memory_bytes))
     return times
 
 
 def _calls(
-    op: Op, env: OpEnv, tokens: int, seq_len: int, compute_bytes: int
-) -> Iterator[tuple[str, Callable[[], object], Work]]:
-    """(half, call, cost) of the halves that an op has; forward first, so that backward finds what it writes."""
-    shape = (tokens, seq_len, compute_bytes)
-    if op.outputs:
-        yield HALVES[0], lambda: op.forward(env), op.forward_work(*shape)
-    if op.grad_inputs:
-        yield HALVES[1], lambda: op.backward_input(env), op.backward_input_work(*shape)
-    if op.has_weight_half:
-        yield HALVES[2], lambda: op.backward_weight(env), op.backward_weight_work(*shape)
+    layer: LayerSpec, env: OpEnv, shape: tuple[int, int, int]
+) -> Iterator[tuple[Op, str, Callable[[], object], Work]]:
+    """(op, half, call, cost) of a block; forward first, so that backward finds what it writes."""
+    all_halves = list(halves_of(layer.ops))
+    unread = frozenset(spec.name for op in layer.ops for spec in op.outputs)
+    unread -= {name for halves in all_halves for name in halves.needs}
+    for op in in_pairs(layer.ops):
+        run = leaving_out(op, unread)
+        if run.outputs:
+            yield run, HALVES[0], lambda op=run: op.forward(env), run.forward_work(*shape)
+    for halves in all_halves:
+        if halves.input is not None:
+            op = halves.input
+            yield op, HALVES[1], lambda op=op: op.backward_input(env), op.backward_input_work(*shape)
+        for op in halves.weight:
+            yield op, HALVES[2], lambda op=op: op.backward_weight(env), op.backward_weight_work(*shape)
 
 
 def kind_of(op: Op, tokens: int, seq_len: int) -> str:
@@ -85,7 +90,8 @@ def block_env(
     }
     activations = _activations(layer, spec.hidden_size, tokens, device, dtype)
     gradients = {name: torch.randn_like(tensor) for name, tensor in activations.items() if tensor.is_floating_point()}
-    scratch = [tensor for op in layer.ops for half in ("forward", "input", "weight") for tensor in op.scratch(half)]
+    ops = {*layer.ops, *(halves.input for halves in halves_of(layer.ops) if halves.input is not None)}
+    scratch = [tensor for op in ops for half in ("forward", "input", "weight") for tensor in op.scratch(half)]
     activations |= {tensor.name: _empty(tensor, tokens, device, dtype) for tensor in scratch}
     weights = {n: (WEIGHT_SCALE * torch.randn(shape, device=device)).to(dtype) for n, shape in shapes.items()}
     buffers = {n: torch.zeros(source.shape, device=device, dtype=_wide(dtype)) for n, source in layer.buffers}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_helpers import spec_of
+from engine_helpers import spec_of, tiny_config
 from family_configs import CASES as CONFIGS
 from family_configs import FAMILY_CASES
 from thorough import cases
@@ -20,6 +20,7 @@ from bench.block_ops import HALVES, KINDS, block_times, microseconds_per_token
 from bench.kernel_case import Random, check_error, sizes_of
 from bench.kernel_cases import kernel_cases
 from flexengine.hardware.measure.timing import cpu_timer
+from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,13 +118,22 @@ def test_every_half_of_a_block_is_timed_and_lands_in_one_kind():
     assert len(table) == 1 + len(times) + 1 + 1 + 2
 
 
+def test_ops_that_run_as_one_are_timed_as_one():
+    spec = with_fp8_linears(spec_of(tiny_config(intermediate_size=128, hidden_size=32, head_dim=8)), "fp8-blockwise")
+    times = block_times(spec, 32, 16, CPU, torch.bfloat16, cpu_timer, 1e-5)
+    assert {t.half for t in times if t.op == "down_proj"} == set(HALVES)
+    assert {t.half for t in times if t.op == "gate_up_proj"} == {HALVES[0], HALVES[2]}
+    assert not any(t.op == "swiglu" for t in times)
+
+
 def test_blocks_that_differ_are_timed_one_by_one():
     spec = open_model("preset:qwen3.5-9b", needs_weights=False).spec
     small = spec_of(CONFIGS[FAMILY_CASES["qwen3_5_text"]])
     assert sizes_of(spec, 11).heads == 16  # of the first block with attention
     for block, op in ((0, "delta_rule"), (len(small.blocks) - 1, "attention")):
         times = block_times(small, 32, 16, CPU, torch.bfloat16, cpu_timer, 1e-5, block)
-        assert [t.op for t in times if t.half == HALVES[0]] == [each.name for each in small.blocks[block].ops]
+        names = [each.name for each in small.blocks[block].ops if each.name != "rope"]  # one with the norm of heads
+        assert [t.op for t in times if t.half == HALVES[0]] == names
         assert op in {t.op for t in times}
     with pytest.raises(SystemExit, match="--block is 12; preset:tiny-llama3-50m has 12 blocks, counted from 0"):
         kernels.measure(kernels.parse(["--model", "preset:tiny-llama3-50m", "--block", "12"]), CPU, None)
