@@ -30,7 +30,6 @@ from flexengine.kernels.delta_prepare import (
     product,
     store_block,
 )
-from flexengine.kernels.rounding import round_to
 from flexengine.kernels.scan_states import ScanTiles
 
 _KEY_COLUMNS = 64
@@ -174,7 +173,6 @@ def _sums_kernel(
         source = ((slot.to(tl.int64) * groups + group) * PARTS + part) * (TILE * K)
         grad_q += load_block(grad_q_ptr + source, index, lines, K, inside, K)
         grad_k += load_block(grad_k_ptr + source, index, lines, K, inside, K)
-    dtype: tl.constexpr = grad_xbc_ptr.dtype.element_ty
     target_ptr = grad_xbc_ptr + num_heads * V + group * K
-    store_block(target_ptr, rows, lines, grad_stride, inside, K, round_to(grad_k, dtype))
-    store_block(target_ptr + groups * K, rows, lines, grad_stride, inside, K, round_to(grad_q, dtype))
+    store_block(target_ptr, rows, lines, grad_stride, inside, K, grad_k)
+    store_block(target_ptr + groups * K, rows, lines, grad_stride, inside, K, grad_q)

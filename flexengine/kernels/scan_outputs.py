@@ -13,7 +13,6 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv
 from flexengine.kernels.delta_prepare import BLOCK_K, block_of, load_block, load_gate, product, store_block
-from flexengine.kernels.rounding import round_to
 from flexengine.kernels.scan_states import ScanTiles
 
 _COLUMNS = 64
@@ -81,7 +80,7 @@ def _outputs_kernel(
     pairs = tl.where(index[:, None] >= index[None, :], pairs, 0.0)
     v = load_block(xbc_ptr + head * V, rows, columns, stride, inside, V).to(tl.float32)
     o = o * tl.exp(total)[:, None] + product(pairs, v, PRECISION) + tl.load(skip_ptr + head) * v
-    store_block(o_ptr + head * V, rows, columns, o_stride, inside, V, round_to(o, o_ptr.dtype.element_ty))
+    store_block(o_ptr + head * V, rows, columns, o_stride, inside, V, o)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -125,7 +124,7 @@ def _values_kernel(
         v = load_block(xbc_ptr + head * V, rows, columns, stride, inside, V).to(tl.float32)
         grad_strength += tl.sum(grad * v, axis=1)
         grad_skip += tl.sum(grad_o * v, axis=1)
-        grad_v = round_to(grad * strength[:, None] + skip * grad_o, grad_xbc_ptr.dtype.element_ty)
+        grad_v = grad * strength[:, None] + skip * grad_o
         store_block(grad_xbc_ptr + head * V, rows, columns, grad_stride, inside, V, grad_v)
     tl.store(grad_strength_ptr + rows * num_heads + head, grad_strength, mask=inside)
     tl.store(grad_skip_ptr + rows * num_heads + head, grad_skip, mask=inside)

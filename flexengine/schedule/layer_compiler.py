@@ -249,7 +249,7 @@ class _Compiler:
             if halves.input is not None:
                 self._add_input_half(halves.input, steps)
             left = steps[-1].tensors if halves.input is not None else None
-            self.waiting += [(op, left) for op in halves.ops if op.has_weight_half]
+            self.waiting += [(op, left) for op in halves.weight]
             self.waiting = [pair for pair in self.waiting if not self._add_weight_half(*pair, steps)]
 
     def _waits(self, name: str) -> bool:

@@ -84,6 +84,16 @@ class Halves(NamedTuple):
     input: Op | None
     ops: tuple[Op, ...]
 
+    @property
+    def weight(self) -> tuple[Op, ...]:
+        """The ops that have weight halves."""
+        return tuple(op for op in self.ops if op.has_weight_half)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The tensors that all of them read."""
+        return tuple(name for op in self.ops for name in (*op.needs_input, *op.needs_weight))
+
 
 def halves_of(ops: tuple[Op, ...]) -> Iterator[Halves]:
     """The halves of backward, last op first."""
@@ -115,8 +125,7 @@ def leaving_out(op: Op, unread: frozenset[str]) -> Op:
 
 def needed_by_backward(ops: tuple[Op, ...]) -> list[str]:
     """Names of the tensors that the backwards of a layer's ops read, in their order."""
-    found = (op for halves in halves_of(ops) for op in halves.ops)
-    return [name for op in found for name in (*op.needs_input, *op.needs_weight)]
+    return [name for halves in halves_of(ops) for name in halves.needs]
 
 
 def needed_by_window(ops: tuple[Op, ...]) -> list[str]:
