@@ -203,7 +203,7 @@ class WeightedGLU(Op):
         glu_backward(*rows, grad_gate_up, self.activation, weighted)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(9 * tokens * self.per_token * (self.width + 1), compute_bytes)
+        return plain_bytes(10 * tokens * self.per_token * (self.width + 1), compute_bytes)
 
     def _bytes(self, tokens: int, compute_bytes: int) -> float:
         return float(tokens * self.per_token * self.width * compute_bytes)
