@@ -34,12 +34,16 @@ if not torch.cuda.is_available():
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 # The same examples in every run, however slow the machine.
 hypothesis.settings.register_profile(
     "alike", deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("alike")
+# Nor do they depend on which modules a process has imported: it would draw from the constants in their code, too, which
+# takes every process seconds to find.
+providers._get_local_constants = lambda: providers._local_constants
 # A search for garbage goes through all that torch and pytest hold; by default one follows every 700 new objects.
 gc.set_threshold(10_000, 10, 10)
 torch.set_num_threads(1)  # whatever the environment says: the order of floating-point sums depends on it

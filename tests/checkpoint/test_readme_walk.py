@@ -33,6 +33,7 @@ SMALL = (
 STAND_INS = {
     "train": SMALL,
     "probe": ("--preset", "h200"),  # this machine's would take a minute
+    "plan": ("--chunk-tokens", "8192", "--round-tokens", "16384"),  # one size instead of thirty
     "data": ("--max-seq-len", "64"),
     **dict.fromkeys(("generate", "chat"), (*SMALL[:4], *SMALL[8:12], "--max-new-tokens", "4")),
 }

@@ -136,7 +136,7 @@ def test_all_means_linear_layers_and_experts_where_there_are_some():
         ("qwen3_moe", "compute", True),
         ("gpt_oss", "compute", False),
         ("qwen3_next", "nf4", False),
-        ("qwen3_5_moe_text", "int8", False),
+        pytest.param("qwen3_5_moe_text", "int8", False, marks=pytest.mark.thorough),
     ],
 )
 def test_neither_plan_nor_parts_change_a_bit(family, base, use_dora, monkeypatch):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from engine_helpers import build_engine, random_batch, same_bits, saved_model, shuffled_order, spec_of, streamed_plan
 from family_configs import CASES, experts, without_head_dim
+from thorough import cases
 
 from flexengine import LoRA
 from flexengine.models import blocks
@@ -64,7 +65,7 @@ class Fetches:
             self.fetched_bytes += int((shares != 255).any(1).sum()) * shares.shape[1]
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", cases(ADAPTED, ["with biases", "olmoe with adapters"]))
 def test_untouched_experts_stay_on_the_host(name, tmp_path, monkeypatch):
     """With adapters also these of them, which are most of what is fetched here."""
     saved_model(tmp_path, CONFIGS[name.removesuffix(" with adapters")])

@@ -64,7 +64,7 @@ def answers(model, processor, names):
 
 @pytest.mark.long
 def test_a_model_learns_to_name_drawn_pictures(folder, monkeypatch, capsys):
-    assert train("whole", "--epochs", "10", "--eval-steps", "50") == 0
+    assert train("whole", "--epochs", "8", "--eval-steps", "50") == 0
     exported = folder / "whole" / "final"
     assert {"processor_config.json", "tokenizer.json", "chat_template.jinja"} <= {p.name for p in exported.iterdir()}
     kept = transformers.LlavaForConditionalGeneration.from_pretrained("model").state_dict()
