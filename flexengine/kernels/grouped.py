@@ -32,15 +32,13 @@ from flexengine.kernels.grouped_tiles import (
     store_tile,
 )
 from flexengine.kernels.grouped_tma import launch
-from flexengine.kernels.grouped_walk import PRODUCT
 
 _BLOCK_TILING = Tiling(128, 128, 128, 8, 8, 3)
 """Tiles of products with scales for blocks: a block of terms at a time, whose sums need as many registers again."""
 
 
-WALKS = False
-"""Whether programs walk through tiles of products that the card's engine loads (kernels/grouped_walk.py), which has not
-been timed."""
+WALKS = True
+"""Whether programs walk through tiles of products in 16 bits that the card's engine loads (kernels/grouped_walk.py)."""
 NARROWEST_GRADIENT = 128
 """Fewest outputs or inputs of a tile of a gradient. Adapters have 16 or 32; 16 here would spare them products of zeros,
 which has not been timed (`python -m bench.experts_products`)."""
@@ -110,7 +108,8 @@ def grouped_product(
     t = _tiling(x) if scales is None or not scales.blocks else _BLOCK_TILING
     if takes_descriptors(x, out, adapter):
         operands = (x, weight, bounds, out, transposed, bias, row_weight, adapter, gains)
-        return grouped_walk.launch(*operands, PRODUCT) if WALKS and scales is None else launch(*operands, t, scales)
+        walk = grouped_walk.walk_beside(adapter) if WALKS and scales is None else None
+        return launch(*operands, t, scales) if walk is None else grouped_walk.launch(*operands, walk)
     low, up = (out, out) if adapter is None else adapter[:2]
     row_scales, column_scales = (out, out) if scales is None else scales[:2]
     width = 0 if adapter is None else low.shape[1]

@@ -141,6 +141,17 @@ def test_tiles_that_the_card_loads_match_float64_on_gpu(checks, gpu, routing, wi
     check_descriptors(checks, gpu, routing, transposed, (300, 4, 24, 192, 328), width)
 
 
+def test_walks_take_no_more_shared_memory_than_there_is():
+    """Where an adapter's operands are too many, a program takes a tile."""
+    beside = {
+        width: grouped_walk.walk_beside(kernel.LowRank(torch.empty(1, width), torch.empty(1, 8, width)))
+        for width in (16, 64, 80, 128)
+    }
+    found = {width: walk and walk.parts for width, walk in beside.items()}
+    assert found == {16: 2, 64: 2, 80: 4, 128: None}
+    assert grouped_walk.walk_beside(None) == grouped_walk.PRODUCT
+
+
 COUNTS = {
     "odd": (33, 7, 65),
     "empty": (0, 40, 0, 0, 31, 0),
