@@ -104,8 +104,8 @@ def _keeping_low(ops: list[Op], outputs: dict[str, str]) -> Iterator[Op]:
     """Let low be kept where an output is that backward needs in any case: that of its layer (outputs: by name), of the
     router whose experts it is of, what the unit that makes low reads, or that of the unit that adds the gradient of
     what low is made of."""
-    needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)}
     last = dict(op.in_place for op in ops if op.in_place)  # names by those that they write over
+    needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)} - last.keys()
     producer = {spec.name: op for op in ops for spec in op.outputs}
     beside: dict[Op, list[TensorSpec]] = {}
     for op in ops:
@@ -113,7 +113,7 @@ def _keeping_low(ops: list[Op], outputs: dict[str, str]) -> Iterator[Op]:
             # What is made again for backward is made of codes, and never of what forward has.
             experts, own = op.adapters.experts, outputs[op.adapters.name]
             kept = experts.bounds if experts else last.get(own, own)
-            if not experts and kept not in needed - last.keys():
+            if not experts and kept not in needed:
                 kept = "" if isinstance(op, LoraDown) and op.grad_inputs else op.inputs[0]
             if kept in producer:
                 beside.setdefault(producer[kept], []).append(op.adapters.low)
