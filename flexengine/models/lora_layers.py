@@ -77,9 +77,8 @@ def _adapted(op: Op, adapters: Adapters, dropout: float, number: int, ops: tuple
 
 
 def _adds_to(y: str, adapters: Adapters, ops: Sequence[Op]) -> bool:
-    """Whether a gated unit alone reads y, and can add to it what these adapters do."""
-    readers = (op for op in _readers(ops, y) if not isinstance(op, RoundGateUp))  # it adds the same
-    taken = [isinstance(op, GLU) and op.takes_addends for op in readers]
+    """Whether a gated unit alone, beside what rounds the same sums, reads y and can add what these adapters do."""
+    taken = [isinstance(op, GLU) and op.takes_addends for op in _readers(ops, y) if not isinstance(op, RoundGateUp)]
     return taken == [True] and adapters.added_to_halves() is not None
 
 
@@ -101,9 +100,8 @@ def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
 
 
 def _keeping_low(ops: list[Op], outputs: dict[str, str]) -> Iterator[Op]:
-    """Let low be kept where an output is that backward needs in any case: that of its layer (outputs: by name), of the
-    router whose experts it is of, what the unit that makes low reads, or that of the unit that adds the gradient of
-    what low is made of."""
+    """Let low be kept where an output is that backward needs anyway: its layer's (outputs: by name), its router's, what
+    the unit that makes low reads, or that of the unit that adds the gradient of what low is made of."""
     last = dict(op.in_place for op in ops if op.in_place)  # names by those that they write over
     needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)} - last.keys()
     producer = {spec.name: op for op in ops for spec in op.outputs}

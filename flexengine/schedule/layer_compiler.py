@@ -17,11 +17,11 @@ from flexengine.schedule.save_sets import (
     halves_of,
     in_pairs,
     keepable_ops,
-    leaving_out,
     makers,
     read_by_parts,
     remade,
     savable_ops,
+    without_unread,
 )
 
 
@@ -76,11 +76,14 @@ class _Temporary:
         self.carried |= stage != self.stage
 
 
+_Places = dict[str, Place | _Temporary]
+
+
 class _DraftStep(NamedTuple):
     op: Op
     half: Half
-    tensors: dict[str, Place | _Temporary]
-    grads: dict[str, Place | _Temporary]
+    tensors: _Places
+    grads: _Places
     accumulate: frozenset[str]
     recompute: bool
 
@@ -150,9 +153,9 @@ class _Compiler:
     def _begin(self) -> None:
         """Begin a list of steps: only what the layer was given and what it kept is at hand."""
         self.stage, self.ends = 0, list[tuple[int, tuple[int, ...]]]()
-        self.live: dict[str, Place | _Temporary] = {}
+        self.live: _Places = {}
         self.available = {self.input, *self.saved}
-        self.waiting: list[tuple[Op, dict[str, Place | _Temporary] | None]] = []
+        self.waiting: list[tuple[Op, _Places | None]] = []
 
     def _end_stage(self, steps: list[_DraftStep], parts: tuple[int, ...] = (0,)) -> None:
         """Make a stage of the steps since the last end, unless there are none."""
@@ -176,9 +179,7 @@ class _Compiler:
         needs and does not find kept."""
         kept = {*self.keep_gpu, *self.keep_host}
         ops = in_pairs(op for op in self.before if not op.for_backward or op.name in kept)
-        read = {name for op in (*ops, *self.in_parts) for name in (*op.inputs, *op.part_inputs)}
-        unread = frozenset(name for name in self.specs if name not in read and self._home(name) is None)
-        return [leaving_out(op, unread) for op in ops]
+        return without_unread(ops, self.in_parts, [name for name in self.specs if self._home(name) is None])
 
     def _add_forward(self, op: Op, steps: list[_DraftStep], recompute: bool) -> None:
         names = [*op.inputs, *(o.name for o in op.outputs)]
@@ -207,7 +208,7 @@ class _Compiler:
 
     def _backward_steps(self) -> list[_DraftStep]:
         self._begin()
-        self.grads: dict[str, Place | _Temporary] = {}
+        self.grads: _Places = {}
         if self.output is not None:
             self.grads[self.output] = Place("grad", 0, self.grad_specs[self.output])
         steps: list[_DraftStep] = []
@@ -257,18 +258,16 @@ class _Compiler:
         missing = name not in self.available
         return missing and (name in remade(self.ops) or any(map(self._waits, self.producer[name].inputs)))
 
-    def _grad_operands(self, names: tuple[str, ...], step: int) -> dict[str, Place | _Temporary]:
+    def _grad_operands(self, names: tuple[str, ...], step: int) -> _Places:
         found = {name: self.grads[name] for name in names if name in self.grads}
         for place in found.values():
             if isinstance(place, _Temporary):
                 place.use(step, self.stage)
         return found
 
-    def _operands(
-        self, names: tuple[str, ...], op: Op, half: Half, step: int, left: dict[str, Place | _Temporary] | None = None
-    ) -> dict[str, Place | _Temporary]:
+    def _operands(self, names: tuple[str, ...], op: Op, half: Half, step: int, left: _Places | None = None) -> _Places:
         """Places of tensors and of the call's buffers; a buffer in `left` is used again where it lies."""
-        tensors: dict[str, Place | _Temporary] = {name: self._locate(name, step) for name in names}
+        tensors: _Places = {name: self._locate(name, step) for name in names}
         for spec in op.scratch(half):
             place = (left or {}).get(spec.name) or _Temporary(spec, step, self.stage)
             if isinstance(place, _Temporary):
@@ -298,7 +297,7 @@ class _Compiler:
         self.available.update(again)
         steps.append(_DraftStep(op, "input", tensors, grads, frozenset(accumulate), False))
 
-    def _new_grad(self, op: Op, name: str, tensors: dict[str, Place | _Temporary], step: int) -> Place | _Temporary:
+    def _new_grad(self, op: Op, name: str, tensors: _Places, step: int) -> Place | _Temporary:
         """A place for a gradient's first value: in place over the output's, over a dying tensor, or fresh."""
         if op.in_place and op.in_place[0] == name:
             return self.grads[op.in_place[1]]
@@ -309,7 +308,7 @@ class _Compiler:
             return tensors[name]
         return _Temporary(self.specs[name], step, self.stage)
 
-    def _add_weight_half(self, op: Op, left: dict[str, Place | _Temporary] | None, steps: list[_DraftStep]) -> bool:
+    def _add_weight_half(self, op: Op, left: _Places | None, steps: list[_DraftStep]) -> bool:
         """Append it unless it waits; returns whether it did."""
         if any(map(self._waits, op.needs_weight)):
             return False
@@ -394,5 +393,5 @@ def _lowest_gap(size: int, taken: list[tuple[int, int]]) -> int:
     return offset
 
 
-def _resolve(places: dict[str, Place | _Temporary]) -> tuple[tuple[str, Place], ...]:
+def _resolve(places: _Places) -> tuple[tuple[str, Place], ...]:
     return tuple([(name, p.place if isinstance(p, _Temporary) else p) for name, p in places.items()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from typing import NamedTuple
@@ -121,6 +121,12 @@ def remade(ops: tuple[Op, ...]) -> frozenset[str]:
 def leaving_out(op: Op, unread: frozenset[str]) -> Op:
     """An op where nothing reads these tensors."""
     return op.leaving_out(unread) if isinstance(op, Joined) else op
+
+
+def without_unread(ops: Sequence[Op], later: Sequence[Op], names: Iterable[str]) -> list[Op]:
+    """The ops of a forward, which leave out those of these tensors that neither they nor later ones read."""
+    read = {name for op in (*ops, *later) for name in (*op.inputs, *op.part_inputs)}
+    return [leaving_out(op, frozenset(names) - read) for op in ops]
 
 
 def needed_by_backward(ops: tuple[Op, ...]) -> list[str]:
