@@ -1,6 +1,5 @@
 """The wheel and the sdist: built, installed into an empty environment, trained from, and read by a type checker."""
 
-import ast
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 from flexengine import __version__
+from tests.test_architecture import FILES, imports_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "csrc", "flexengine")
@@ -126,13 +126,7 @@ def mypy_errors(python: Path, script: str, folder: Path) -> dict[int, str]:
 
 def imported_packages() -> set[str]:
     """Top-level packages that some file of the package imports, beside Python's own."""
-    names: set[str] = set()
-    for path in (ROOT / "flexengine").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names.add(node.module.partition(".")[0])
+    names = {module.partition(".")[0] for path in FILES for _, module in imports_of(path)}
     return names - set(sys.stdlib_module_names) - {"flexengine"}
 
 

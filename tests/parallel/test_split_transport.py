@@ -301,7 +301,7 @@ def test_the_planner_splits_short_steps_where_gpus_reach_each_other_fast():
 
 @pytest.mark.usefixtures("quick_search")
 def test_ranks_relay_where_the_rate_between_gpus_is_not_known():
-    spec, card = open_model("preset:qwen3-0.6b").spec, with_gpus(preset("rtx4090"), 4)
+    spec, card = with_blocks("preset:qwen3-0.6b", 6), with_gpus(preset("rtx4090"), 4)
     assert not may_split(request("auto"), card)
     assert plan_for_ranks(spec, request("split", nodes=2), card).transport == "split"
     one_each = replace(request("split", nodes=2), ranks=1)
