@@ -35,14 +35,15 @@ OURS = "flexengine"
 RESIDENT, OFFLOADED = ("hf-liger", "peft-liger", "unsloth", "torchtune"), ("fsdp2-offload", "deepspeed-zero3")
 OF_RANKS = ("fsdp2", *OFFLOADED)
 """Engines of several GPUs, which time one micro-batch a run."""
-STREAMED = ("trainstream", "roundpipe", "block-streamer")
+STREAMED = ("trainstream", "roundpipe", "block-streamer", "soup")
 """Engines of one GPU that fetch weights from the host, and time one micro-batch a run."""
-WITHOUT_LIGER = (OURS, "unsloth", "torchtune")
+WITHOUT_LIGER = (OURS, "unsloth", "torchtune", "soup")
 """Engines with kernels of their own."""
 PACKAGE_OF = {
     "hf-liger": ("liger_kernel",), "peft-liger": ("peft", "liger_kernel"), "unsloth": ("unsloth",),
     "torchtune": ("torchtune", "torchao"), "deepspeed-zero3": ("deepspeed",), "trainstream": ("trainstream", "peft"),
     "roundpipe": ("roundpipe", "peft"), "block-streamer": ("block_streamer", "peft"),
+    "soup": ("soup_cli", "peft", "bitsandbytes"),
 }  # fmt: skip
 """What has to be installed for an engine."""
 FULL, LORA, QLORA = ("full", "bfloat16"), ("lora", "bfloat16"), ("lora", "nf4")
@@ -50,6 +51,7 @@ WORKS = {
     OURS: (FULL, LORA, QLORA), "hf-liger": (FULL,), "peft-liger": (LORA, QLORA), "unsloth": (LORA, QLORA),
     "torchtune": (LORA, QLORA), "fsdp2": (FULL,), "fsdp2-offload": (FULL,), "deepspeed-zero3": (FULL, LORA),
     "trainstream": (FULL, LORA, QLORA), "roundpipe": (FULL, LORA), "block-streamer": (FULL, LORA),
+    "soup": (LORA, QLORA),
 }  # fmt: skip
 """What the engines are asked to train: mode and dtype of frozen weights."""
 ATTENTION = {

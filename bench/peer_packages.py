@@ -3,7 +3,8 @@
 unsloth: FastLanguageModel, its kernels and its checkpointing, which keeps blocks' inputs on the host. torchtune: its
 Llama with a loss in chunks, compiled where that was asked for. These two keep weights on the GPU. TrainStream,
 RoundPipe and BlockStreamer fetch blocks of transformers' models, with Liger's kernels, from the host: the first those
-that its planner finds no room for, the others all of them; RoundPipe updates weights while the next step runs.
+that its planner finds no room for, the others all of them; RoundPipe updates weights while the next step runs. Soup
+streams layers of a checkpoint, in NF4 too, which it first writes layer by layer.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from bench.peer_engines import (
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "output_proj"]
+SOUP_LOSS_TOKENS = 1024
 ROUNDPIPE_SHARE = 0.6
 """Of GPU memory, what RoundPipe's planner takes for weights and gradients; it does not see a limit of the allocator."""
 
@@ -57,8 +59,11 @@ def unsloth_trainer(setting: Setting, config: Any, device: torch.device) -> Trai
     return torch_trainer(model, setting.lr, autocast_of(setting, device))
 
 
-def write_empty_checkpoint(config: Any, folder: Path) -> None:
-    """Write a config, a tokenizer of as many words as the vocabulary has, and bf16 zeros that are a hole in a file."""
+def write_empty_checkpoint(config: Any, folder: Path) -> Path:
+    """Write a config, a tokenizer of as many words as the vocabulary has, and bf16 zeros that are a hole in a file.
+
+    Returns that file.
+    """
     from tokenizers import Tokenizer, models  # noqa: PLC0415 (after unsloth)
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -69,13 +74,27 @@ def write_empty_checkpoint(config: Any, folder: Path) -> None:
         header[name] = {"dtype": "BF16", "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
+    path = folder / "model.safetensors"
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     config.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
     special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w3"}
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    return path
+
+
+def draw_checkpoint(path: Path, config: Any, device: torch.device) -> None:
+    """Draw the values of a checkpoint of zeros in place, by way of `device`."""
+    values = torch.from_file(str(path), shared=True, size=path.stat().st_size // 2, dtype=torch.bfloat16)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = (4 + (length + offset) // 2 for offset in about["data_offsets"])
+            fill(values[begin:end], config.initializer_range if len(about["shape"]) > 1 else 0.0, device)
 
 
 @torch.no_grad()
@@ -157,6 +176,31 @@ def trainstream_trainer(setting: Setting, config: Any, device: torch.device) -> 
     return Trainer(backward, update, optimizer.zero_grad)
 
 
+def soup_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
+    """Soup's layer streaming from host memory, its loss in chunks of SOUP_LOSS_TOKENS."""
+    peft = import_module("peft")
+    shard, runtime = (import_module(f"soup_cli.utils.{name}") for name in ("layer_shard", "layer_stream_runtime"))
+    arch = import_module("soup_cli.utils.layer_stream").stream_arch_of(config)
+    how = {"quant": "nf4" if setting.base_dtype == "nf4" else "none"}
+    with tempfile.TemporaryDirectory() as folder:
+        source, layers = Path(folder, "model"), Path(folder, "layers")
+        source.mkdir()
+        draw_checkpoint(write_empty_checkpoint(config, source), config, device)
+        frame = runtime.build_meta_skeleton(str(source), dtype="bfloat16", **how)
+        suffixes = runtime.quantised_layer_suffixes(frame) if how["quant"] == "nf4" else ()
+        index = shard.shard_checkpoint(
+            str(source), str(layers), arch=arch, quant_suffixes=suffixes, quant_device=str(device), **how
+        )
+        lora = peft.LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+        model, _ = runtime.build_streamed_model(
+            model_id=str(source), shard_dir=str(layers), index=index, lora_config=lora, device=str(device),
+            pin=device.type == "cuda", weights_dir=str(source), **how,
+        )  # fmt: skip
+    chunks = import_module("soup_cli.utils.stream_loss_chunk")
+    chunks.ChunkedHeadLoss(chunks.causal_lm_of(model), SOUP_LOSS_TOKENS)
+    return torch_trainer(model.train(), setting.lr, autocast_of(setting, device))
+
+
 class Block(nn.Module):
     """A block of transformers' with the rotations of its positions: hidden states in and out, and what comes along."""
 
@@ -220,7 +264,7 @@ def roundpipe_trainer(setting: Setting, config: Any, device: torch.device) -> Tr
     layers = nn.Sequential(
         First(base.model.embed_tokens), *blocks, Last(base, setting.liger == "all", 1 / count)
     ).train()
-    model = roundpipe.RoundPipe(layers, optim_dtype=getattr(torch, setting.state_dtype), pin_model="register")
+    model = roundpipe.RoundPipe(layers, optim_dtype=getattr(torch, setting.state_dtype))
     with roundpipe.OptimizerCtx():
         optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, fused=True)
     limit_gb = ROUNDPIPE_SHARE * (setting.cap_gib or torch.cuda.get_device_properties(device).total_memory / GIB)
@@ -275,4 +319,5 @@ BUILDERS: dict[str, Callable[[Setting, Any, torch.device], Trainer]] = {
     "trainstream": trainstream_trainer,
     "roundpipe": roundpipe_trainer,
     "block-streamer": block_streamer_trainer,
+    "soup": soup_trainer,
 }

@@ -59,7 +59,7 @@ ENGINES = (OURS, *RESIDENT, *OF_RANKS, *STREAMED)
 MICRO_BATCHES = {"resident": (32, 16, 8, 4, 2, 1), "offloaded": (16, 8, 4), "streamed": (8, 4, 2, 1)}
 PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "peft", "accelerate", "deepspeed", "unsloth", "bitsandbytes",
-    "torchtune", "torchao", "trainstream", "roundpipe", "block-streamer",
+    "torchtune", "torchao", "trainstream", "roundpipe", "block-streamer", "soup-cli",
 )  # fmt: skip
 STREAMED_TRIES = 2
 """Of the micro-batches of engines that fetch weights, whose every run draws a model on the host."""
@@ -75,7 +75,7 @@ WORKS: dict[str, dict[str, Any]] = {
     "nf4-8b-6gib": {
         "preset": "llama-3.1-8b", "mode": "lora", "base_dtype": "nf4", "tokens_per_step": 16384, "cap_gib": 6.0,
         "recompute": ["on"], "micro_batches": [4, 2, 1],
-        "engines": [OURS, "peft-liger", "unsloth", "torchtune", "trainstream"],
+        "engines": [OURS, "peft-liger", "unsloth", "torchtune", "trainstream", "soup"],
     },
     "full-8b-24gib": {
         "preset": "llama-3.1-8b", "tokens_per_step": 65536, "cap_gib": 24.0, "state_dtype": "bfloat16",

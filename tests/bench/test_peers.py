@@ -67,13 +67,19 @@ def test_blocks_in_a_row_have_the_loss_of_the_model():
 
 def test_empty_checkpoints_take_no_disk_and_load(tmp_path):
     config = config_of(ONE)
-    peer_packages.write_empty_checkpoint(config, tmp_path)
-    file = (tmp_path / "model.safetensors").stat()
-    assert file.st_blocks * 512 < file.st_size / 100
-    model = type(make_model(config, torch.bfloat16, recompute=False)).from_pretrained(tmp_path)
+    path = peer_packages.write_empty_checkpoint(config, tmp_path)
+    assert path.stat().st_blocks * 512 < path.stat().st_size / 100
+    cls = type(make_model(config, torch.bfloat16, recompute=False))
+    model = cls.from_pretrained(tmp_path)
     assert not any(p.any() for p in model.parameters())
     peer_packages.draw_frozen(model.requires_grad_(requires_grad=False), config, torch.device("cpu"))
     assert all(p.any() for p in model.parameters())
+    del model
+    peer_packages.draw_checkpoint(path, config, torch.device("cpu"))
+    for parameter in cls.from_pretrained(tmp_path).parameters():
+        drawn = parameter.float()
+        expected = (config.initializer_range, 0.0) if drawn.dim() > 1 else (0.0, 1.0)
+        assert (drawn.std().item(), drawn.mean().item()) == pytest.approx(expected, abs=0.002)
 
 
 def test_tables_rank_the_best_runs_and_keep_failures():
