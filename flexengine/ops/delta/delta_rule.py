@@ -35,7 +35,7 @@ class Passes(NamedTuple):
     backward: int
 
 
-PASSES = {"float32": Passes(33, 19, 85), "bfloat16": Passes(15, 12, 48)}
+PASSES = {"float32": Passes(33, 19, 85), "bfloat16": Passes(14, 12, 44)}
 """By what is stored between kernels."""
 
 
