@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.environment import require_native_code
 from bench.plan_accuracy import write_config
 from flexengine.hardware.memory_usage import GpuMemoryMeter
 
@@ -242,6 +243,7 @@ def measure_ours(setting: Setting) -> dict:
     """Plan, train and time by `bench.step` in this process, without clipping; the row has its names, too."""
     from bench.step import parse, run_cap  # noqa: PLC0415 (other engines run without the package's runtime)
 
+    require_native_code("bench.peers")
     with tempfile.TemporaryDirectory() as folder:
         model = f"preset:{setting.preset}"
         if setting.layers is not None:
