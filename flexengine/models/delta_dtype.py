@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
@@ -18,7 +19,7 @@ def check_delta_dtype(model: ModelSpec, delta: str) -> None:
         raise ValueError(f"{model.name} has delta rules that store {names}, but numerics ask for {delta}")
 
 
-def with_delta_dtype(model: ModelSpec, delta: str) -> ModelSpec:
+def with_delta_dtype(model: ModelSpec, delta: Literal["float32", "bfloat16"]) -> ModelSpec:
     """Let the delta rules of the model's blocks store `delta` between their kernels.
 
     Blocks that shared their ops share the new ones. Raises: ValueError for a model without delta rules.

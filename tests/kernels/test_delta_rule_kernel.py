@@ -98,11 +98,13 @@ def test_refuses_half_a_key_head(checks, device):
     given, _ = draw(checks, (1, 2, 5, 3), (2,), torch.float32, device)
     spans = torch.tensor([[0], [2]], dtype=torch.int32, device=device)
     tiles = Tiles(given.qkv, *given.gates, given.cu_seqlens, spans, given.sizes, 1, 1)
-    buffers = [torch.empty(1, 1, *shape, device=device) for shape in ((64,), (64,), (64,), (64, 3), (64, 5))]
+    total, scale, query_scale, u, w = (
+        torch.empty(1, 1, *shape, device=device) for shape in ((64,), (64,), (64,), (64, 3), (64, 5))
+    )
     with pytest.raises(ValueError, match="whole key heads"):
-        delta_prepare(tiles, *buffers, None)
+        delta_prepare(tiles, total, scale, query_scale, u, w, None)
     with pytest.raises(ValueError, match="total must have shape"):
-        delta_prepare(tiles._replace(first=0, heads=2), *buffers, None)
+        delta_prepare(tiles._replace(first=0, heads=2), total, scale, query_scale, u, w, None)
 
 
 @pytest.mark.gpu

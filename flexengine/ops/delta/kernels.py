@@ -89,12 +89,13 @@ def _part_backward(
     """Names as in `delta_backward`: X is `solved`, M `pairs`, Q `read`."""
     *_, k, v = tiles.sizes
     inverse, states, grad_states = (_buffer(tiles, *shape) for shape in ((TILE, TILE), (k, v), (k, v)))
-    *scales, written, w = _prepared(tiles, inverse)
+    made = _prepared(tiles, inverse)
+    scales, written, w = made[:3], made.u, made.w
     _kernels().states.delta_states(tiles, *scales, written, w, states, before, None)
     grad_written = _buffer(tiles, TILE, v)
     _kernels().outputs.delta_outputs_backward(tiles, *scales, grad_o, grad_written)
     _kernels().states.delta_states_backward(tiles, *scales, w, grad_o, grad_written, grad_states, *grad_ends)
-    del w
+    del made, w
     read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, _kernels().backward.gate_parts(tiles), 2, TILE, wide=True)
     _kernels().backward.delta_pairs_backward(
         tiles, *scales, written, grad_o, grad_written, inverse, read, parts, grad_qkv
@@ -110,8 +111,8 @@ def _part_backward(
 
 def _prepared(tiles: Tiles, inverse: Tensor | None = None) -> Prepared:
     *_, k, v = tiles.sizes
-    scales = (_buffer(tiles, TILE, wide=True) for _ in range(3))
-    made = Prepared(*scales, _buffer(tiles, TILE, v), _buffer(tiles, TILE, k))
+    total, scale, query_scale = (_buffer(tiles, TILE, wide=True) for _ in range(3))
+    made = Prepared(total, scale, query_scale, _buffer(tiles, TILE, v), _buffer(tiles, TILE, k))
     _kernels().prepare.delta_prepare(tiles, *made, inverse)
     return made
 
