@@ -20,6 +20,9 @@ from flexengine.ops.fp8_scaling import LARGEST, LEAST_ABSMAX, Buffers, Operand, 
 from flexengine.ops.glu import GLU, glu_backward, glu_forward, has_kernel
 from flexengine.ops.joined import Joined
 
+JOINED = True
+"""False: units and layers round by themselves, with the same bits and more memory traffic."""
+
 
 class CodedGLU(GLU):
     """A unit that can leave codes to FP8 layers around it."""
@@ -42,7 +45,7 @@ class CodedGLU(GLU):
 
 def has_whole_blocks(scaling: Scaling, width: int) -> bool:
     """Whether operands have scales for blocks, of which a unit of this width has whole ones."""
-    return isinstance(scaling, BlockScaling) and width % TERMS == 0
+    return JOINED and isinstance(scaling, BlockScaling) and width % TERMS == 0
 
 
 class FedByUnit(Joined):
