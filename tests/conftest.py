@@ -260,10 +260,13 @@ def pairs_of(item: pytest.Item) -> set[Pair]:
 
 
 def leave_more_than_pairs(items: list[pytest.Item]) -> None:
-    """Mark as thorough what adds no pair of values to a test's other cases; the one that adds most comes first."""
+    """Mark as thorough what adds no pair of values to a test's other cases; the one that adds most comes first.
+
+    Cases that need a GPU stay as they are: without one they would be skipped with their pairs.
+    """
     tests = defaultdict[str, dict[pytest.Item, set[Pair]]](dict)
     for item in items:
-        if item.get_closest_marker("pairs") and not item.get_closest_marker("thorough"):
+        if item.get_closest_marker("pairs") and not any(map(item.get_closest_marker, ("thorough", "gpu"))):
             tests[item.nodeid.partition("[")[0]][item] = pairs_of(item)
     for cases in tests.values():
         missing = set().union(*cases.values())
