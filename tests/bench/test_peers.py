@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from bench import peer_packages
-from bench.peer_engines import OURS, PACKAGE_OF, Setting, config_of, make_model, measure
+from bench.job_flags import job_from
+from bench.peer_engines import LORA_ALPHA, LORA_RANK, OURS, PACKAGE_OF, Setting, config_of, make_model, measure
 from bench.peer_engines import WORKS as CAN
 from bench.peers import WORKS, line, parse, settings_of, table, without_folders
 
@@ -15,13 +16,31 @@ ONE = Setting(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("engine", "mode"), [("hf-liger", "full"), ("peft-liger", "lora"), (OURS, "lora")])
+@pytest.mark.parametrize(("engine", "mode"), [("hf-liger", "full"), ("peft-liger", "lora")])
 def test_engines_learn(engine, mode):
     row = measure(ONE._replace(engine=engine, mode=mode))
     assert row["micro_batch"] == 4
     assert len(row["losses"]) == len(row["steps_s"]) == 3
     assert row["losses"][-1] < row["losses"][0]
     assert row["tokens_per_s"] == pytest.approx(32 / row["step_s"])
+
+
+def test_ours_is_asked_for_the_same_work(monkeypatch):
+    asked = {}
+
+    def run_cap(args, cap_gib, tokens):
+        asked.update(job=job_from(args, max_gpu_mem_gib=cap_gib, max_global_batch_tokens=tokens), lr=args.lr)
+        return {"chunk_tokens": 12}
+
+    monkeypatch.setattr("bench.step.run_cap", run_cap)
+    ours = ONE._replace(engine=OURS, mode="lora", base_dtype="nf4", cap_gib=6.0, host_gib=9.0, layers=None)
+    assert measure(ours)["micro_batch"] == 1.5
+    job = asked["job"]
+    assert (job.mode, job.base_dtype, job.lora_rank, job.lora_alpha) == ("lora", "nf4", LORA_RANK, LORA_ALPHA)
+    assert (job.max_seq_len, job.max_global_batch_tokens, job.max_grad_norm) == (8, 32, None)
+    assert (job.max_gpu_mem_gib, job.max_host_mem_gib, job.init, asked["lr"]) == (6.0, 9.0, "random", 1e-2)
+    measure(ours._replace(base_dtype="bfloat16"))
+    assert asked["job"].base_dtype == "bf16"
 
 
 def test_settings_divide_the_batch():
