@@ -221,7 +221,8 @@ def test_nothing_fits():
 
 @pytest.mark.parametrize(("batch", "gpu_gib", "many"), [(131072, 24, True), (32768, 6, False), (8192, 24, False)])
 def test_sizes_come_in_the_order_of_their_bounds(batch, gpu_gib, many):
-    """As if all had been solved and sorted. many: most are not solved for the first, as they compute for longer."""
+    """As if all had been solved and sorted. many: a third or more are not solved for the first, as they compute for
+    longer."""
     model = open_model("preset:llama-3.1-8b").spec
     found = SizeBounds(model, Request(2048, batch, gpu_gib << 30, 110 << 30), preset("h200"))
     first = next(found.ascending())
@@ -231,7 +232,7 @@ def test_sizes_come_in_the_order_of_their_bounds(batch, gpu_gib, many):
     assert all(found.least_s(size) < bound.seconds for size, bound in fitting)
     assert list(found.ascending()) == sorted(fitting, key=lambda pair: pair[1].seconds)
     assert first == min(fitting, key=lambda pair: pair[1].seconds)
-    assert solved < len(bounds) / 2 or not many
+    assert solved < 2 * len(bounds) / 3 or not many
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------
