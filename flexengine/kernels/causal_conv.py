@@ -18,7 +18,6 @@ from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import round_to
 
 _ROWS, _COLUMNS, _WARPS = 8, 128, 1  # tile of a program: every row is read once, and found again in registers
-_SUMMED_COLUMNS = 64  # where sums of the weight's gradient are held beside
 
 
 class ConvChannels(NamedTuple):
@@ -93,42 +92,34 @@ def causal_conv_backward_input(
     chunk before, is written here. z is found again at every token that an input reaches.
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
-    operands, constants = _backward_operands(part, grad_y, grad_x, grad_left, grad_before)
-    if part.rows:
-        _backward_kernel[part.grid(part.rows + part.weight.shape[2] - 1)](*operands, **constants)
-
-
-def causal_conv_backward(
-    part: ConvChannels, grad_y: Tensor, grad_x: Tensor, grad_left: Tensor | None, grad_before: Tensor | None,
-    partials: Tensor,
-) -> None:  # fmt: skip
-    """What `causal_conv_backward_input` does, and partials[:, p, channels of the part] = sums of grad_z_t * x_(t - p)
-    over P groups of consecutive tokens, and behind those of all taps the sums of grad_z_t, if there is a bias.
-
-    partials [P, W (+ 1), C] fp32; the sum over P is the caller's. Order: launches on the current stream, never
-    synchronises.
-    Raises: ValueError on other shapes, dtypes or strides.
-    """
-    groups, (channels, _, taps) = len(partials), part.weight.shape
-    check_tensor("partials", partials, (groups, taps + (part.bias is not None), channels), (torch.float32,))
-    operands, constants = _backward_operands(part, grad_y, grad_x, grad_left, grad_before)
-    grid, constants = (groups, cdiv(part.columns, _SUMMED_COLUMNS)), constants | {"COLUMNS": _SUMMED_COLUMNS}
-    _weight_kernel[grid](*operands, partials, cdiv(part.rows, groups), **constants)
-
-
-def _backward_operands(
-    part: ConvChannels, grad_y: Tensor, grad_x: Tensor, grad_left: Tensor | None, grad_before: Tensor | None
-) -> tuple[tuple, dict]:
-    """What both kernels of backward begin with and are compiled for. Raises: ValueError as they do."""
     part.check(grad_y=grad_y)
     check_tensor("grad_x", grad_x, part.x.shape, FLOATS, strided_rows=True)
     channels, _, taps = part.weight.shape
     for name, tensor in (("grad_left", grad_left), ("grad_before", grad_before)):
         if tensor is not None:
             check_tensor(name, tensor, (taps - 1, channels), (torch.float32,))
-    left, before = (grad_y if given is None else given for given in (grad_left, grad_before))
-    operands = *part.inputs(), grad_y, grad_x, left, before, grad_y.stride(0), *grad_x.stride()[:2]
-    return operands, part.constants() | {"HAS_LEFT": grad_left is not None, "HAS_BEFORE": grad_before is not None}
+    if part.rows:
+        _backward_kernel[part.grid(part.rows + taps - 1)](
+            *part.inputs(), grad_y, grad_x, grad_y if grad_left is None else grad_left,
+            grad_y if grad_before is None else grad_before, grad_y.stride(0), *grad_x.stride()[:2],
+            HAS_LEFT=grad_left is not None, HAS_BEFORE=grad_before is not None, **part.constants(),
+        )  # fmt: skip
+
+
+def causal_conv_backward_weight(part: ConvChannels, grad_y: Tensor, partials: Tensor) -> None:
+    """partials[:, p, channels of the part] = sums of grad_z_t * x_(t - p) over P groups of consecutive tokens, and
+    behind those of all taps the sums of grad_z_t, if there is a bias.
+
+    partials [P, W (+ 1), C] fp32; the sum over P is the caller's. Order: launches on the current stream, never
+    synchronises.
+    Raises: ValueError on other shapes, dtypes or strides.
+    """
+    part.check(grad_y=grad_y)
+    groups, (channels, _, taps) = len(partials), part.weight.shape
+    check_tensor("partials", partials, (groups, taps + (part.bias is not None), channels), (torch.float32,))
+    _weight_kernel[(groups, cdiv(part.columns, _COLUMNS))](
+        *part.inputs(), grad_y, partials, grad_y.stride(0), cdiv(part.rows, groups), **part.constants()
+    )
 
 
 @triton.jit
@@ -203,32 +194,6 @@ def _grad_sums(
     return found, positions
 
 
-@triton.jit
-def _store_grads(
-    grad_z, positions, weights, begin, end, count, columns, column_count, width, channels, first, grad_x_ptr,
-    grad_left_ptr, grad_before_ptr, grad_x_stride, grad_x_step, HAS_LEFT: tl.constexpr, HAS_BEFORE: tl.constexpr,
-    TAPS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Rows of grad_x from `begin` on, before `end`, and of grad_before, from grad_z of these and TAPS - 1 more."""
-    inside = (columns // width) * grad_x_step + columns % width
-    for i in tl.static_range(ROWS):
-        row = begin + i
-        grad = tl.zeros_like(weights[0])
-        for ahead in tl.static_range(TAPS):
-            grad += tl.where(positions[i + ahead] >= ahead, weights[ahead] * grad_z[i + ahead], 0.0)
-        if HAS_LEFT:
-            last = row - (count - (TAPS - 1))
-            at = grad_left_ptr + last * channels + first + columns
-            grad += tl.load(at, mask=_there(last, TAPS - 1, columns, column_count), other=0.0)
-        target = grad_x_ptr + row.to(tl.int64) * grad_x_stride + inside
-        mask = _there(row, end, columns, column_count)
-        tl.store(target, round_to(grad, grad_x_ptr.dtype.element_ty), mask=mask)
-        if HAS_BEFORE and i < TAPS - 1:
-            before = row + TAPS - 1
-            at = grad_before_ptr + before * channels + first + columns
-            tl.store(at, grad, mask=_there(before, TAPS - 1, columns, column_count))
-
-
 @triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step,
@@ -269,53 +234,55 @@ def _backward_kernel(
         x, weights, positions_ptr, grad_y_ptr, begin, count, columns, column_count, first, grad_y_stride, TAPS,
         ROWS + TAPS - 1,
     )  # fmt: skip
-    _store_grads(
-        grad_z, positions, weights, begin, count, count, columns, column_count, width, channels, first, grad_x_ptr,
-        grad_left_ptr, grad_before_ptr, grad_x_stride, grad_x_step, HAS_LEFT, HAS_BEFORE, TAPS, ROWS,
-    )  # fmt: skip
+    inside = (columns // width) * grad_x_step + columns % width
+    for i in tl.static_range(ROWS):
+        row = begin + i
+        grad = tl.zeros((COLUMNS,), tl.float32)
+        for ahead in tl.static_range(TAPS):
+            grad += tl.where(positions[i + ahead] >= ahead, weights[ahead] * grad_z[i + ahead], 0.0)
+        if HAS_LEFT:
+            last = row - (count - (TAPS - 1))
+            at = grad_left_ptr + last * channels + first + columns
+            grad += tl.load(at, mask=_there(last, TAPS - 1, columns, column_count), other=0.0)
+        target = grad_x_ptr + row.to(tl.int64) * grad_x_stride + inside
+        mask = _there(row, count, columns, column_count)
+        tl.store(target, round_to(grad, grad_x_ptr.dtype.element_ty), mask=mask)
+        if HAS_BEFORE and i < TAPS - 1:
+            before = row + TAPS - 1
+            at = grad_before_ptr + before * channels + first + columns
+            tl.store(at, grad, mask=_there(before, TAPS - 1, columns, column_count))
 
 
 @triton.jit(do_not_specialize=["count", "group_rows"])
 def _weight_kernel(
     x_ptr, weight_ptr, bias_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step,
-    grad_y_ptr, grad_x_ptr, grad_left_ptr, grad_before_ptr, grad_y_stride, grad_x_stride, grad_x_step, partials_ptr,
-    group_rows, BIASES: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_BEFORE: tl.constexpr,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad_y_ptr, partials_ptr, grad_y_stride, group_rows,
+    BIASES: tl.constexpr, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A group writes grad_x of its rows but the last TAPS - 1, which the next one does, and of those before them."""
     group = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     weights = _weights(weight_ptr, bias_ptr, columns, column_count, first, BIASES, TAPS)
-    start = group * group_rows
-    end = tl.minimum(start + group_rows, count)
-    is_last = (end == count) & (start < count)
-    written = tl.where(is_last, count, end - (TAPS - 1))
-    tiles = tl.where(start < count, tl.cdiv(written - start + (TAPS - 1), ROWS), 0)
+    end = tl.minimum((group + 1) * group_rows, count)
     totals = ()
     for _ in tl.static_range(TAPS):
         totals += (tl.zeros((COLUMNS,), tl.float32),)
     of_bias = tl.zeros((COLUMNS,), tl.float32)
-    for tile in range(tiles):
-        begin = start + tile * ROWS - (TAPS - 1)
+    for tile in range(tl.cdiv(group_rows, ROWS)):
+        begin = group * group_rows + tile * ROWS
         x = _rows(
             x_ptr, tail_ptr, begin - (TAPS - 1), columns, count, column_count, width, channels, first, x_stride, x_step,
-            HAS_TAIL, TAPS, ROWS + 2 * (TAPS - 1),
+            HAS_TAIL, TAPS, ROWS + TAPS - 1,
         )  # fmt: skip
         grad_z, positions = _grad_sums(
-            x, weights, positions_ptr, grad_y_ptr, begin, end, columns, column_count, first, grad_y_stride, TAPS,
-            ROWS + TAPS - 1,
+            x, weights, positions_ptr, grad_y_ptr, begin, end, columns, column_count, first, grad_y_stride, TAPS, ROWS,
         )  # fmt: skip
-        for i in tl.static_range(TAPS - 1, TAPS - 1 + ROWS):
+        for i in tl.static_range(ROWS):
             added = ()
             for back in tl.static_range(TAPS):
                 product = tl.where(positions[i] >= back, grad_z[i] * x[i + TAPS - 1 - back], 0.0)
                 added += (totals[back] + product,)
             totals = added
             of_bias += grad_z[i]
-        _store_grads(
-            grad_z, positions, weights, begin, written, count, columns, column_count, width, channels, first,
-            grad_x_ptr, grad_left_ptr, grad_before_ptr, grad_x_stride, grad_x_step, HAS_LEFT, HAS_BEFORE, TAPS, ROWS,
-        )  # fmt: skip
     if BIASES:
         target = partials_ptr + (group * (TAPS + 1) + TAPS).to(tl.int64) * channels + first + columns
         tl.store(target, of_bias, mask=columns < column_count)

@@ -34,8 +34,7 @@ def _kernels() -> ModuleType:
 
 
 class CausalConv(Op):
-    """y = silu(conv(parts of x)). Backward finds z again; it writes the gradients of its own columns of x. Where the
-    weight is trained, the input half leaves the parts of its gradient, which the weight half adds up."""
+    """y = silu(conv(parts of x)). Backward finds z again; it writes the gradients of its own columns of x."""
 
     def __init__(
         self, name: str, x: str, y: str, parts: tuple[Columns, ...], taps: int, weight: str, bias: str | None = None
@@ -43,7 +42,7 @@ class CausalConv(Op):
         self.name, self.x, self.y, self.parts, self.taps, self.weight = name, x, y, parts, taps, weight
         self.bias = bias
         self.channels = sum(part.total for part in parts)
-        self.inputs = self.needs_input = self.grad_inputs = (x,)
+        self.inputs = self.needs_input = self.needs_weight = self.grad_inputs = (x,)
         self.outputs = (TensorSpec(y, (self.channels,)),)
         self.params = (weight,) if bias is None else (weight, bias)
         self.sums = taps + len(self.params) - 1
@@ -99,10 +98,6 @@ class CausalConv(Op):
         found = grad_rows[self.taps - 1 :].split([part.total for part in self.parts], dim=1)
         for part, grad in zip(self.parts, found, strict=True):
             part.of(env.g[self.x]).copy_(grad.unflatten(1, (part.groups, part.width)))
-        if self.trained:
-            sums = [(grad_z * self._shifted(env, rows, back)).sum(0) for back in range(self.taps)]
-            sums += [grad_z.sum(0)] if self.bias else []
-            self._partials(env)[0] = torch.stack(sums)
 
     # -- the halves ----------------------------------------------------------------------------------------------------
 
@@ -146,25 +141,26 @@ class CausalConv(Op):
         if not parts:
             self._plain_backward(env, before, left)
         for columns, part in parts:
-            operands = part, env.g[self.y], columns.of(env.g[self.x]), left, before
-            if self.trained:
-                _kernels().causal_conv_backward(*operands, self._partials(env))
-            else:
-                _kernels().causal_conv_backward_input(*operands)
-
-    def _partials(self, env: OpEnv) -> Tensor:
-        """Parts of the sums [P, W (+ 1), C]; the plain path leaves one."""
-        return env.t[self.partials.name].view(-1, self.sums, self.channels)
+            _kernels().causal_conv_backward_input(part, env.g[self.y], columns.of(env.g[self.x]), left, before)
 
     def backward_weight(self, env: OpEnv) -> None:
-        partials = self._partials(env)
-        found = list(partials.sum(0) if use_kernel(partials) and partials.dtype != torch.float64 else partials[0])
+        parts = self._kernel_parts(env)
+        if parts:
+            partials = env.t[self.partials.name].view(-1, self.sums, self.channels)
+            for _, part in parts:
+                _kernels().causal_conv_backward_weight(part, env.g[self.y], partials)
+            found = list(partials.sum(0))
+        else:
+            rows = self._rows(env)
+            grad_z = self._grad_sums(env, rows)
+            found = [(grad_z * self._shifted(env, rows, back)).sum(0) for back in range(self.taps)]
+            found += [grad_z.sum(0)] if self.bias else []
         totals = torch.stack(found[: self.taps][::-1], dim=1)[:, None], *found[self.taps :]
         for name, total in zip(self.params, totals, strict=True):
             env.gp[name].copy_(total) if env.first else env.gp[name].add_(total)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        return (self.partials,) if self.trained and half != "forward" else ()
+        return (self.partials,) if half == "weight" else ()
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 
@@ -185,7 +181,7 @@ class CausalConv(Op):
         return Work(kernels=2)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._passes(tokens, compute_bytes, passes=10 if self.trained else 7)
+        return self._passes(tokens, compute_bytes, passes=7)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=4.0 * WEIGHT_GRAD_PARTIALS * self.sums * self.channels, kernels=3)
+        return self._passes(tokens, compute_bytes, passes=8, more=3)
