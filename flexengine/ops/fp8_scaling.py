@@ -108,7 +108,7 @@ class Scaling(ABC):
         """grad_y [T, F] and weight.T [D, F]; both: also leave grad_y.T."""
 
     @abstractmethod
-    def weight_operands(self, t: Buffers, x: Tensor | None) -> tuple[Operand, Operand]:
+    def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
         """grad_y.T [F, T], which the input half left, and x.T [D, T]."""
 
     @abstractmethod
@@ -260,8 +260,7 @@ class TensorScaling(Scaling):
         of_weight_t = Operand(weight8_t, quantize(weight, t["grad_scales"], 1, columns=weight8_t), "matrix")
         return Operand(grad8, quantize(grad_y, t["grad_scales"], 0, grad8, grad8_t), "matrix"), of_weight_t
 
-    def weight_operands(self, t: Buffers, x: Tensor | None) -> tuple[Operand, Operand]:
-        assert x is not None, "only codes with scales for blocks are written elsewhere"
+    def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
         grad8_t, x8_t = t.transposed("grad8_t", GRADIENT_DTYPE), t.transposed("x8_t", FORWARD_DTYPE)
         of_x = Operand(x8_t, quantize(x, t["grad_scales"], 1, columns=x8_t), "matrix")
         return Operand(grad8_t, scale_of(t["grad_scales"], 0), "matrix"), of_x
@@ -327,7 +326,7 @@ class RowScaling(Scaling):
         round_rows(x, codes, scales)
         return Operand(codes, scales, "rows")
 
-    def weight_operands(self, t: Buffers, x: Tensor | None) -> tuple[Operand, Operand]:
+    def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
         raise AssertionError("the weight's gradient takes the compute dtype")
 
     def multiply(self, a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None, fast: bool = False) -> None:

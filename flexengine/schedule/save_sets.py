@@ -14,7 +14,7 @@ from flexengine.ops.joined import Joined
 @lru_cache(maxsize=1024)
 def savable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
     """Names of ops with an output that some backward reads: the only ones worth keeping."""
-    needed, kept = set(needed_by_backward(ops)), set(keepable_ops(ops))
+    needed, kept = {t for op in ops for t in (*op.needs_input, *op.needs_weight)}, set(keepable_ops(ops))
     return tuple(op.name for op in ops if op.name in kept and any(o.name in needed for o in op.outputs))
 
 
@@ -107,8 +107,7 @@ def halves_of(ops: tuple[Op, ...]) -> Iterator[Halves]:
                 break
             together.append(waiting.pop())
             first = wider
-        ops = tuple(first.weight_half_of(each) if isinstance(first, Joined) else each for each in together)
-        yield Halves(None if not op.has_input_half else op.alone() if first is op else first, ops)
+        yield Halves(None if not op.has_input_half else op.alone() if first is op else first, tuple(together))
 
 
 @lru_cache(maxsize=1024)
@@ -131,7 +130,7 @@ def without_unread(ops: Sequence[Op], later: Sequence[Op], names: Iterable[str])
 
 def needed_by_backward(ops: tuple[Op, ...]) -> list[str]:
     """Names of the tensors that the backwards of a layer's ops read, in their order."""
-    return [name for halves in halves_of(ops) for name in halves.needs]
+    return [name for op in reversed(ops) for name in (*op.needs_input, *op.needs_weight)]
 
 
 def needed_by_window(ops: tuple[Op, ...]) -> list[str]:
