@@ -24,6 +24,7 @@ from flexengine.models.registry import open_model
 from flexengine.native import allocate_host
 from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.experts.shape import ExpertShape
+from flexengine.ops.cross_entropy import LogitsBlocks
 from flexengine.ops.linear_shape import HeadShape, LinearShape
 from flexengine.options.job import Job
 from flexengine.request import probe_shape
@@ -177,7 +178,7 @@ def test_experts_are_measured_beside_linear_layers(fake_cuda: SimpleNamespace, m
 
 
 def test_a_models_own_layers_and_head_are_measured(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measure_head, "block_tokens", lambda vocab_size: 16)
+    monkeypatch.setattr(measure_head, "logits_blocks", lambda *_: LogitsBlocks(16, 16))
     layers = (LinearShape("fc", 64, 200, transposed=True, count=2), LinearShape("proj", 200, 64, adds=True))
     shape = ProbeShape(64, 200, 24, linears=layers, head=HeadShape(64, 300))
     rates = measured(shape)
