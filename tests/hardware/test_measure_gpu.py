@@ -23,8 +23,8 @@ from flexengine.hardware.profile import ProbeShape
 from flexengine.models.registry import open_model
 from flexengine.native import allocate_host
 from flexengine.ops.attention.style import AttentionShape
-from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.cross_entropy import LogitsBlocks
+from flexengine.ops.experts.shape import ExpertShape
 from flexengine.ops.linear_shape import HeadShape, LinearShape
 from flexengine.options.job import Job
 from flexengine.request import probe_shape
