@@ -11,6 +11,7 @@ from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
+from flexengine.options.job import Job
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.planner.bound import linear_program
 from flexengine.planner.bound.linear_program import LinearProgram
@@ -22,6 +23,7 @@ from flexengine.planner.cost.memory import gpu_required_bytes, host_required_byt
 from flexengine.planner.cost.save_sets import Keeping, lower_hull, save_choices
 from flexengine.planner.planner import make_plan
 from flexengine.planner.problem import Problem
+from flexengine.request import described
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import recomputed, save_sets
@@ -238,8 +240,11 @@ def test_sizes_come_in_the_order_of_their_bounds(batch, gpu_gib, many):
 # ---- parts -----------------------------------------------------------------------------------------------------
 
 
-def test_recomputed_ops_are_those_of_the_compiled_layer():
-    block = small_model().blocks[0]
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_recomputed_ops_are_those_of_the_compiled_layer(mode):
+    """Adapters' tensors are kept beside outputs of ops before those that make them, and behind them."""
+    job = Job(max_seq_len=64, max_global_batch_tokens=64, mode=mode)
+    block = described(small_model(), job).blocks[0]
     found = save_choices(block.ops, block.input).recomputed.T.tolist()
     for kept, places in zip(save_sets(block.ops), found, strict=True):
         program = compile_layer(block, kept, (), 64, 4)

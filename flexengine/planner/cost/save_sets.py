@@ -75,7 +75,9 @@ def _run_again(ops: tuple[Op, ...], layer_input: str | None, kept: np.ndarray, n
     producer = {output.name: i for i, op in enumerate(ops) for output in op.outputs}
     is_kept = np.stack([(kept == i).any(axis=0) for i in range(len(ops))])
     at_hand = {name: np.zeros(kept.shape[1], bool) for name in producer} | {layer_input: np.ones(kept.shape[1], bool)}
-    at_hand |= {output.name: is_kept[i].copy() for i, op in enumerate(ops) for output in op.kept_outputs}
+    for op, kept_sets in zip(ops, is_kept, strict=True):
+        for output in op.kept_outputs:  # its own, and some of other ops, before it or behind it
+            at_hand[output.name] |= kept_sets
     at_hand |= {name: np.ones(kept.shape[1], bool) for name in remade(ops)}
     again, lengths = np.full_like(kept, len(ops)), np.zeros(kept.shape[1], dtype=np.int64)
 
