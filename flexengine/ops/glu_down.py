@@ -24,10 +24,9 @@ ROWS = 64
 class GLUDown(GLU):
     """a and low of gate_up, or of a sum; backward adds grad_low @ A to the gradient of a, and has that of A."""
 
-    keepable = False  # backward reads low alone, which is kept beside gate_up
-
     def __init__(self, unit: GLU, before: Addend | None, down: Adapters) -> None:
         vars(self).update(vars(unit.adding(before, down.added_to_gradient())))
+        self.keepable = False  # backward reads low alone, which is kept beside gate_up
         self.adapters, self.low, self.params, self.grad_reads = down, down.low.name, (down.down,), ()
         self.outputs = (*unit.outputs, down.low)
         self.low_parts = TensorSpec(f"{down.name}.low_parts", (-(-self.width // COLUMNS) * down.rank,), "float32")

@@ -1,6 +1,6 @@
 """Chunk and round sizes by a rule of model and batch alone, so that they set the same bits within any budget.
 
-A free plan has chunks of 8192 or 16384 tokens where memory allows; those of 4096 take half or a quarter of a chunk's
+A free plan has chunks of 8192 to 32768 tokens where memory allows; those of 4096 take half or a quarter of a chunk's
 memory and are 2 to 5% slower. Rounds of 16384 tokens take a card as long to compute as its link takes to bring the
 weights. Of experts more is brought for each that is multiplied, of weights stored in fewer bytes less, and rounds are
 longer or shorter by that. (Predicted for six models on four cards, 8 to 78 GiB: `bench.reproducible`.)

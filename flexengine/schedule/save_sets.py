@@ -112,9 +112,11 @@ def halves_of(ops: tuple[Op, ...]) -> Iterator[Halves]:
 
 @lru_cache(maxsize=1024)
 def remade(ops: tuple[Op, ...]) -> frozenset[str]:
-    """Tensors that backward does not recompute where they are not kept: an input half writes them again."""
+    """Tensors that backward does not recompute where they are not kept: an input half writes them again for weight
+    halves alone."""
     read = {name for op in ops for name in op.needs_input}
-    return frozenset(name for op in ops if op.has_input_half for name in op.remakable if name not in read)
+    wanted = {name for op in ops if op.has_weight_half for name in op.needs_weight} - read
+    return frozenset(name for op in ops if op.has_input_half for name in op.remakable if name in wanted)
 
 
 def leaving_out(op: Op, unread: frozenset[str]) -> Op:

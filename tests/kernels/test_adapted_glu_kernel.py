@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from engine_helpers import spec_of
+from family_configs import CASES
 
 from flexengine.kernels import adapted_glu, lora_grads
 from flexengine.ops.adapters.lora import LoraDown
@@ -9,6 +11,9 @@ from flexengine.ops.adapters.lora_grads import MOST_RANK
 from flexengine.ops.glu import GLU, Activation, ClampedSwiGLU
 from flexengine.ops.glu_down import GLUDown
 from flexengine.ops.linear import Linear
+from flexengine.options.job import Job
+from flexengine.request import described
+from flexengine.schedule.save_sets import savable_ops
 from tests.adapter_ops import adapted, run_ops
 from tests.kernels.test_lora_glu_kernel import UNITS
 
@@ -120,3 +125,12 @@ def test_wrong_operands_are_refused(checks, device):
     behind = adapted_glu.Behind(low[:, :3], down[:3], checks.empty(4, 6, dtype=torch.float32, device=device))
     with pytest.raises(ValueError, match="expected a multiple of 64"):
         adapted_glu.unit_forward(gate_up, before, behind, 100, out, "silu")
+
+
+def test_what_no_backward_reads_is_not_kept():
+    """Experts of Gemma 4 let the dense unit beside them be kept. With adapters low alone is read, and kept elsewhere."""
+    job = Job(max_seq_len=64, max_global_batch_tokens=64, mode="lora")
+    ops = described(spec_of(CASES["gemma4_text, experts"]), job).blocks[0].ops
+    units = {op.name for op in ops if isinstance(op, GLUDown)}
+    assert units
+    assert not units & {*savable_ops(ops)}

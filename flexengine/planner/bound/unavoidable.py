@@ -14,6 +14,7 @@ import numpy as np
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Op, Work
+from flexengine.ops.joined import Joined
 from flexengine.plan import Numerics, Request
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import GPU_SLACK_BYTES
@@ -238,9 +239,13 @@ class SizeWork:
         kept, again, _ = save_choices(block.ops, block.input)
         if self.step.request.recompute == "full":
             kept, again = kept[:, :1], again[:, :1]
-        seconds = [self._seconds(row) * self.full_rounds for row in self._round_work(block.ops)[:-2]]
+        *rows, saved, _ = self._round_work(block.ops)
+        seconds = [self._seconds(row) * self.full_rounds for row in rows]
+        # What ops as one save in forward they may save again where they are recomputed.
+        joined = any(isinstance(op, Joined) for op in in_pairs(block.ops))
+        spared = self._seconds(saved) * self.full_rounds if joined else 0.0
         sizes = [self._output_bytes(op) * self.full_rounds for op in block.ops]
-        hull = lower_hull(_ever_faster(totals(sizes, kept), totals(seconds, again)))
+        hull = lower_hull(_ever_faster(totals(sizes, kept), np.maximum(totals(seconds, again) - spared, 0.0)))
         return hull[-1:] if self.step.request.recompute == "none" else hull
 
     def _output_bytes(self, op: Op) -> int:
