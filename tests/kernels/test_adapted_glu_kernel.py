@@ -128,7 +128,7 @@ def test_wrong_operands_are_refused(checks, device):
 
 
 def test_what_no_backward_reads_is_not_kept():
-    """Experts of Gemma 4 let the dense unit beside them be kept. With adapters low alone is read, and kept elsewhere."""
+    """Experts of Gemma 4 let the dense unit beside them be kept. With adapters low alone is read, kept elsewhere."""
     job = Job(max_seq_len=64, max_global_batch_tokens=64, mode="lora")
     ops = described(spec_of(CASES["gemma4_text, experts"]), job).blocks[0].ops
     units = {op.name for op in ops if isinstance(op, GLUDown)}
