@@ -118,6 +118,32 @@ def matrices(matrices: Tensor, transposed: bool, inner: int, columns: int) -> Te
     return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[2]), tile)
 
 
+class Operands(NamedTuple):
+    """Descriptors of what a product multiplies, and the terms of an adapter's sums: all, and those taken at a time.
+
+    Without an adapter there are 0 terms, and the descriptors of low and up stand for none.
+    """
+
+    rows: TensorDescriptor
+    weights: TensorDescriptor
+    low: TensorDescriptor
+    up: TensorDescriptor
+    terms: int
+    block: int
+
+
+def described(x: Tensor, weight: Tensor, transposed: bool, adapter: LowRank | None, t: Tiling) -> Operands:
+    """Describe the operands of a product in tiles of t."""
+    rows = TensorDescriptor.from_tensor(x, [t.rows, t.inner])
+    weights = matrices(weight, transposed, t.inner, t.columns)
+    if adapter is None:
+        return Operands(rows, weights, rows, weights, 0, 0)
+    block = low_block(adapter)
+    low = TensorDescriptor.from_tensor(adapter.low, [t.rows, block])
+    up = matrices(adapter.up, adapter.transposed, block, t.columns)
+    return Operands(rows, weights, low, up, adapter.low.shape[1], block)
+
+
 @triton.jit
 def load_matrix(matrices, expert, first, columns, column, terms, TRANSPOSED: tl.constexpr):
     """A tile [terms of the sum, columns] of an expert's matrix, of `terms` terms and `columns` columns."""

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.grouped_tiles import (
@@ -22,11 +21,10 @@ from flexengine.kernels.grouped_tiles import (
     add_product,
     add_scaled,
     block_strides,
+    described,
     finished,
     grouped_tile,
     load_matrix,
-    low_block,
-    matrices,
     multiprocessors,
     rows_before,
     scaled,
@@ -66,13 +64,7 @@ def launch(
 ) -> None:  # fmt: skip
     """`grouped.grouped_product` of operands that it has checked; a sum is whole tiles of walk.tiles.inner."""
     (count, inner), columns, experts, t = x.shape, out.shape[1], weight.shape[0], walk.tiles
-    rows = TensorDescriptor.from_tensor(x, [t.rows, t.inner])
-    weights = matrices(weight, transposed, t.inner, t.columns)
-    low, up, block = rows, weights, low_block(adapter)
-    if adapter is not None:
-        low = TensorDescriptor.from_tensor(adapter.low, [t.rows, block])
-        up = matrices(adapter.up, adapter.transposed, block, t.columns)
-    width = 0 if adapter is None else adapter.low.shape[1]
+    rows, weights, low, up, width, block = described(x, weight, transposed, adapter, t)
     row_scales, column_scales = (out, out) if scales is None else scales[:2]
     tiles = (cdiv(count, t.rows) + experts) * cdiv(columns, t.columns)
     _walk_kernel[(min(tiles, walk.programs * multiprocessors(x)),)](
