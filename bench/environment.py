@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -36,12 +37,12 @@ def _commit() -> str:
 
 
 def _command() -> str:
-    """The command line from the repository's root; the path of the output file is left out, and folders are."""
+    """The command line from the repository's root; the output file is left out, and folders that paths begin with."""
     arguments = list(sys.argv[1:])
     if "--json" in arguments:
         at = arguments.index("--json")
         arguments[at : at + 2] = ["--json", "OUT.json"]
-    arguments = [Path(text).name if os.path.isabs(text) else text for text in arguments]
+    arguments = [re.sub(r"(^|=)/(\S*/)?", r"\1", text) for text in arguments]
     return " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *arguments])
 
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,8 +62,11 @@ ATTENTION = {
 }
 """Kernels of torch's attention in the order in which they are tried."""
 LORA_RANK, LORA_ALPHA = 16, 32
-FILL_ELEMENTS = 1 << 26
-NO_LOGITS, NO_LIGER = "all", "none"
+DRAWN_ELEMENTS = (1 << 24) - 5
+"""Random values that are drawn once for all matrices on the host: no multiple of a row, so that rows differ."""
+FILES = "PEERS_FILES"
+"""Names the folder of files that the runs of a call share."""
+NO_LIGER = "none"
 
 
 class Setting(NamedTuple):
@@ -323,7 +327,7 @@ def resident_trainer(setting: Setting, config: Any, device: torch.device) -> Tra
     if setting.base_dtype == "nf4":  # a bf16 model may not fit where its 4-bit one does
         model = model_without_values(config, setting.recompute)
         quantize_blocks(model, config, device)
-        materialize(model, config, device, device)
+        materialize(model, config, device)
     else:
         with device:
             model = make_model(config, torch.bfloat16, setting.recompute)
@@ -339,13 +343,13 @@ def model_without_values(config: Any, recompute: bool) -> Any:
         return make_model(config, torch.bfloat16, recompute)
 
 
-def materialize(model: Any, config: Any, place: torch.device, device: torch.device) -> None:
-    """Draw what a model without values still lacks, in `place` by way of `device`."""
+def materialize(model: Any, config: Any, place: torch.device, pinned: bool = False) -> None:
+    """Draw what a model without values still lacks, in `place`. pinned: in host memory that is page-locked."""
     for module in list(model.modules()):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                made = torch.empty_like(parameter, device=place)
-                fill(made, config.initializer_range if made.dim() > 1 else 0.0, device)
+                made = torch.empty_like(parameter, device=place, pin_memory=pinned)
+                fill(made, config.initializer_range if made.dim() > 1 else 0.0)
                 module.register_parameter(name, torch.nn.Parameter(made, requires_grad=parameter.requires_grad))
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(place)  # its buffers had no values
@@ -432,18 +436,41 @@ def fsdp2_trainer(setting: Setting, config: Any, device: torch.device) -> Traine
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers were on meta
     for parameter in model.parameters():
-        fill(parameter.to_local(), config.initializer_range if parameter.dim() > 1 else 0.0, device)
+        fill(parameter.to_local(), config.initializer_range if parameter.dim() > 1 else 0.0)
     return torch_trainer(model, setting.lr)
 
 
-def fill(shard: Tensor, std: float, device: torch.device) -> None:
-    """Draw a part of a matrix on the GPU, which is faster than on the host; a norm (std 0) becomes ones."""
-    with torch.no_grad():
-        if not std:
-            shard.fill_(1.0)
-            return
-        for piece in shard.view(-1).split(FILL_ELEMENTS):
-            piece.copy_(torch.empty(piece.numel(), device=device).normal_(0.0, std))
+@torch.no_grad()
+def fill(values: Tensor, std: float) -> None:
+    """Draw a matrix where it is and in its dtype; a norm (std 0) becomes ones.
+
+    On the host all cores copy a block of drawn values on and on: drawing there takes one core, and what a GPU draws
+    is copied by one, which also waits for every new page of memory.
+    """
+    if not std:
+        values.fill_(1.0)
+    elif values.is_cuda:
+        values.normal_(0.0, std)
+    else:
+        _drawn(std, values.dtype).copy_to(values.view(-1))
+
+
+class _Drawn:
+    """A block of random values, and the place in it where the next matrix begins."""
+
+    def __init__(self, std: float, dtype: torch.dtype) -> None:
+        self._block, self._next = torch.empty(DRAWN_ELEMENTS, dtype=dtype).normal_(0.0, std), 0
+
+    def copy_to(self, values: Tensor) -> None:
+        """Write as many values as there is room for."""
+        while values.numel():
+            piece = self._block[self._next :][: values.numel()]
+            values[: piece.numel()].copy_(piece)
+            self._next = (self._next + piece.numel()) % DRAWN_ELEMENTS
+            values = values[piece.numel() :]
+
+
+_drawn = cache(_Drawn)
 
 
 def deepspeed_config(setting: Setting) -> dict[str, Any]:
@@ -475,7 +502,7 @@ def deepspeed_trainer(setting: Setting, config: Any, device: torch.device) -> Tr
     with deepspeed.zero.Init(config_dict_or_path=options, dtype=torch.bfloat16):
         model = make_model(config, torch.bfloat16, setting.recompute, reentrant=True)
     for parameter in model.parameters():  # its own values are gone before transformers draws them
-        fill(parameter.ds_tensor, config.initializer_range if len(parameter.ds_shape) > 1 else 0.0, device)
+        fill(parameter.ds_tensor, config.initializer_range if len(parameter.ds_shape) > 1 else 0.0)
     if setting.mode == "lora":
         model = with_adapters(model, setting)
     trained = [p for p in model.parameters() if p.requires_grad]

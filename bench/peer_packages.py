@@ -10,6 +10,7 @@ streams layers of a checkpoint, in NF4 too, which it first writes layer by layer
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from importlib import import_module
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.peer_engines import (
+    FILES,
     GIB,
     LORA_ALPHA,
     LORA_RANK,
@@ -44,32 +46,36 @@ ROUNDPIPE_SHARE = 0.6
 
 
 def unsloth_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
-    """Unsloth loads a checkpoint, here one of zeros that takes no disk; then values are drawn."""
+    """Unsloth loads a checkpoint."""
     unsloth = import_module("unsloth").FastLanguageModel
-    with tempfile.TemporaryDirectory() as folder:
-        write_empty_checkpoint(config, Path(folder))
-        model, _ = unsloth.from_pretrained(
-            folder, max_seq_length=setting.seq_len, dtype=torch.bfloat16, load_in_4bit=setting.base_dtype == "nf4"
-        )
+    model, _ = unsloth.from_pretrained(
+        str(checkpoint_of(setting, config)), max_seq_length=setting.seq_len, dtype=torch.bfloat16,
+        load_in_4bit=setting.base_dtype == "nf4",
+    )  # fmt: skip
     model = unsloth.get_peft_model(
         model, r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0, bias="none", target_modules=PROJECTIONS,
         use_gradient_checkpointing="unsloth" if setting.recompute else False, random_state=0,
     )  # fmt: skip
-    draw_frozen(model, config, device)
     return torch_trainer(model, setting.lr, autocast_of(setting, device))
 
 
-def write_empty_checkpoint(config: Any, folder: Path) -> Path:
-    """Write a config, a tokenizer of as many words as the vocabulary has, and bf16 zeros that are a hole in a file.
+def checkpoint_of(setting: Setting, config: Any) -> Path:
+    """The folder with a model's checkpoint, which the first run of a call that asks for it writes."""
+    folder = Path(os.environ[FILES], f"{setting.preset}-{setting.layers}")
+    if not (folder / "config.json").exists():
+        write_checkpoint(config, folder)
+    return folder
 
-    Returns that file.
-    """
+
+def write_checkpoint(config: Any, folder: Path) -> None:
+    """Write bf16 weights, a tokenizer of as many words as the vocabulary has and, last, the config."""
     from tokenizers import Tokenizer, models  # noqa: PLC0415 (after unsloth)
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
+    folder.mkdir(exist_ok=True)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, value in model_without_values(config, recompute=False).state_dict().items():
+    weights, end = model_without_values(config, recompute=False).state_dict(), 0
+    for name, value in weights.items():
         begin, end = end, end + 2 * value.numel()
         header[name] = {"dtype": "BF16", "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -78,38 +84,15 @@ def write_empty_checkpoint(config: Any, folder: Path) -> Path:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    config.save_pretrained(folder)
+    values = torch.from_file(str(path), shared=True, size=path.stat().st_size // 2, dtype=torch.bfloat16)
+    at = 4 + len(text) // 2
+    for value in weights.values():
+        fill(values[at : at + value.numel()], config.initializer_range if value.dim() > 1 else 0.0)
+        at += value.numel()
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
     special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w3"}
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
-    return path
-
-
-def draw_checkpoint(path: Path, config: Any, device: torch.device) -> None:
-    """Draw the values of a checkpoint of zeros in place, by way of `device`."""
-    values = torch.from_file(str(path), shared=True, size=path.stat().st_size // 2, dtype=torch.bfloat16)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    for name, about in header.items():
-        if name != "__metadata__":
-            begin, end = (4 + (length + offset) // 2 for offset in about["data_offsets"])
-            fill(values[begin:end], config.initializer_range if len(about["shape"]) > 1 else 0.0, device)
-
-
-@torch.no_grad()
-def draw_frozen(model: Any, config: Any, device: torch.device) -> None:
-    """Draw frozen matrices where they are. Of 4-bit ones the codes, with one scale for all blocks."""
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        if state is not None:
-            parameter.data.random_(0, 256)
-            if state.nested:
-                state.offset.fill_(3 * config.initializer_range)
-            else:
-                state.absmax.fill_(3 * config.initializer_range)
-        elif not parameter.requires_grad:
-            fill(parameter.data, config.initializer_range if parameter.dim() > 1 else 0.0, device)
+    config.save_pretrained(folder)
 
 
 def torchtune_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
@@ -144,22 +127,28 @@ def torchtune_trainer(setting: Setting, config: Any, device: torch.device) -> Tr
 # ---- weights on the host ---------------------------------------------------------------------------------------------
 
 
-def host_model(setting: Setting, config: Any, device: torch.device) -> Any:
-    """A model on the host, drawn on the GPU, with adapters where these are trained; engines recompute by themselves."""
-    model = model_without_values(config, recompute=False)
-    materialize(model, config, torch.device("cpu"), device)
+def host_model(setting: Setting, config: Any, recompute: bool = False, pinned: bool = False) -> Any:
+    """A model on the host, with adapters where these are trained. recompute: by transformers, for engines that do not.
+
+    pinned: in page-locked memory, for engines that would copy it to some.
+    """
+    model = model_without_values(config, recompute)
+    materialize(model, config, torch.device("cpu"), pinned)
     return with_adapters(model, setting) if setting.mode == "lora" else model
 
 
 def trainstream_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
-    """TrainStream plans by the allocator's limit, and may keep its own NF4 of frozen weights."""
+    """TrainStream plans by the allocator's limit, and may keep its own NF4 of frozen weights.
+
+    Its check of host memory is left to `host_gib`: the memory of some machines grows as it is used.
+    """
     wrap = import_module("trainstream.integrations.huggingface").wrap_hf
-    model = host_model(setting, config, device)
+    model = host_model(setting, config, setting.recompute)
     trained = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=setting.lr)
     parts = setting.tokens // setting.seq_len // setting.micro_batches[0]
     model, optimizer = wrap(
         model, trained, device=device, accumulation_steps=parts, moment_dtype=setting.state_dtype,
-        quantize="nf4" if setting.base_dtype == "nf4" else "none",
+        quantize="nf4" if setting.base_dtype == "nf4" else "none", check_memory=False,
     )  # fmt: skip
     autocast = autocast_of(setting, device)
 
@@ -182,20 +171,19 @@ def soup_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer
     shard, runtime = (import_module(f"soup_cli.utils.{name}") for name in ("layer_shard", "layer_stream_runtime"))
     arch = import_module("soup_cli.utils.layer_stream").stream_arch_of(config)
     how = {"quant": "nf4" if setting.base_dtype == "nf4" else "none"}
-    with tempfile.TemporaryDirectory() as folder:
-        source, layers = Path(folder, "model"), Path(folder, "layers")
-        source.mkdir()
-        draw_checkpoint(write_empty_checkpoint(config, source), config, device)
-        frame = runtime.build_meta_skeleton(str(source), dtype="bfloat16", **how)
-        suffixes = runtime.quantised_layer_suffixes(frame) if how["quant"] == "nf4" else ()
-        index = shard.shard_checkpoint(
-            str(source), str(layers), arch=arch, quant_suffixes=suffixes, quant_device=str(device), **how
-        )
-        lora = peft.LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
-        model, _ = runtime.build_streamed_model(
-            model_id=str(source), shard_dir=str(layers), index=index, lora_config=lora, device=str(device),
-            pin=device.type == "cuda", weights_dir=str(source), **how,
-        )  # fmt: skip
+    source = checkpoint_of(setting, config)
+    tempfile.tempdir = os.environ[FILES]  # where it allows layers to be written, beside the home folder
+    layers = source.with_name(f"{source.name}-soup-{how['quant']}")
+    frame = runtime.build_meta_skeleton(str(source), dtype="bfloat16", **how)
+    suffixes = runtime.quantised_layer_suffixes(frame) if how["quant"] == "nf4" else ()
+    index = shard.shard_checkpoint(  # finds what an earlier run wrote
+        str(source), str(layers), arch=arch, quant_suffixes=suffixes, quant_device=str(device), **how
+    )
+    lora = peft.LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    model, _ = runtime.build_streamed_model(
+        model_id=str(source), shard_dir=str(layers), index=index, lora_config=lora, device=str(device),
+        pin=device.type == "cuda", weights_dir=str(source), **how,
+    )  # fmt: skip
     chunks = import_module("soup_cli.utils.stream_loss_chunk")
     chunks.ChunkedHeadLoss(chunks.causal_lm_of(model), SOUP_LOSS_TOKENS)
     return torch_trainer(model.train(), setting.lr, autocast_of(setting, device))
@@ -246,8 +234,8 @@ class Last(nn.Module):
 
 
 def parts_of(setting: Setting, config: Any, device: torch.device) -> tuple[Any, Any, list[Block]]:
-    """A model on the host, the one of transformers in it, and its blocks."""
-    model = host_model(setting, config, device)
+    """A model on the host, the one of transformers in it, and its blocks; page-locked where there is a GPU."""
+    model = host_model(setting, config, pinned=device.type == "cuda")
     base = model.get_base_model() if setting.mode == "lora" else model
     rotary = type(base.model.rotary_emb)
     return model, base, [Block(layer, config, rotary) for layer in base.model.layers]

@@ -11,9 +11,14 @@ NVML shows for a process, host memory (of the whole machine, above what was in u
 sets, which leave out what the driver page-locks), settings and versions. `bench/peer_engines.py` says what the engines
 are. A run that fails is recorded with its error, and the others go on. Resident engines try micro-batches from large to
 small, without and with recomputation; those of several GPUs and those that fetch weights run once per micro-batch,
-until --tries succeeded. Offloaded ones recompute, and run once more without Liger's fused loss if none of these
-succeeded. `--cap-gib` limits torch's allocator; the CUDA context and NCCL come on top, except for ours, whose cap holds
-all that NVML shows. `--host-gib` is our budget; others are stopped where the machine uses 5% more.
+and smaller ones where memory ran out, until --tries succeeded. Offloaded ones recompute, and run once more without
+Liger's fused loss if memory ran out in all of these. `--cap-gib` limits torch's allocator; the CUDA context and NCCL
+come on top, except for ours, whose cap holds all that NVML shows. `--host-gib` is our budget; others are stopped where
+the machine uses 5% more. --limit-s bounds an engine's runs together, --total-s the call. Rows are written as they come.
+
+Others start with what ours does: weights are drawn once and copied by all cores, host memory comes in huge pages, and
+torch page-locks it by several threads (`PYTORCH_CUDA_ALLOC_CONF` of the caller wins). Engines that load a checkpoint
+share one in --files.
 
 `--work` names a model, its tokens, its caps and the engines that know it, ours first; other flags change what it says.
 The table at the end has every engine's best run, also of those that failed. An engine that needs other versions of its
@@ -27,6 +32,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,6 +49,7 @@ import psutil
 from bench.environment import write_json
 from bench.peer_engines import (
     ATTENTION,
+    FILES,
     GIB,
     OF_RANKS,
     OFFLOADED,
@@ -61,8 +68,12 @@ PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "peft", "accelerate", "deepspeed", "unsloth", "bitsandbytes",
     "torchtune", "torchao", "trainstream", "roundpipe", "block-streamer", "soup-cli",
 )  # fmt: skip
-STREAMED_TRIES = 2
-"""Of the micro-batches of engines that fetch weights, whose every run draws a model on the host."""
+LEAST_S = 20.0
+"""In less no engine starts and steps."""
+ROOMY_BYTES = 64 * GIB
+"""Free space of a folder in memory from which checkpoints go there: one of 8B, and what Soup makes of it."""
+MOST_LOCKING_THREADS = 16
+ALLOCATOR, HUGE_PAGES = "PYTORCH_CUDA_ALLOC_CONF", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 HOST_SLACK = 1.05
 """Of a limit of host memory, how much of the machine's may be in use before a run is stopped."""
 ONE_GPU = {"ranks": 1, "tries": 1, "warmup": 3, "steps": 3, "limit_s": 60.0, "host_gib": 110.0, "seq_len": 2048}
@@ -79,7 +90,7 @@ WORKS: dict[str, dict[str, Any]] = {
     },
     "full-8b-24gib": {
         "preset": "llama-3.1-8b", "tokens_per_step": 65536, "cap_gib": 24.0, "state_dtype": "bfloat16",
-        "micro_batches": [8, 4], "recompute": ["on"], "warmup": 1, "steps": 1, "limit_s": 100.0,
+        "micro_batches": [16, 8, 4, 2], "recompute": ["on"], "warmup": 1, "steps": 1, "limit_s": 100.0,
         "engines": [OURS, "deepspeed-zero3", "fsdp2-offload", "trainstream", "roundpipe", "block-streamer"],
     },
     "lora-30b-a3b": {
@@ -91,6 +102,7 @@ WORKS: dict[str, dict[str, Any]] = {
 """Named requests: flags of this script, which those of the command line change."""
 SAMPLE_S = 0.2
 ERROR_CHARACTERS = 3000
+OUT_OF_MEMORY = re.compile(r"MemoryError|out of memory", re.IGNORECASE)
 
 
 def kind_of(engine: str) -> str:
@@ -132,26 +144,29 @@ def settings_of(args: argparse.Namespace, engine: str) -> list[Setting]:
     )
     if engine == OURS:
         return [setting]
-    once = engine in (*OFFLOADED, *STREAMED)
+    once = engine in (*OFFLOADED, *STREAMED) and engine != "trainstream"  # which may recompute or offload
     settings = [setting] if once else [setting._replace(recompute=recompute) for recompute in args.recompute]
     if engine == "roundpipe":  # overlaps micro-batches of a step
         sizes = tuple(n for n in sizes if n < count) or sizes
     if setting.one_micro_batch:
-        tried = sizes[:STREAMED_TRIES] if engine in STREAMED else sizes
-        return [one._replace(micro_batches=(size,)) for one in settings for size in tried]
+        settings = [one._replace(micro_batches=(size,)) for one in settings for size in sizes]
+    if engine in OFFLOADED and setting.liger == "all":
+        settings.append(settings[-1]._replace(liger="no-loss"))
     return settings
 
 
 class HostMemory:
-    """Samples host memory while processes run: of the machine above what it had in use, and their resident sets."""
+    """Samples host memory while processes run: of the machine above what it had in use, and their resident sets.
 
-    def __init__(self) -> None:
-        self._before_bytes = _used_bytes()
+    alone: whether nothing else uses much; if not, only resident sets can be told apart.
+    """
+
+    def __init__(self, alone: bool) -> None:
+        self._alone, self._before_bytes = alone, _used_bytes()
         self.system_bytes = self.resident_bytes = 0
 
     def sample(self, pids: list[int]) -> None:
         """Raise both peaks by what is in use now."""
-        self.system_bytes = max(self.system_bytes, _used_bytes() - self._before_bytes)
         resident_bytes = 0
         for pid in pids:
             try:
@@ -160,6 +175,8 @@ class HostMemory:
             except psutil.Error:
                 continue  # it has ended
         self.resident_bytes = max(self.resident_bytes, resident_bytes)
+        used_bytes = _used_bytes() - self._before_bytes if self._alone else resident_bytes
+        self.system_bytes = max(self.system_bytes, used_bytes)
 
 
 def _used_bytes() -> int:
@@ -176,12 +193,14 @@ class Finished(NamedTuple):
     stopped: str
 
 
-def run(setting: Setting, limit_s: float, packages: str | None = None) -> dict:
+def run(setting: Setting, limit_s: float, packages: str | None = None, alone: bool = True) -> dict:
     """Start the processes of a setting, wait for them and return the row: the figures, or `failed` with the reason.
 
-    packages: a folder that they import from before others.
+    packages: a folder that they import from before others. alone: no other run uses the machine.
     """
-    began_s, host = time.perf_counter(), HostMemory()
+    if limit_s < LEAST_S:
+        return {**setting._asdict(), "failed": f"not started: {max(0.0, limit_s):.0f} s were left"}
+    began_s, host = time.perf_counter(), HostMemory(alone)
     with tempfile.TemporaryDirectory() as folder:
         ended = _run_ranks(setting, Path(folder), limit_s, host, packages)
         found = [_read(Path(folder) / f"{rank}.json") for rank in range(setting.ranks)]
@@ -249,16 +268,22 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _environment(setting: Setting, rank: int, port: int) -> dict[str, str]:
-    """What torchrun sets, the cores of a rank, and an allocator that fragments less."""
+    """What torchrun sets, the cores of a rank, and allocators of the GPU that fragments less and of the host that is
+    quick: in huge pages, locked by several threads. Ours has its own."""
+    threads = max(1, len(os.sched_getaffinity(0)) // setting.ranks)
+    locking = min(MOST_LOCKING_THREADS, 1 << threads.bit_length() - 1)  # a power of two
     named = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": setting.ranks, "LOCAL_WORLD_SIZE": setting.ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // setting.ranks), "HF_HUB_OFFLINE": 1,
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": 1, "TOKENIZERS_PARALLELISM": "false",
+        ALLOCATOR: os.environ.get(ALLOCATOR, "expandable_segments:True"),
         "DS_ACCELERATOR": setting.device, "DS_SKIP_CUDA_CHECK": 1, "UNSLOTH_DISABLE_STATISTICS": 1,
         "UNSLOTH_COMPILE_LOCATION": f"{tempfile.gettempdir()}/peers-unsloth",
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", f"{tempfile.gettempdir()}/peers-extensions"),
     }  # fmt: skip
+    if setting.engine != OURS:
+        locked = f",pinned_use_cuda_host_register:True,pinned_num_register_threads:{locking}"
+        named |= {ALLOCATOR: os.environ.get(ALLOCATOR, named[ALLOCATOR] + locked), **HUGE_PAGES}
     return {**os.environ, **{name: str(value) for name, value in named.items()}}
 
 
@@ -278,24 +303,23 @@ def _read(path: Path) -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def runs_of(args: argparse.Namespace, engine: str) -> Iterator[dict]:
-    """The rows of an engine, printed and given as they come, until --tries succeeded where a run is one micro-batch."""
-    settings, failed = settings_of(args, engine), []
-    for setting in settings:
-        row = told(setting, args)
-        failed.append("failed" in row)
-        yield row
-        if setting.one_micro_batch and failed.count(False) == args.tries:
+def runs_of(args: argparse.Namespace, engine: str, left_s: float = math.inf) -> Iterator[dict]:
+    """The rows of an engine within `left_s` and --limit-s, printed and given as they come.
+
+    Where a run is one micro-batch, they end when --tries succeeded. Any other failure than of memory ends them, too.
+    """
+    ends_s = time.perf_counter() + min(left_s, args.limit_s)
+    succeeded = 0
+    for number, setting in enumerate(settings_of(args, engine)):
+        limit_s = ends_s - time.perf_counter()
+        if succeeded == args.tries or (number and limit_s < LEAST_S) or (succeeded and setting.liger == "no-loss"):
             return
-    if engine in OFFLOADED and args.device == "cuda" and args.liger == "all" and all(failed):
-        yield told(settings[-1]._replace(liger="no-loss"), args)
-
-
-def told(setting: Setting, args: argparse.Namespace) -> dict:
-    """The row of a setting, printed."""
-    row = run(setting, args.limit_s, args.packages.get(setting.engine))
-    print(line(row), flush=True)
-    return row
+        row = run(setting, limit_s, args.packages.get(engine), not args.beside_others)
+        print(line(row), flush=True)
+        yield row
+        if "failed" in row and not OUT_OF_MEMORY.search(row["failed"]):
+            return
+        succeeded += setting.one_micro_batch and "failed" not in row
 
 
 def line(row: dict) -> str:
@@ -351,6 +375,13 @@ def _cells(row: dict) -> tuple[str, ...]:
     )
 
 
+def roomy_folder(memory: str = "/dev/shm") -> str:
+    """Where large files go: to memory where it has room for them, else where temporary ones go."""
+    if Path(memory).is_dir() and shutil.disk_usage(memory).free >= ROOMY_BYTES:
+        return memory
+    return tempfile.gettempdir()
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of a command line, or of `argv`, over those of the work that they name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -372,13 +403,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--limit-s", type=float, default=300.0, help="stop a run after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="stop an engine after so many seconds, all runs")
+    parser.add_argument("--total-s", type=float, default=math.inf, help="stop the call after so many seconds")
+    parser.add_argument("--files", default=None, help="folder of checkpoints; default: in memory where 64 GiB are free")
     parser.add_argument("--mode", choices=["full", "lora"], default=None, help="full but for peft-liger")
     parser.add_argument("--base-dtype", choices=["bfloat16", "nf4"], default="bfloat16", help="of frozen weights")
     parser.add_argument(
         "--state-dtype", choices=["float32", "bfloat16"], default="float32", help="of masters and states of offloaders"
     )
     parser.add_argument("--host-gib", type=float, default=None, help="limit of host memory")
+    parser.add_argument(
+        "--beside-others", action="store_true", help="other runs use the machine: host memory is of resident sets"
+    )
     parser.add_argument("--compiled", action="store_true", help="by torch.compile (torchtune)")
     parser.add_argument("--packages", nargs="+", default=[], metavar="ENGINE=FOLDER", help="what it imports first")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -400,14 +436,16 @@ def main() -> None:
         setting = Setting(*values)
         Path(args.out).write_text(json.dumps(measure(setting._replace(micro_batches=tuple(setting.micro_batches)))))
         return
-    rows: list[dict] = []
-    for engine in args.engines:
-        for row in runs_of(args, engine):
-            rows.append(row)
-            write_json(args.json, {"versions": versions(list(args.packages.values())), "rows": rows})
-        ran = [row for row in rows if row["engine"] == engine and "failed" not in row]
-        best = max(ran, key=lambda row: row["tokens_per_s"], default=None)
-        print(f"best of {engine}: {line(best) if best else 'none ran'}", flush=True)
+    began_s, rows = time.perf_counter(), list[dict]()
+    with tempfile.TemporaryDirectory(prefix="peers-", dir=args.files or roomy_folder()) as files:
+        os.environ[FILES] = files
+        for engine in args.engines:
+            for row in runs_of(args, engine, args.total_s - (time.perf_counter() - began_s)):
+                rows.append(row)
+                write_json(args.json, {"versions": versions(list(args.packages.values())), "rows": rows})
+            ran = [row for row in rows if row["engine"] == engine and "failed" not in row]
+            best = max(ran, key=lambda row: row["tokens_per_s"], default=None)
+            print(f"best of {engine}: {line(best) if best else 'none ran'}", flush=True)
     print("\n".join(["", *table(rows)]))
 
 

@@ -1,13 +1,17 @@
 """bench/peers.py with tiny models on the CPU: figures come from steps, and a failed run says why."""
 
+import math
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from bench import peer_packages
+from bench import peer_engines, peer_packages, peers
 from bench.job_flags import job_from
-from bench.peer_engines import LORA_ALPHA, LORA_RANK, OURS, PACKAGE_OF, Setting, config_of, make_model, measure
+from bench.peer_engines import FILES, LORA_ALPHA, LORA_RANK, OURS, PACKAGE_OF, Setting, config_of, measure
 from bench.peer_engines import WORKS as CAN
-from bench.peers import WORKS, line, parse, settings_of, table, without_folders
+from bench.peer_results import markdown, merge, reason
+from bench.peers import WORKS, line, parse, run, runs_of, settings_of, table, without_folders
 
 ONE = Setting(
     engine="peft-liger", preset="tiny-llama3-50m", layers=1, seq_len=8, tokens=32, micro_batches=(4, 2), tries=1,
@@ -46,8 +50,9 @@ def test_ours_is_asked_for_the_same_work(monkeypatch):
 def test_settings_divide_the_batch():
     args = parse(["--seq-len", "8", "--tokens-per-step", "96", "--cap-gib", "24"])
     assert [s.micro_batches for s in settings_of(args, "hf-liger")] == [(4, 2, 1), (4, 2, 1)]
-    assert [(s.micro_batches, s.ranks) for s in settings_of(args, "fsdp2-offload")] == [((4,), 2)]
-    assert [(s.micro_batches, s.ranks) for s in settings_of(args, "roundpipe")] == [((4,), 1), ((2,), 1)]
+    found = [(s.micro_batches, s.ranks, s.liger) for s in settings_of(args, "fsdp2-offload")]
+    assert found == [((4,), 2, "all"), ((4,), 2, "no-loss")]
+    assert [(s.micro_batches, s.ranks) for s in settings_of(args, "roundpipe")] == [((n,), 1) for n in (4, 2, 1)]
     found = [(s.micro_batches, s.recompute, s.ranks) for s in settings_of(args, "fsdp2")]
     assert found == [((n,), recompute, 2) for recompute in (False, True) for n in (4, 2, 1)]
 
@@ -84,21 +89,61 @@ def test_blocks_in_a_row_have_the_loss_of_the_model():
     torch.testing.assert_close(2 * last(states), model(input_ids=ids, labels=ids).loss.float(), rtol=1e-2, atol=0)
 
 
-def test_empty_checkpoints_take_no_disk_and_load(tmp_path):
+def test_checkpoints_are_written_once_and_load(tmp_path, monkeypatch):
+    monkeypatch.setenv(FILES, str(tmp_path))
     config = config_of(ONE)
-    path = peer_packages.write_empty_checkpoint(config, tmp_path)
-    assert path.stat().st_blocks * 512 < path.stat().st_size / 100
-    cls = type(make_model(config, torch.bfloat16, recompute=False))
-    model = cls.from_pretrained(tmp_path)
-    assert not any(p.any() for p in model.parameters())
-    peer_packages.draw_frozen(model.requires_grad_(requires_grad=False), config, torch.device("cpu"))
-    assert all(p.any() for p in model.parameters())
-    del model
-    peer_packages.draw_checkpoint(path, config, torch.device("cpu"))
-    for parameter in cls.from_pretrained(tmp_path).parameters():
+    folder = peer_packages.checkpoint_of(ONE, config)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert peer_packages.checkpoint_of(ONE, config) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters():
         drawn = parameter.float()
         expected = (config.initializer_range, 0.0) if drawn.dim() > 1 else (0.0, 1.0)
         assert (drawn.std().item(), drawn.mean().item()) == pytest.approx(expected, abs=0.002)
+
+
+def test_drawn_values_go_on_where_the_last_matrix_ended(monkeypatch):
+    monkeypatch.setattr(peer_engines, "DRAWN_ELEMENTS", 7)
+    drawn = peer_engines._Drawn(1.0, torch.bfloat16)
+    values = torch.full((3, 10), math.nan, dtype=torch.bfloat16)
+    for row in values:
+        drawn.copy_to(row)
+    period = values.view(-1)[:7]
+    assert len(period.unique()) > 3
+    torch.testing.assert_close(values.view(-1), period.repeat(5)[:30], rtol=0, atol=0)
+
+
+def test_smaller_micro_batches_follow_where_memory_ran_out(monkeypatch):
+    fails = {8: "Traceback\ntorch.OutOfMemoryError: CUDA out of memory", 2: "Traceback\nValueError: odd"}
+    times = []
+
+    def run(setting, limit_s, packages, alone):
+        times.append(limit_s)
+        (size,) = setting.micro_batches
+        how = {"failed": fails[size]} if size in fails else {"micro_batch": size, "tokens_per_s": 1.0, "step_s": 1.0}
+        measured = {"gpu_peak_gib": None, "host_system_gib": 0.0, "host_resident_gib": 0.0}
+        return {**setting._asdict(), **measured, **how}
+
+    monkeypatch.setattr(peers, "run", run)
+    args = parse(["--tokens-per-step", "16384", "--ranks", "1", "--tries", "2", "--limit-s", "50"])
+
+    def sizes():
+        return [row["micro_batches"][0] for row in runs_of(args, "trainstream", left_s=40.0)]
+
+    assert sizes() == [8, 4, 2]
+    assert times[0] == pytest.approx(40, abs=1)
+    fails[4] = fails.pop(8)
+    assert sizes() == [8, 4, 2]
+    args.tries = 1
+    assert sizes() == [8]
+    fails[8] = "stopped after 40 s"
+    assert sizes() == [8]
+
+
+def test_a_call_without_time_starts_nothing():
+    row = run(ONE, 3.0)
+    assert row["failed"] == "not started: 3 s were left"
+    assert "not started" in table([row])[1]
 
 
 def test_tables_rank_the_best_runs_and_keep_failures():
@@ -123,3 +168,27 @@ def test_a_failed_run_tells_its_error():
 def test_errors_name_files_without_their_folders():
     text = 'File "/a/b/site-packages/torch/nn/x.py", line 3\nsee https://a.b/c'
     assert without_folders(text) == 'File "x.py", line 3\nsee https://a.b/c'
+
+
+def test_results_keep_the_best_row_of_each_engine_and_request():
+    def run(work, *rows):
+        command = f"python -m bench.peers --work {work} --json OUT.json"
+        return {"environment": {"gpu": "H200", "commit": "abc", "command": command}, "versions": {}, "rows": list(rows)}
+
+    def ran(engine, rate):
+        times = {"tokens_per_s": rate, "step_s": 1 / 3, "losses": [3.0, 2.0, 1.0], "gpu_peak_gib": 2.0}
+        return {"engine": engine, "micro_batch": 2, "host_resident_gib": 1.0, "micro_batches": [4, 2], **times}
+
+    failed = "Trace\nOutOfMemoryError: Tried to allocate 5.00 MiB. GPU 0"
+    lost = {"engine": "soup", "micro_batches": [4], "failed": failed}
+    other = {**lost, "engine": "odd"}
+    results = merge({}, run("nf4-8b-6gib", ran("flexengine", 5.0), lost, other), "busy", ["nf4-8b-6gib:odd"])
+    results = merge(results, run("lora-8b-16k", ran("soup", 7.0), ran("soup", 9.0), ran("unsloth", 10.0)))
+    results = merge(results, run("nf4-8b-6gib", ran("soup", 4.0), {**lost, "engine": "flexengine"}))
+    told = [(row["work"], row["engine"], row["tokens_per_s"], row["call"]) for row in results["rows"]]
+    assert told[:2] == [("lora-8b-16k", "unsloth", 10.0, 1), ("lora-8b-16k", "soup", 9.0, 1)]
+    assert told[2:] == [("nf4-8b-6gib", "flexengine", 5.0, 0), ("nf4-8b-6gib", "soup", 4.0, 2)]
+    assert results["rows"][0]["losses"] == [3.0, 1.0]
+    assert [call["note"] for call in results["calls"]] == ["busy", "", ""]
+    assert reason(failed) == "OutOfMemoryError: Tried to allocate 5.00 MiB"
+    assert markdown(results["rows"])[2] == "| lora-8b-16k | unsloth | 10 | 0.33 | 2.0 | 1.0 | 2 | |"
