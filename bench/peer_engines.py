@@ -444,8 +444,8 @@ def fsdp2_trainer(setting: Setting, config: Any, device: torch.device) -> Traine
 def fill(values: Tensor, std: float) -> None:
     """Draw a matrix where it is and in its dtype; a norm (std 0) becomes ones.
 
-    On the host all cores copy a block of drawn values on and on: drawing there takes one core, and what a GPU draws
-    is copied by one, which also waits for every new page of memory.
+    On the host all cores copy a block of drawn values on and on. Drawing there takes one core, and so does a copy of
+    what a GPU draws, which waits for new pages: 2 s for every GiB in a virtual machine that gives free memory back.
     """
     if not std:
         values.fill_(1.0)

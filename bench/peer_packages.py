@@ -38,6 +38,8 @@ from bench.peer_engines import (
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "output_proj"]
 SOUP_LOSS_TOKENS = 1024
+TRAINSTREAM_BYTES = 14
+"""Of a trained parameter on the host: master and sum of gradients in float32, states and what is copied in bf16."""
 ROUNDPIPE_SHARE = 0.6
 """Of GPU memory, what RoundPipe's planner takes for weights and gradients; it does not see a limit of the allocator."""
 
@@ -144,6 +146,8 @@ def trainstream_trainer(setting: Setting, config: Any, device: torch.device) -> 
     """
     wrap = import_module("trainstream.integrations.huggingface").wrap_hf
     model = host_model(setting, config, setting.recompute)
+    if setting.mode == "full":  # it page-locks by one core, which waits for memory that a virtual machine gave back
+        torch.empty(TRAINSTREAM_BYTES * sum(p.numel() for p in model.parameters()), dtype=torch.uint8).fill_(0)
     trained = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=setting.lr)
     parts = setting.tokens // setting.seq_len // setting.micro_batches[0]
     model, optimizer = wrap(
