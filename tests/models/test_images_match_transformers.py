@@ -31,8 +31,11 @@ from thorough import cases
 
 from flexengine.models.lora import PEFT_PREFIX
 from flexengine.models.registry import open_model
+from flexengine.models.towers import cost
 from flexengine.models.towers.description import SEE_EACH_OTHER, with_images
 from flexengine.models.towers.layouts import Placed, Sizes
+from flexengine.ops.given_rows import placing
+from flexengine.ops.opaque_cost import traced
 from flexengine.optim import AdamW
 from flexengine.options.job import Job
 from flexengine.request import described
@@ -486,6 +489,17 @@ def test_calls_of_padded_images_take_what_is_counted(tmp_path):
         layout.calls({**columns, "image_position_ids": torch.zeros(21, 32, 3)}, 64)
     with pytest.raises(ValueError, match=r"have \[32, 12, 8, .* with padding at the end; use the processor"):
         layout.calls({**columns, "image_position_ids": columns["image_position_ids"].flip(1)}, 64)
+
+
+def test_a_call_is_traced_once(tmp_path, monkeypatch):
+    """Four: forward and backward, of the largest call and of one of a typical image. A second job has the same ones."""
+    saved("qwen3_vl", tmp_path)
+    traces = []
+    monkeypatch.setattr(cost, "_TRACED", {})
+    monkeypatch.setattr(cost, "traced", lambda run: traces.append(run) or traced(run))
+    costs = [placing(opened(tmp_path, 1100, train_tower=True).spec.layers[0].ops).cost for _ in range(2)]
+    assert len(traces) == 4
+    assert costs[0] == costs[1]
 
 
 def test_an_image_that_is_too_large_for_a_call_is_refused():

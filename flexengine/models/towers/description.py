@@ -15,16 +15,16 @@ from flexengine.models.opaque.loading import empty_model
 from flexengine.models.opaque.names import sources_of
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec
 from flexengine.models.towers.axes import NUM_AXES, with_axes
+from flexengine.models.towers.cost import TYPICAL_ROWS, cost_of, traced_forward
 from flexengine.models.towers.layouts import CALL_ROWS, Grids, Layout, Placed, Sizes, Tiles
 from flexengine.models.towers.pooling import count_by_places
 from flexengine.models.towers.tower import TransformersTower
 from flexengine.models.with_images import NOTICE
 from flexengine.ops.attention.attention import CausalAttention
 from flexengine.ops.attention.seen_blocks import BlockAttention
-from flexengine.ops.base import Op, Work
+from flexengine.ops.base import Op
 from flexengine.ops.embedding import Embedding
-from flexengine.ops.given_rows import AddRows, Columns, GivenRows, PlaceRows, TowerCost
-from flexengine.ops.opaque_cost import traced
+from flexengine.ops.given_rows import AddRows, GivenRows, PlaceRows
 from flexengine.options.job import Job
 
 TOWER, PROJECTOR, CONSTANTS = "tower", "projector", "tower_constants"
@@ -33,8 +33,6 @@ _PROJECTOR = re.compile(
     r"(^|\.)((multi_modal_projector|vision_projection|connector|merger|deepstack_merger_list)\.|"
     r"embed_vision\.(?!patch_|pos_))"
 )
-TYPICAL_ROWS = 1024
-"""Rows of the image that the work of a row is told by: as many as a photograph of 1024 by 1024 pixels has."""
 
 
 def _tiles(config: Any, **options: Any) -> Layout:
@@ -119,7 +117,7 @@ def with_images(model: ModelSpec, job: Job) -> ModelSpec:
     made = model.hidden_size, getattr(torch, job.dtype), most
     tower = TransformersTower(shell, layout, *made)
     if isinstance(layout, Tiles):
-        layout = layout._replace(rows=_rows(tower, layout.probe(1)).shape[1])
+        layout = layout._replace(rows=traced_forward(tower, 1).shape[1])
         tower = TransformersTower(shell, layout, *made)
     params = [_param(shell, name, shape) for name, shape in tower.shapes.items()]
     given = _given(tower, layout, shell.config.image_token_id, job)
@@ -147,17 +145,17 @@ def _with_blocks(model: ModelSpec, given: GivenRows, layout: Layout, text: Any) 
 
 
 def _given(tower: TransformersTower, layout: Layout, token_id: int, job: Job) -> GivenRows:
-    call = layout.probe(tower.most)
-    found = _rows(tower, call)
-    depth, count = found.shape[:2]
+    largest = traced_forward(tower, tower.most)
+    depth, count = largest.shape[:2]
     return GivenRows(
         name="images",
         token_id=token_id,
         max_tokens=job.max_image_tokens,
         share=min(1.0, job.max_image_tokens / job.max_global_batch_tokens),
         tower=tower,
-        cost_of=lru_cache(maxsize=None)(lambda tower, trained: _cost(tower, layout, trained)),
-        row_bytes=-(-_num_bytes(call) // count),
+        # a function whose name the digest of bits has known
+        cost_of=lru_cache(maxsize=None)(lambda tower, trained: cost_of(tower, trained)),  # noqa: PLW0108
+        row_bytes=-(-largest.column_bytes // count),
         depth=depth,
         num_axes=NUM_AXES if isinstance(layout, Grids) else 1,
     )
@@ -234,45 +232,3 @@ def _check(model: ModelSpec, job: Job) -> None:
         )
     if find_spec("transformers") is None:
         raise ValueError(f"{asked}: images take the towers of transformers: pip install transformers")
-
-
-def _rows(tower: TransformersTower, call: Columns) -> torch.Tensor:
-    """The rows of a call, without numbers: weights are zeros that take no memory."""
-    found = []
-    with torch.no_grad():
-        traced(lambda: found.append(tower(*_empty(tower, call))))
-    return found[0]
-
-
-def _empty(tower: TransformersTower, call: Columns) -> tuple[dict[str, torch.Tensor], Columns]:
-    zero = torch.zeros((), dtype=tower.dtype)
-    columns = {name: c.to(tower.dtype) if c.is_floating_point() else c for name, c in call.items()}
-    return {name: zero.expand(shape) for name, shape in tower.shapes.items()}, columns
-
-
-def _num_bytes(call: Columns) -> int:
-    return sum(c.numel() * c.element_size() for c in call.values())
-
-
-def _cost(tower: TransformersTower, layout: Layout, trained: Collection[str]) -> TowerCost:
-    """What the largest call takes, and a row of one with a typical image, traced."""
-
-    def backward(columns: Columns) -> Callable[[], object]:
-        weights, call = _empty(tower, columns)
-        shape = _rows(tower, columns).shape
-        return lambda: tower.backward(weights, list(trained), call, torch.zeros(shape, dtype=tower.dtype), _drop)
-
-    def forward(columns: Columns) -> Callable[[], object]:
-        weights, call = _empty(tower, columns)
-        return lambda: tower(weights, call)
-
-    largest, typical = layout.probe(tower.most), layout.probe(min(TYPICAL_ROWS, tower.most))
-    count = _rows(tower, typical).shape[1]
-    work, gradients = traced(forward(typical))[0], traced(backward(typical))[0] if trained else Work()
-    peak = max(traced(run(largest))[1] for run in ([forward, backward] if trained else [forward]))
-    # pixels as they come and in the compute dtype
-    return TowerCost(peak + 2 * _num_bytes(largest), work.times(1 / count), gradients.times(1 / count))
-
-
-def _drop(name: str, grad: torch.Tensor) -> None:
-    """Take a gradient that nobody wants."""
