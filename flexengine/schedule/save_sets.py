@@ -112,8 +112,8 @@ def halves_of(ops: tuple[Op, ...]) -> Iterator[Halves]:
 
 @lru_cache(maxsize=1024)
 def remade(ops: tuple[Op, ...]) -> frozenset[str]:
-    """Tensors that backward does not recompute where they are not kept: an input half writes them again for weight
-    halves alone."""
+    """Tensors that an input half writes again for weight halves alone. Where they are not kept, backward does not
+    recompute them, but for what input halves read (`needed_by_input_halves`)."""
     read = {name for op in ops for name in op.needs_input}
     wanted = {name for op in ops if op.has_weight_half for name in op.needs_weight} - read
     return frozenset(name for op in ops if op.has_input_half for name in op.remakable if name in wanted)
@@ -135,6 +135,11 @@ def needed_by_backward(ops: tuple[Op, ...]) -> list[str]:
     return [name for op in reversed(ops) for name in (*op.needs_input, *op.needs_weight)]
 
 
+def needed_by_input_halves(ops: tuple[Op, ...]) -> list[str]:
+    """Names of the tensors that input halves read, in the order of backward."""
+    return [name for op in reversed(ops) for name in op.needs_input]
+
+
 def needed_by_window(ops: tuple[Op, ...]) -> list[str]:
     """Names of the tensors that the key/value window of a sliced sequence is filled from."""
     return [name for op in ops if op.carried for name in op.inputs]
@@ -144,5 +149,8 @@ def recomputed(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ..
     """Names of the ops whose forward runs again in a backward that finds the outputs of the ops named in `kept`."""
     producer = {output.name: op for op in ops for output in op.outputs}
     at_hand = {layer_input or "", *(output.name for op in ops if op.name in kept for output in op.kept_outputs)}
-    at_hand |= remade(ops)
+    if written := remade(ops):  # an op between the writer and the weight half may be recomputed from it
+        made, early = set(at_hand), needed_by_input_halves(ops)
+        again = {output.name for name in early for op in makers(name, producer, made) for output in op.outputs}
+        at_hand |= written - again
     return [op.name for name in needed_by_backward(ops) for op in makers(name, producer, at_hand)]

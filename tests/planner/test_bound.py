@@ -5,11 +5,12 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from family_configs import CASES
 from thorough import cases
 
 from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.models.registry import open_model
+from flexengine.models.registry import build_model, open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.options.job import Job
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
@@ -251,6 +252,23 @@ def test_recomputed_ops_are_those_of_the_compiled_layer(mode):
         steps = [step.op.name for step in program.backward if step.recompute]
         assert recomputed(block.ops, block.input, kept) == steps
         assert [block.ops[i].name for i in places if i < len(block.ops)] == steps
+
+
+@pytest.mark.parametrize(
+    ("kept", "runs_again"),
+    [((), True), (("combine",), False), (("experts_glu",), False)],
+    ids=["for what follows", "what follows is kept", "kept"],
+)
+def test_what_an_input_half_writes_again_is_recomputed_for_what_follows_it(kept, runs_again):
+    """A norm behind Gemma 4's experts reads in its input half what the experts gave, which is made of their units'
+    output, before the units' input half writes that again."""
+    block = build_model("gemma 4", CASES["gemma4_text, experts"]).blocks[0]
+    found = save_choices(block.ops, block.input)
+    number = save_sets(block.ops).index(kept)
+    steps = [step.op.name for step in compile_layer(block, kept, (), 64, 4).backward if step.recompute]
+    names = [block.ops[i].name for i in found.recomputed[:, number] if i < len(block.ops)]
+    assert names == recomputed(block.ops, block.input, kept)
+    assert ["experts_glu" in each for each in (names, steps)] == [runs_again] * 2
 
 
 @pytest.mark.parametrize("kept_share", [0.0, 0.5])

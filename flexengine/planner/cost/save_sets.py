@@ -15,7 +15,14 @@ from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import Half, LayerProgram, OpStep, align
 from flexengine.schedule.lowering import RoundShape
-from flexengine.schedule.save_sets import needed_by_backward, needed_by_window, remade, savable_ops, save_sets
+from flexengine.schedule.save_sets import (
+    needed_by_backward,
+    needed_by_input_halves,
+    needed_by_window,
+    remade,
+    savable_ops,
+    save_sets,
+)
 
 ROUNDING_S = 1e-12
 """Sums of the same seconds in another order differ by less."""
@@ -72,14 +79,25 @@ def save_choices(ops: tuple[Op, ...], layer_input: str | None) -> SaveChoices:
 
 def _run_again(ops: tuple[Op, ...], layer_input: str | None, kept: np.ndarray, needed: Iterable[str]) -> np.ndarray:
     """`schedule.save_sets.recomputed` for all sets [N, sets] at once: a tensor is looked at for those that lack it."""
-    producer = {output.name: i for i, op in enumerate(ops) for output in op.outputs}
     is_kept = np.stack([(kept == i).any(axis=0) for i in range(len(ops))])
-    at_hand = {name: np.zeros(kept.shape[1], bool) for name in producer} | {layer_input: np.ones(kept.shape[1], bool)}
+    at_hand = {output.name: np.zeros(kept.shape[1], bool) for op in ops for output in op.outputs}
+    at_hand |= {layer_input: np.ones(kept.shape[1], bool)}
     for op, kept_sets in zip(ops, is_kept, strict=True):
         for output in op.kept_outputs:  # its own, and some of other ops, before it or behind it
             at_hand[output.name] |= kept_sets
-    at_hand |= {name: np.ones(kept.shape[1], bool) for name in remade(ops)}
-    again, lengths = np.full_like(kept, len(ops)), np.zeros(kept.shape[1], dtype=np.int64)
+    if written := remade(ops):
+        made = {name: sets.copy() for name, sets in at_hand.items()}
+        _make(ops, made, needed_by_input_halves(ops), kept.shape)
+        at_hand |= {name: at_hand[name] | ~made[name] for name in written}
+    return _trimmed(_make(ops, at_hand, needed, kept.shape), len(ops))
+
+
+def _make(
+    ops: tuple[Op, ...], at_hand: dict[str | None, np.ndarray], needed: Iterable[str], shape: tuple[int, ...]
+) -> np.ndarray:
+    """The ops [N, sets] that make what is needed, for the sets that lack it. Adds to `at_hand` what they make."""
+    producer = {output.name: i for i, op in enumerate(ops) for output in op.outputs}
+    again, lengths = np.full(shape, len(ops)), np.zeros(shape[1], dtype=np.int64)
 
     def make(name: str, lacking: np.ndarray) -> None:
         lacking = lacking & ~at_hand[name]
@@ -94,8 +112,8 @@ def _run_again(ops: tuple[Op, ...], layer_input: str | None, kept: np.ndarray, n
             at_hand[output.name] |= lacking
 
     for name in needed:
-        make(name, np.ones(kept.shape[1], bool))
-    return _trimmed(again, len(ops))
+        make(name, np.ones(shape[1], bool))
+    return again
 
 
 def _trimmed(places: np.ndarray, absent: int) -> np.ndarray:
