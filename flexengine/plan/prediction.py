@@ -52,6 +52,11 @@ class Prediction:
     drive_bytes: int = 0
     drive_written_bytes: int = 0
 
+    @property
+    def once_s(self) -> float:
+        """Seconds of a step in which a GPU computes what it would without recomputation."""
+        return (1.0 - self.recompute_share) * self.busy_s["compute"]
+
     def with_caches(self, caches: CacheBytes) -> Prediction:
         """The same with caches of sequences beside the plan's slots."""
         gpu, host = caches

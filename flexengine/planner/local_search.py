@@ -47,7 +47,7 @@ class LocalSearch:
     def try_seeds(self, seeds: list[Seed]) -> None:
         """Add those seeds that fit."""
         if seeds:
-            self._try(Candidates.of(seeds).distinct())
+            self.try_candidates(Candidates.of(seeds).distinct())
 
     def run(self, blocks: int, most_steps: int) -> None:
         """Expand candidates until so many blocks times chunks were simulated, or so many steps were taken."""
@@ -75,7 +75,7 @@ class LocalSearch:
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
-    def _try(self, candidates: Candidates) -> None:
+    def try_candidates(self, candidates: Candidates) -> None:
         """Estimate candidates that fit, and remember them."""
         fitting = candidates.take(np.flatnonzero(self.memory.fits(candidates)))
         if len(fitting.choices):
@@ -111,7 +111,7 @@ class LocalSearch:
         fitting = np.flatnonzero((num_bytes <= self.memory.budgets[:, None]).all(axis=0))
         pairs = self._pairs(Expanded(start, start_s, made, seconds, num_bytes))
         self._add(made.take(fitting), seconds[fitting])
-        self._try(pairs)
+        self.try_candidates(pairs)
 
     def _singles(self, start: Candidates) -> Candidates:
         """Give some or all blocks of the same choice another option or residency: first, last or spread ones."""

@@ -79,10 +79,12 @@ class Search:
         self.bold: Speculation | None = None  # from the fastest of them
         self.unclipped = Unclipped([], inf)  # found by `without_clipping`
         self.of_other_sizes: list[Plan] = []  # of one of several ranks, which may speculate together
+        self.sizes: list[SizeSearch] = []  # that were started, of one of several ranks
 
     def plan(self) -> Plan | None:
         """Bound, seed, search and simulate; None where nothing fits."""
         started = self.started(self.bounded())
+        self.sizes = started if self.request.shares_node else []
         best = self.searched(started) or self.simulated(self.last_resort())
         if best is None:
             return None

@@ -49,8 +49,9 @@ class _Copies(NamedTuple):
 class Surrogate:
     """Estimates steps of candidates of one size."""
 
-    def __init__(self, memory: CandidateMemory) -> None:
-        self.memory, self.tables, self.buffers = memory, memory.tables, memory.buffers
+    def __init__(self, memory: CandidateMemory, link_share: float = 1.0) -> None:
+        """link_share: part of the seconds of copies of weights and gradients that they take where ranks split them."""
+        self.memory, self.tables, self.buffers, self.link_share = memory, memory.tables, memory.buffers, link_share
         self.cost, self.profile = self.tables.cost, self.tables.cost.profile
         self._updates: dict[tuple[int, int], tuple[PerKind, np.ndarray, float]] = {}
 
@@ -182,6 +183,7 @@ class Surrogate:
         streams = tables.streams_grads.by_kind[number][residency]
         slower = np.array([grad_slowdowns(home, cost) for home in kind.residencies]).T[:, residency]
         copies_s, beside = copy_s * kind.copies[option], self._copies_of_adapters(kind.adapters)
+        share = self.link_share
         forward_s = sum(s.forward_issue_s for s in kind.seconds) / chunks
         backward_s = sum(s.backward_issue_s for s in kind.seconds) / chunks + kind.issue_s[option]
         return ChoiceCosts(
@@ -190,9 +192,9 @@ class Surrogate:
             save_d2h_s=self._copy_s(staged * down, False),
             input_h2d_s=self._copy_s((sent - staged) * up, True),
             save_h2d_s=self._copy_s(staged * up, True),
-            weights_h2d_s=self._copy_s(weights, True) + beside.weights_s,
-            grad_h2d_s=self._copy_s(streams * slower[0] * planes["grad"], True) + beside.grads_h2d_s,
-            grad_d2h_s=self._copy_s(streams * slower[1] * planes["grad"], False) + beside.grads_d2h_s,
+            weights_h2d_s=share * (self._copy_s(weights, True) + beside.weights_s),
+            grad_h2d_s=share * (self._copy_s(streams * slower[0] * planes["grad"], True) + beside.grads_h2d_s),
+            grad_d2h_s=share * (self._copy_s(streams * slower[1] * planes["grad"], False) + beside.grads_d2h_s),
             forward_issue_s=forward_s + copies_s,
             backward_issue_s=backward_s + (2 if tables.sliced else 1) * copies_s,
             fetch_issue_s=np.full(len(option), copy_s * (1 + len(kind.adapters))),
@@ -252,10 +254,7 @@ class Surrogate:
             finish_s,
             seconds.forward_issue_s,
             seconds.backward_issue_s + (issue_s(self.cost, "finish_gradient") if finish_s else 0.0),
-            weights,
-            grads,
-            sent,
-            again,
+            *(self.link_share * copies_s for copies_s in (weights, grads, sent, again)),
             *updates,
         )
 

@@ -15,8 +15,10 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.plan import Numerics, Request
-from flexengine.planner.ranks.plan import KINDS, NodeProblem, beside_fewer_gpus, plan_for_ranks
+from flexengine.planner.limits import LIMITS
+from flexengine.planner.ranks.plan import AGAIN, AS_SPLIT, KINDS, NodeProblem, beside_fewer_gpus, plan_for_ranks
 from flexengine.planner.ranks.price import priced_together
+from flexengine.planner.variants import fastest
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
 from flexengine.schedule.ranks.checker import check_runs
@@ -72,6 +74,22 @@ def test_updates_before_the_norm_are_tried_in_other_sizes():
     plan = KINDS["split"].planned(node, None)
     assert plan is not None
     assert (node.of_one.chunk_tokens, plan.chunk_tokens, plan.speculates) == (4096, 8192, True)
+
+
+@pytest.mark.parametrize(("gpu_gib", "relayed"), [(4.0, True), (2.6, False)])
+def test_ranks_that_split_keep_what_is_slower_with_relays(gpu_gib, relayed):
+    """With relays links are full of weights, so that the search recomputes; ranks that split send outputs meanwhile.
+    In 2.6 GiB what the search chooses for relays has no room for the slots of a split."""
+    spec = open_model("preset:llama-3.1-8b").spec
+    spec = with_lora(spec.with_layers([0, 1, 2, 3, 4, len(spec.layers) - 1]), LoRA())
+    sizes = {"chunk_tokens": 2048, "ranks": 4, "transport": "split", "clipping": False}
+    request = Request(2048, 8192, int(gpu_gib * GIB), 60 * GIB, **sizes)
+    node = NodeProblem(spec, request, with_gpus(preset("a100-40"), 4), limits=LIMITS.quick)
+    first, again = (fastest(kinds, node) for kinds in ((AS_SPLIT,), (AS_SPLIT, AGAIN)))
+    assert again is not None
+    assert node.of_rank.fits(node.of_rank.layout(replace(again, request=node.of_rank.request)))
+    assert (first is not None) == relayed
+    assert first is None or again.predicted.step_s < 0.95 * first.predicted.step_s
 
 
 @pytest.mark.usefixtures("quick_search")

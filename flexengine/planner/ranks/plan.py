@@ -29,7 +29,8 @@ from flexengine.planner.ranks.dealt import with_dealt_states
 from flexengine.planner.ranks.price import bytes_planned, predicted_together
 from flexengine.planner.ranks.refusal import refusal
 from flexengine.planner.ranks.shards import Sharded, plans_with_shards, searched_in_full
-from flexengine.planner.ranks.split import as_split, may_split
+from flexengine.planner.ranks.split import as_split, laid_out_as_split, may_split
+from flexengine.planner.ranks.split_again import best_again
 from flexengine.planner.ranks.stages import fastest_in_stages, may_stage, plan_in_stages
 from flexengine.planner.reproducible import with_sizes_of_rule
 from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, speculating_plans
@@ -81,6 +82,13 @@ class NodeProblem(Problem):
             error = shortage(replace(self.of_rank, model=in_parts(self.model)))
             raise refusal(self.of_rank, self.request, self.profile, error)
         return plan
+
+    @cached_property
+    def split_again(self) -> Plan | None:
+        """The split plan of one rank that is best by estimates of a split; None where none fits, or links move no less
+        than with relays."""
+        plan = None if self.searched is None else best_again(self.of_rank, self.searched.search)
+        return None if plan is None else replace(plan, predicted=self.of_one.predicted)
 
     def priced(self, of_one: Plan) -> Plan:
         """The plan of all ranks, priced together, from that of one."""
@@ -139,8 +147,7 @@ def _on_gpus(gpus: int, model: ModelSpec, plan: Plan, profile: HardwareProfile) 
         bound_s = speed_of_light_s(model, request, profile)
         return find_plan(Problem(model, request, profile)) if 0 < bound_s < predicted.step_s else None
     all_gpus = plan.request.ranks * plan.request.nodes
-    once_s = (1.0 - predicted.recompute_share) * predicted.busy_s["compute"]
-    if once_s * all_gpus >= gpus * predicted.step_s:
+    if predicted.once_s * all_gpus >= gpus * predicted.step_s:
         return None
     try:
         return plan_for_ranks(model, request, profile)
@@ -184,11 +191,34 @@ def _may_gain_early(plan: Plan | None) -> bool:
 
 
 def _as_split(node: NodeProblem) -> Plan | None:
-    split = as_split(node.of_rank, node.of_one)
-    if split is None:
+    try:
+        split = as_split(node.of_rank, node.of_one)
+    except PlanError:
+        if node.split_again is None:
+            raise
         return None
-    layout = node.layout(split)
+    return None if split is None else _priced_split(node, split)
+
+
+def _priced_split(node: NodeProblem, split: Plan) -> Plan:
+    """The priced plan of all ranks from a split plan of one."""
+    layout = node.of_rank.layout(split)
     return node.priced(replace(split, predicted=bytes_planned(layout, split.predicted, node.of_rank.profile)))
+
+
+def _may_move_more(_: NodeProblem, best: Plan | None) -> bool:
+    """Whether links may have time for more: not where GPUs hardly wait and compute next to nothing twice."""
+    return best is None or best.predicted.once_s < BUSY_SHARE * best.predicted.step_s
+
+
+def _again(node: NodeProblem, best: Plan | None) -> Plan | None:
+    """What is best by estimates of a split, with updates before the norm is known where that is faster; None where none
+    fits, or one share of groups tells that it is far slower than `best`."""
+    plan = node.split_again
+    if plan is None:
+        return None
+    near_s = node.limits.far * best.predicted.step_s if best is not None and best.speculates else inf
+    return _updating_early(node, plan) if near_s == inf or _speculating_s(node, plan) <= near_s else None
 
 
 def _with_shards(node: NodeProblem, beside: Plan | None) -> Plan | None:
@@ -212,8 +242,7 @@ def _with_shards(node: NodeProblem, beside: Plan | None) -> Plan | None:
 def _updating_early(node: NodeProblem, plan: Plan) -> Plan:
     """The priced plan of all ranks from a split plan of one, with updates before the norm is known where that is
     faster."""
-    layout = node.of_rank.layout(plan)
-    found = node.priced(replace(plan, predicted=bytes_planned(layout, plan.predicted, node.of_rank.profile)))
+    found = _priced_split(node, plan)
     if not found.may_speculate or not found.updates_on_cpu:
         return found
     return _with_speculation(node, found) or found
@@ -227,14 +256,20 @@ def _of_other_sizes(node: NodeProblem, best: Plan | None) -> Plan | None:
     assert best is not None, "there is a plan to be faster than"
     found, of_rank = list[tuple[float, Plan]](), node.of_rank
     for plan in [] if node.searched is None else node.searched.search.of_other_sizes:
-        split = replace(plan, request=of_rank.request, transport="split", touched_only=False)
+        split = laid_out_as_split(of_rank, plan)
         if of_rank.fits(of_rank.layout(split)):
-            layout = of_rank.layout(_updated_by_cpu(of_rank, split) or split)
-            found += [(bold.predicted.step_s, split) for bold in _speculating(node, layout, FIRST_SHARES[:1])]
+            found.append((_speculating_s(node, split), split))
     least_s, split = min(found, key=lambda pair: pair[0], default=(inf, None))
     if split is None or least_s >= LEAST_GAIN * best.predicted.step_s:
         return None
     return _updating_early(node, split)
+
+
+def _speculating_s(node: NodeProblem, split: Plan) -> float:
+    """Seconds of a split plan of one rank with the first share of groups updated before the norm is known; infinite
+    where there is none."""
+    layout = node.of_rank.layout(_updated_by_cpu(node.of_rank, split) or split)
+    return min((bold.predicted.step_s for bold in _speculating(node, layout, FIRST_SHARES[:1])), default=inf)
 
 
 def _speculating(node: NodeProblem, layout: Layout, shares: Sequence[float]) -> Iterator[Plan]:
@@ -330,12 +365,13 @@ def _in_context(node: NodeProblem) -> Plan | None:
 BY_CPU = Variant[NodeProblem, Plan](lambda _, best: not _busy(best, BUSY_SHARE), _all_by_cpu, BY_CPU_GAIN)
 SPECULATION = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _with_speculation, -inf)
 OTHER_SIZES = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _of_other_sizes)
+AGAIN = Variant[NodeProblem, Plan](_may_move_more, _again)
 SHARDS = Variant[NodeProblem, Plan](_may_shard, _with_shards)
 AS_SPLIT = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: _as_split(node))
 AS_RELAY = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: node.priced(node.of_one))
 SPLIT = Variant[NodeProblem, Plan](
     lambda node, _: _may_split(node),
-    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, OTHER_SIZES, SHARDS), node),
+    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, OTHER_SIZES, AGAIN, SHARDS), node),
 )
 RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU), node))
 CONTEXT = Variant[NodeProblem, Plan](

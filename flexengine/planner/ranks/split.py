@@ -1,7 +1,8 @@
 """How the ranks of a node share weights and gradients: relayed through the host, or split over all links and GPUs.
 
 The planner searches as if ranks relayed. What it finds is laid out again as a split plan, which takes other slots of
-the GPU; where these have no room, it searches once more with as much less memory as they take.
+the GPU; where these have no room, it searches once more with as much less memory as they take. `split_again.py` looks
+among what it has found for what is faster with the copies of a split.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ def fitted(
     return Fitted(None, room, asked)
 
 
+def laid_out_as_split(of_rank: Problem, plan: Plan) -> Plan:
+    """The plan of one rank that splits what a plan relays."""
+    return replace(plan, request=of_rank.request, transport="split", touched_only=False)
+
+
 def as_split(of_rank: Problem, plan: Plan) -> Plan | None:
     """The split plan of one rank that is nearest to `plan`; None if none fits, unless the request asks for one.
 
@@ -65,10 +71,7 @@ def as_split(of_rank: Problem, plan: Plan) -> Plan | None:
     def find(asked: Request) -> Plan | None:
         return plan if asked is request else find_plan(replace(of_rank, request=asked))
 
-    def made(found: Plan) -> Plan:
-        return replace(found, request=request, transport="split", touched_only=False)
-
-    split, room, _ = fitted(of_rank, request, find, made)
+    split, room, _ = fitted(of_rank, request, find, lambda found: laid_out_as_split(of_rank, found))
     if split is not None:
         return split
     if request.transport != "split":
