@@ -241,6 +241,7 @@ def fp8_blocks() -> None:
     fp8_blocks.round_vectors(x, 448.0, 1e-30, (codes, scales), (codes.clone(), scales.clone()))
     for transposed in (False, True):
         fp8_blocks.round_squares(x, 448.0, 1e-30, codes, squares, transposed)
+    fp8_blocks.transpose_squares(codes, squares[:, :2].contiguous(), codes.clone(), squares)
     unit = (codes[:, :128].contiguous(), scales[:1].contiguous())
     fp8_glu.glu_forward(x, *unit, 448.0, 1e-30, "silu", None)
     fp8_glu.glu_backward(x[:, :128].contiguous(), x, codes, scales, 448.0, 1e-30, "silu")

@@ -82,6 +82,28 @@ def round_squares(x: Tensor, largest: float, least: float, codes: Tensor, scales
     )  # fmt: skip
 
 
+def transpose_squares(codes: Tensor, scales: Tensor, codes_t: Tensor, scales_t: Tensor) -> None:
+    """codes_t = codes transposed, scales_t = scales transposed.
+
+    Shapes: codes [R, C] and codes_t [C, R] e4m3; scales [ceil(R / 128), ceil(C / 128)] and scales_t [ceil(C / 128), at
+    least ceil(R / 128)] fp32; what is beyond these stays.
+    Cost: reads and writes R*C codes.
+    Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
+    """
+    num_rows, num_columns = codes.shape
+    down, across = cdiv(num_rows, 128), cdiv(num_columns, 128)
+    check_tensor("codes", codes, (num_rows, num_columns), CODES)
+    check_tensor("scales", scales, (down, across), (torch.float32,))
+    check_tensor("codes_t", codes_t, (num_columns, num_rows), CODES)
+    check_tensor("scales_t", scales_t, (across, max(down, scales_t.shape[-1])), (torch.float32,))
+    if codes.numel() == 0:
+        return
+    _transposing_kernel[(down * across,)](
+        codes.view(torch.uint8), scales, codes_t.view(torch.uint8), scales_t, num_rows, num_columns, across,
+        scales_t.stride(0), num_warps=8,
+    )  # fmt: skip
+
+
 @triton.jit
 def tile_of(tiles, num_rows, num_columns, ROWS: tl.constexpr):
     """(rows, columns, what of them is inside) of a program's tile."""
@@ -184,3 +206,14 @@ def _squares_kernel(
         scales_ptr + matrix * of_matrix + row_tile * stride + column_tile, num_rows, num_columns, padded, largest,
         least, TRANSPOSED,
     )  # fmt: skip
+
+
+@triton.jit
+def _transposing_kernel(
+    codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, num_rows, num_columns, across, stride
+):  # fmt: skip
+    row, column, inside = tile_of(across, num_rows, num_columns, BLOCK)
+    bits = tl.load(codes_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0)
+    _store_transposed(bits, row, column, codes_t_ptr, num_columns, num_rows)
+    row_tile, column_tile = tl.program_id(0) // across, tl.program_id(0) % across
+    tl.store(scales_t_ptr + column_tile * stride + row_tile, tl.load(scales_ptr + tl.program_id(0)))

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from flexengine.models.spec import GroupSpec, ModelSpec, ParamSpec
+from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec
+from flexengine.ops.base import Op
 from flexengine.ops.experts.experts import GroupedLinear
+from flexengine.ops.formats.scaled_codes import FP8_BLOCKS
 from flexengine.ops.formats.weight_format import BaseDtype, Storage
+from flexengine.ops.formats.weight_formats import FORMATS
+from flexengine.ops.fp8 import Fp8Linear
+from flexengine.ops.fp8_stored import as_stored
 from flexengine.ops.linear import Linear
 from flexengine.ops.opaque import OpaqueBlock, OpaqueLinear
 
@@ -51,7 +56,51 @@ def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
             return group
         return replace(group, params=tuple(of_param(index, param) for param in group.params))
 
-    return replace(model, groups=tuple(of_group(i, group) for i, group in enumerate(model.groups)))
+    model = replace(model, groups=tuple(of_group(i, group) for i, group in enumerate(model.groups)))
+    return _multiplying_as_stored(model)
+
+
+def _multiplying_as_stored(model: ModelSpec) -> ModelSpec:
+    """Let layers whose products take codes and scales as they are stored multiply them so.
+
+    That is group by group: where one stored matrix must be decoded, all of its group are.
+    """
+    stored = {(i, p.name): p for i, group in enumerate(model.groups) for p in group.params if p.storage != "compute"}
+    chosen = {group for group, _ in stored}
+    for layer in model.layers:
+        readers = {name: op for op in layer.ops for name in (*op.params, getattr(op, "weight", None))}
+        for local, group, name in layer.params:
+            param = stored.get((group, name))
+            if param is not None and not _is_multiplied_as_stored(readers[local], param):
+                chosen.discard(group)
+    known: dict[tuple[tuple[Op, ...], frozenset[str]], tuple[Op, ...]] = {}
+
+    def of_layer(layer: LayerSpec) -> LayerSpec:
+        own = frozenset(local for local, group, name in layer.params if group in chosen and (group, name) in stored)
+        if (layer.ops, own) not in known:  # blocks of one kind go on sharing their ops
+            known[layer.ops, own] = tuple(_as_stored(op, own) for op in layer.ops)
+        return replace(layer, ops=known[layer.ops, own])
+
+    def of_group(index: int, group: GroupSpec) -> GroupSpec:
+        if index not in chosen:
+            return group
+        params = (replace(param, multiplied_as_stored=param.storage != "compute") for param in group.params)
+        return replace(group, params=tuple(params))
+
+    groups = tuple(of_group(i, group) for i, group in enumerate(model.groups))
+    return replace(model, groups=groups, layers=tuple(map(of_layer, model.layers))) if chosen else model
+
+
+def _is_multiplied_as_stored(op: Op, param: ParamSpec) -> bool:
+    """Whether a layer can: its sources must be stored as one matrix, with the scales that each has by itself."""
+    step, rows = FORMATS[param.storage].row_step(param.shape[-1]), [source.shape[0] for source in param.sources]
+    plain = len(param.shape) == 2 and all(count % step == 0 for count in rows[:-1])
+    return plain and isinstance(op, Fp8Linear) and as_stored(op, param.storage) is not None
+
+
+def _as_stored(op: Op, weights: frozenset[str]) -> Op:
+    stored = as_stored(op, FP8_BLOCKS.name) if isinstance(op, Fp8Linear) and op.weight in weights else None
+    return stored or op
 
 
 def _is_in(decoder: str | None, base: BaseDtype) -> bool:

@@ -68,7 +68,10 @@ class ParamSpec:
     kind: Literal["matrix", "vector"] = "matrix"
     init: Literal["normal", "ones", "zeros", "kaiming"] = "normal"
     storage: Storage = "compute"
-    """What a frozen matrix is stored in; layers read it decoded to the compute dtype."""
+    """What a frozen matrix is stored in; layers read it decoded to the compute dtype, or as it is stored:"""
+    multiplied_as_stored: bool = False
+    """Whether layers multiply its codes as they are stored, as one matrix of all sources. All or none of the stored
+    parameters of a group are."""
     added: bool = False
     """Whether it is trained beside the model's own, as adapters are: checkpoints lack it, and it starts as `init` says.
     """

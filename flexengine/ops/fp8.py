@@ -150,7 +150,7 @@ class Fp8Linear(Linear):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features
-        work = self._fp8_product(tokens).plus(self.scaling.rounding_work(d * f, compute_bytes))
+        work = self._fp8_product(tokens).plus(self.scaling.weight_work(d * f, compute_bytes, transposed=False))
         if "x8" not in self.coded:
             work = work.plus(self.scaling.rounding_work(tokens * d, compute_bytes))
         if self.residual is None:
@@ -159,7 +159,7 @@ class Fp8Linear(Linear):
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features
-        work = self._fp8_product(tokens).plus(self.scaling.rounding_work(d * f, compute_bytes, transposed=True))
+        work = self._fp8_product(tokens).plus(self.scaling.weight_work(d * f, compute_bytes, transposed=True))
         results = 2 if self.gradient_in_fp8 else 1
         if "grad8" not in self.coded:
             work = work.plus(self.scaling.rounding_work(tokens * f, compute_bytes, results))

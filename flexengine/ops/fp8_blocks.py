@@ -167,10 +167,10 @@ class BlockScaling(Scaling):
         self.name, self.gradient_in_fp8, self.squares = name, gradient_in_fp8, squares
 
     def forward_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
-        return *_token_specs(shape, "x8", shape.in_features), *_weight_specs(shape, "weight8", transposed=False)
+        return *_token_specs(shape, "x8", shape.in_features), *self.weight_scratch_of(shape, transposed=False)
 
     def input_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
-        return *_token_specs(shape, "grad8", shape.out_features), *_weight_specs(shape, "weight8_t", transposed=True)
+        return *_token_specs(shape, "grad8", shape.out_features), *self.weight_scratch_of(shape, transposed=True)
 
     def shared_scratch(self, shape: LinearShape, both: bool) -> tuple[TensorSpec, ...]:
         return _transposed_specs(shape, "grad8_t", shape.out_features) if both else ()
@@ -179,23 +179,43 @@ class BlockScaling(Scaling):
         return _transposed_specs(shape, "x8_t", shape.in_features)
 
     def forward_operands(self, t: Buffers, x: Tensor | None, weight: Tensor) -> tuple[Operand, Operand]:
-        x8, weight8 = self.rows_side(t, "x8"), _square_side(t, "weight8")
+        x8 = self.rows_side(t, "x8")
         if x is not None:
             round_vectors(x, x8, None)
-        round_squares(weight, weight8, transposed=False)
-        return x8, weight8
+        return x8, self.weight_side(t, weight, transposed=False)
 
     def input_operands(self, t: Buffers, grad_y: Tensor | None, weight: Tensor, both: bool) -> tuple[Operand, Operand]:
-        grad8, weight8_t = self.rows_side(t, "grad8"), _square_side(t, "weight8_t")
+        grad8 = self.rows_side(t, "grad8")
         if grad_y is not None:
             round_vectors(grad_y, grad8, self.transposed_side(t, "grad8_t") if both else None)
-        round_squares(weight, weight8_t, transposed=True)
-        return grad8, weight8_t
+        return grad8, self.weight_side(t, weight, transposed=True)
 
     def weight_operands(self, t: Buffers, x: Tensor) -> tuple[Operand, Operand]:
         x8_t = self.transposed_side(t, "x8_t")
         round_squares(x, x8_t, transposed=True) if x8_t.square else round_vectors(x, None, x8_t)
         return self.transposed_side(t, "grad8_t"), x8_t
+
+    def weight_scratch_of(self, shape: LinearShape, transposed: bool) -> tuple[TensorSpec, ...]:
+        """Codes and scales of a weight, or of it transposed."""
+        name, rows, columns = f"{shape.name}_weight8", shape.out_features, shape.in_features
+        if transposed:
+            name, rows, columns = f"{name}_t", columns, rows
+        squares, stride = square_scales(rows, columns)
+        return (
+            TensorSpec(name, (columns,), "uint8", rows=rows),
+            TensorSpec(f"{name}_scales", (stride,), "float32", rows=squares),
+        )
+
+    def weight_side(self, t: Buffers, weight: Tensor, transposed: bool) -> Operand:
+        """A weight, or it transposed, as an operand."""
+        side = self.empty_weight_side(t, transposed)
+        round_squares(weight, side, transposed)
+        return side
+
+    def empty_weight_side(self, t: Buffers, transposed: bool) -> Operand:
+        """The buffers of that operand."""
+        suffix = "weight8_t" if transposed else "weight8"
+        return Operand(t.codes(suffix, FORWARD_DTYPE), t[f"{suffix}_scales"], "squares")
 
     def rows_side(self, t: Buffers, suffix: str) -> Operand:
         """Codes of x or of the gradient of y."""
@@ -254,19 +274,3 @@ def _transposed_specs(shape: LinearShape, suffix: str, features: int) -> tuple[T
         TensorSpec(name, (features,), "uint8", multiple=TERMS),
         TensorSpec(f"{name}_scales", (num_blocks(features),), "float32", multiple=TERMS),
     )
-
-
-def _weight_specs(shape: LinearShape, suffix: str, transposed: bool) -> tuple[TensorSpec, ...]:
-    """Codes and scales of a weight, or of it transposed."""
-    name, rows, columns = f"{shape.name}_{suffix}", shape.out_features, shape.in_features
-    if transposed:
-        rows, columns = columns, rows
-    squares, stride = square_scales(rows, columns)
-    return (
-        TensorSpec(name, (columns,), "uint8", rows=rows),
-        TensorSpec(f"{name}_scales", (stride,), "float32", rows=squares),
-    )
-
-
-def _square_side(t: Buffers, suffix: str) -> Operand:
-    return Operand(t.codes(suffix, FORWARD_DTYPE), t[f"{suffix}_scales"], "squares")

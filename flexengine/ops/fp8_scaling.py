@@ -135,6 +135,10 @@ class Scaling(ABC):
     def rounding_work(self, elements: int, compute_bytes: int, results: int = 1, transposed: bool = False) -> Work:
         """Work of rounding a matrix to as many results. transposed: to its transpose alone."""
 
+    def weight_work(self, elements: int, compute_bytes: int, transposed: bool) -> Work:
+        """Work of making the operand of a weight, or of it transposed."""
+        return self.rounding_work(elements, compute_bytes, transposed=transposed)
+
 
 def quantize(
     x: Tensor, scales: Tensor, index: int, rows: Tensor | None = None, columns: Tensor | None = None

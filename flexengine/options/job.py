@@ -156,7 +156,7 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions, RankOptions):
         Option(
             "what the frozen linear layers of blocks are stored in and cross the link as: compute = --dtype, bf16, fp8"
             " or int8 = 8 bits, nf4 = 4 bits, mxfp4 = 4 bits for experts as gpt-oss has them; they multiply the decoded"
-            " values",
+            " values, or fp8 as it is stored by a matmul_dtype of blocks",
             needs=(Need("dtype", ("bfloat16",), of=("bf16",)),),
         ),
     ] = "compute"

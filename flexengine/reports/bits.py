@@ -11,8 +11,12 @@ from typing import Any
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 
-NAMES = {"name", "sources", "fused", "matrices", "slot_class", "divisions", "num_parts", "cost", "longest"}
-"""Fields of a model that say what something is called in a checkpoint, how it crosses the link, or what it costs."""
+NAMES = {
+    "name", "sources", "fused", "matrices", "slot_class", "divisions", "num_parts", "cost", "longest",
+    "multiplied_as_stored",
+}  # fmt: skip
+"""Fields of a model that say what something is called in a checkpoint, how it lies and crosses the link, or what it
+costs; ops say what they multiply."""
 
 
 def bits_digest(model: ModelSpec, plan: Plan) -> str:

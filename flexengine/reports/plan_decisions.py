@@ -170,8 +170,17 @@ def _frozen_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         size = f" ({sum(model.groups[i].numel for i in frozen) / 1e9:.2f} G parameters)"
     base = plan.request.numerics.base
     what = "experts" if base == "mxfp4" else "linear layers"
-    stored = "" if base == "compute" else f"; {what} of frozen blocks are stored in {base}, decoded on the GPU"
+    stored = "" if base == "compute" else f"; {what} of frozen blocks are stored in {base}, {_how_read(model)}"
     return [f"frozen: {len(frozen)} of {len(plan.groups)} groups{size}, with weights alone{stored}"]
+
+
+def _how_read(model: ModelSpec | None) -> str:
+    """Tell how layers read what is stored in fewer bytes."""
+    params = [] if model is None else [p for group in model.groups for p in group.params if p.storage != "compute"]
+    as_stored = {param.multiplied_as_stored for param in params}
+    if as_stored == {True}:
+        return "multiplied as stored"
+    return "decoded on the GPU" + (", or in some blocks multiplied as stored" if True in as_stored else "")
 
 
 def _adapter_lines(model: ModelSpec | None) -> list[str]:

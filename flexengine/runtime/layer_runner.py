@@ -16,6 +16,7 @@ from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layer_program import OpStep, Place
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.parts import Part
+from flexengine.schedule.stored_pieces import Piece
 
 MOST_BOUND, MOST_VIEWS = 1024, 16384
 """Commands whose views are kept for the next run of their program, and different views: about 8 KiB and 0.6 KiB each.
@@ -138,7 +139,7 @@ class LayerRunner:
 
     def _params(self, call: LayerCall) -> dict[str, Tensor]:
         homes, groups = self.layout.homes, self.layout.groups
-        resident = {g for g in call.weights if homes[g].weights == "gpu" and groups[g].stored is None}
+        resident = {g for g in call.weights if homes[g].weights == "gpu" and groups[g].decoded is None}
         return self._param_views(call, call.weights, self.compute, resident)
 
     def _params_and_buffers(self, call: LayerCall) -> dict[str, Tensor]:
@@ -156,10 +157,21 @@ class LayerRunner:
         stored = {g: {p.name: p for p in self._part(g, call.part).params} for g in slots}
         for local, group, name in self.layout.model.layers[call.layer].params:
             param = stored.get(group, {}).get(name)
-            if param is not None:
+            if param is None:
+                continue
+            bytes_ = self.layout.groups[group].stored
+            if bytes_ is not None and not bytes_.decoded:
+                views[local] = self._stored_view(slots[group], *bytes_.place_of(param.first), param.shape)
+            else:
                 start = param.first if group in at_home else param.start
                 views[local] = self._view(slots[group], start, param.shape, dtype)
         return views
+
+    def _stored_view(self, slot: int, piece: Piece, start: int, shape: tuple[int, ...]) -> Tensor:
+        """A parameter as it is stored: the bytes of a matrix in a format, or elements."""
+        if piece.storage == "compute":
+            return self._at(self._lasting, slot, start, shape, self.compute)
+        return self._at(self._lasting, slot, start, (piece.num_bytes,), torch.uint8)
 
     def _clear_unused(self, call: LayerCall) -> None:
         """Zero those parts of accumulators that this layer never writes: a tied head leaves learned positions alone."""

@@ -299,7 +299,7 @@ class _GpuSlots:
             lent = Region(self._slots, "gpu", weights_start)
             self._ring(lent, name, streamed, accumulated)
             region.end = max(region.end, lent.end)
-        decoded = max((self._groups[i].part_numel for i in groups if self._groups[i].stored is not None), default=0)
+        decoded = max((self._groups[i].part_numel for i in groups if self._groups[i].decoded is not None), default=0)
         if decoded:  # one is enough: the stream that decodes is the one that computes
             region.add("decoded", decoded * self._sizes.compute_bytes, "decoded weights", name)
         if not grads_over_weights:

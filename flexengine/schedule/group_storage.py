@@ -14,7 +14,7 @@ from flexengine.plan import Numerics
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Part, Run, parts_of
 from flexengine.schedule.slots import PlaneKind
-from flexengine.schedule.stored_pieces import RunBytes, StoredPieces, stored_pieces
+from flexengine.schedule.stored_pieces import RunBytes, StoredPieces, stored_pieces, stored_shapes
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -111,6 +111,11 @@ class GroupStorage:
         return tuple(kind for kind in self.plane_bytes if kind not in ("weights", "grad"))
 
     @property
+    def decoded(self) -> StoredPieces | None:
+        """What lies where in fewer bytes, of weights that layers read decoded; None where they read what is stored."""
+        return self.stored if self.stored is not None and self.stored.decoded else None
+
+    @property
     def rule_states(self) -> tuple[PlaneKind, ...]:
         """The planes of the optimizer rules' states."""
         return tuple(kind for kind in self.state_kinds if kind != "remainder")
@@ -176,7 +181,7 @@ def group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
     Vectors always keep float32 states and, beside bf16 weights, the exact remainder. Beside trained float16 weights the
     remainder is their float32 in whole. A frozen group has weights alone.
     """
-    params = tuple((p.name, p.shape, p.kind, p.storage, _matrices(p)) for p in group.params)
+    params = tuple((p.name, p.shape, p.kind, p.storage, p.multiplied_as_stored, _matrices(p)) for p in group.params)
     if numerics.optimizer == "muon" or numerics.state == IN_BLOCKS:
         params = (params, group.slot_class, group.adapter, tuple(p.matrices for p in group.params))
     key = (params, group.frozen, group.divisions, group.cut, group.num_parts, numerics)
@@ -246,7 +251,7 @@ def matrix_flops(rule: Rule | None, matrices: Iterable[tuple[int, int]]) -> floa
 
 def _matrices(param: ParamSpec) -> tuple[tuple[int, ...], ...]:
     """The shapes of what a parameter in fewer bytes is stored in, matrix by matrix."""
-    return () if param.storage == "compute" else tuple(source.shape for source in param.sources)
+    return () if param.storage == "compute" else stored_shapes(param)
 
 
 def _rule(segment: str, group: GroupSpec, numerics: Numerics) -> Rule:

@@ -74,11 +74,21 @@ class RunBytes(NamedTuple):
 
 
 class StoredPieces(NamedTuple):
-    """A group's pieces in order of their elements, the bytes of every run by its number, and those of the plane."""
+    """A group's pieces in order of their elements, the bytes of every run by its number, and those of the plane.
+
+    decoded: whether layers read decoded elements; else they read the stored bytes, which are one run.
+    """
 
     pieces: tuple[Piece, ...]
     runs: Mapping[int, RunBytes]
     num_bytes: int
+    decoded: bool = True
+
+    def place_of(self, first: int) -> tuple[Piece, int]:
+        """The piece with this element of the group, and the byte of the plane where the element, or the matrix that
+        begins with it, lies."""
+        piece = next(p for p in self.pieces if p.first <= first < p.first + p.numel)
+        return piece, piece.start + (first - piece.first) * piece.total_bytes // piece.numel
 
     def pieces_of(self, run: Run) -> list[Piece]:
         """The pieces of a run."""
@@ -122,7 +132,16 @@ def stored_pieces(
         for run in part.runs:
             runs[run.number] = runs[run.number]._replace(slot_start=slot_end)
             slot_end += align(runs[run.number].num_bytes)
-    return StoredPieces(tuple(pieces), runs, align(end))
+    decoded = any(param.storage != "compute" and not param.multiplied_as_stored for param in group.params)
+    assert decoded or len(runs) == 1, f"{group.name} comes in parts, of which layers find no stored bytes"
+    return StoredPieces(tuple(pieces), runs, align(end), decoded)
+
+
+def stored_shapes(param: ParamSpec) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the matrices, or stacks of them, that a parameter is stored in."""
+    if param.multiplied_as_stored:
+        return (param.shape,)
+    return tuple(source.shape for source in param.sources)
 
 
 def _units(param: ParamSpec, first: int, element_bytes: int) -> Iterator[Piece]:
@@ -132,8 +151,7 @@ def _units(param: ParamSpec, first: int, element_bytes: int) -> Iterator[Piece]:
         for row in range(rows):
             yield Piece("compute", first + row * width, 0, 1, 1, width, width * element_bytes)
         return
-    for source in param.sources:
-        *stack, rows, columns = source.shape
+    for *stack, rows, columns in stored_shapes(param):
         num_bytes = _layout(param.storage, rows, columns).num_bytes
         for _ in range(math.prod(stack)):
             yield Piece(param.storage, first, 0, 1, rows, columns, num_bytes)

@@ -90,6 +90,18 @@ def test_products_match_float64(device, rows, columns, inner, square):
         assert error <= (2e-3 if out.is_cuda else 1e-6)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(16, 48), (304, 130), (128, 640)])
+def test_stored_codes_and_scales_are_transposed(device, rows, columns):
+    codes = torch.arange(rows * columns, dtype=torch.int32).to(torch.uint8).view(rows, columns).to(device)
+    down, across = -(-rows // 128), -(-columns // 128)
+    scales = torch.randn(down, across, device=device)
+    codes_t, scales_t = nan_codes(columns, rows, device=device), nan(across, 4, device=device)
+    fp8_blocks.transpose_squares(codes.view(E4M3), scales, codes_t, scales_t)
+    assert torch.equal(codes_t.view(torch.uint8), codes.t())
+    assert torch.equal(scales_t[:, :down], scales.t())
+    assert scales_t[:, down:].isnan().all()
+
+
 def test_other_shapes_are_refused(device):
     x, scales = torch.zeros(4, 16, device=device), torch.zeros(1, 4, device=device)
     with pytest.raises(ValueError, match=r"codes of columns must have shape \[16, 128\], got \[16, 4\]"):

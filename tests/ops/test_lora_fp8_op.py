@@ -78,6 +78,7 @@ def test_matches_the_products_of_rounded_operands(make_harness, checks, bias, re
 
 
 DENSE = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)
+IN_BLOCKS = tiny_config(hidden_size=128, num_key_value_heads=4, intermediate_size=128, head_dim=32, qkv_bias=True)
 EXPERTS = experts("qwen3_moe", hidden_size=64, moe_intermediate_size=32, head_dim=16)
 
 
@@ -86,9 +87,10 @@ EXPERTS = experts("qwen3_moe", hidden_size=64, moe_intermediate_size=32, head_di
     [
         ("compute", "fp8-blockwise", DENSE, {"lora_dropout": 0.1}),
         ("fp8", "fp8", DENSE, {"lora_dropout": 0.1}),
+        ("fp8", "fp8-blockwise", IN_BLOCKS, {"lora_dropout": 0.1}),
         ("compute", "fp8-blockwise", EXPERTS, {"lora_targets": ["all-linear", "all-experts"]}),
     ],
-    ids=["compute", "fp8", "experts"],
+    ids=["compute", "fp8", "as stored", "experts"],
 )
 def test_the_plan_changes_no_bit(base, matmul, config, options):
     job = Job(mode="lora", lora_rank=4, matmul_dtype=matmul, base_dtype=base, dtype="bfloat16", **options)

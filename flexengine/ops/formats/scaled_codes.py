@@ -11,13 +11,14 @@ Both divide and round to nearest even. A block of zeros has scale 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import torch
 from torch import Tensor
 
 from flexengine.ops.formats.weight_format import (
     Encoder,
+    Field,
     StoredMatrix,
     WeightFormat,
     on_device,
@@ -53,6 +54,17 @@ class ScaledCodes(WeightFormat):
         first = first_row // self.block_rows
         scales = fields["scales"][first : first + -(-num_rows // self.block_rows)]
         return codes * self.spread(scales, num_rows, layout.columns)
+
+    def rows_of(self, layout: StoredMatrix, first_row: int, num_rows: int) -> StoredMatrix:
+        part = self.layout(num_rows, layout.columns)
+        skipped = {"codes": first_row, "scales": first_row // self.block_rows}
+        fields = {
+            name: Field(
+                whole.start + skipped[name] * whole.num_bytes // whole.shape[0], part.fields[name].shape, whole.dtype
+            )
+            for name, whole in layout.fields.items()
+        }
+        return StoredMatrix(num_rows, layout.columns, MappingProxyType(fields), layout.num_bytes)
 
     def spread(self, scales: Tensor, rows: int, columns: int) -> Tensor:
         """Scales of blocks as one for every element, or for every row."""

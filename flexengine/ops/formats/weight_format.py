@@ -127,6 +127,14 @@ class WeightFormat(ABC):
     def values(self, fields: Mapping[str, Tensor], layout: StoredMatrix, first_row: int, num_rows: int) -> Tensor:
         """Some rows of a stored matrix in float32, [num_rows, C]; first_row is a multiple of `row_step`."""
 
+    def rows_of(self, layout: StoredMatrix, first_row: int, num_rows: int) -> StoredMatrix:
+        """Some rows of a stored matrix as a matrix of its own, whose fields lie within the same bytes.
+
+        Where a matrix consists of several tensors, each is written and read so. first_row and, but for the last rows,
+        num_rows are multiples of `row_step`.
+        """
+        raise ValueError(f"{self.name} stores no rows by themselves")
+
     @abstractmethod
     def launch(
         self, kernels: ModuleType, stored: Tensor, layout: StoredMatrix, out: Tensor, rows: Tensor | None = None

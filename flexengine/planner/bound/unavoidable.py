@@ -116,7 +116,7 @@ class Unavoidable:
         return forward, total_work(self._decode_work(block) for block in blocks[:-1] if block.has_backward)
 
     def _decode_work(self, layer: LayerSpec) -> Work:
-        storages = (group_storage(self.model.groups[group], self.request.numerics).stored for group in layer.groups)
+        storages = (group_storage(self.model.groups[group], self.request.numerics).decoded for group in layer.groups)
         return total_work(stored.decode_work(self.compute_bytes) for stored in storages if stored is not None)
 
     def work(self, ops: tuple[Op, ...], tokens: int, seq_len: int) -> np.ndarray:
@@ -292,7 +292,7 @@ class SizeWork:
         """Bytes of a part of a layer's weights in the compute dtype, where they are stored in fewer bytes."""
         numerics = self.step.request.numerics
         storages = (group_storage(self.step.model.groups[group], numerics) for group in layer.groups)
-        return sum(s.part_numel for s in storages if s.stored is not None) * self.step.compute_bytes
+        return sum(s.part_numel for s in storages if s.decoded is not None) * self.step.compute_bytes
 
     def _accumulator_bytes(self, layer: LayerSpec) -> int:
         groups = (self.step.model.groups[g] for g in layer.groups)

@@ -173,9 +173,9 @@ def with_decoding(
     chunks: tuple[LayerSeconds, ...], group: GroupStorage, use: GroupUse, cost: CostModel
 ) -> tuple[LayerSeconds, ...]:
     """Seconds of a layer's chunks with the decoding of its weights, before its first chunk in either direction."""
-    if group.stored is None:
+    if group.decoded is None:
         return chunks
-    decode_s, decode_issue_s = cost.work_s(group.stored.decode_work(cost.compute_bytes)), issue_s(cost, "decode")
+    decode_s, decode_issue_s = cost.work_s(group.decoded.decode_work(cost.compute_bytes)), issue_s(cost, "decode")
     found = [list(seconds) for seconds in chunks]
     for column, uses, chunk in ((0, use.forward, 0), (1, use.backward, -1)):  # backward begins with the last chunk
         if uses:

@@ -52,7 +52,7 @@ class StoredMatrices:
         self._compute = DTYPES[layout.plan.request.numerics.compute]
 
     def spans(self, group: int, first_element: int, count: int) -> list[Span]:
-        """Where `count` elements from `first_element` of a group lie; of a format, whole matrices."""
+        """Where `count` elements from `first_element` of a group lie; of a format, whole matrices or rows of one."""
         stored, found, end = self._layout.groups[group].stored, list[Span](), first_element + count
         assert stored is not None, "the group is stored as it is"
         slot = self._layout.slots[self._layout.stored_slot("weights", group)]
@@ -67,10 +67,13 @@ class StoredMatrices:
         if piece.storage == "compute":
             start = piece.start + skipped * self._compute.itemsize
             return Span(None, None, self._arenas.view(slot, start, (count,), self._compute))
-        numel = piece.rows * piece.columns
-        assert skipped % numel == count % numel == 0, "sources are whole matrices"
-        start, shape = piece.start + skipped // numel * piece.num_bytes, (count // numel, piece.num_bytes)
-        return Span(FORMATS[piece.storage], piece.layout, self._arenas.view(slot, start, shape, torch.uint8))
+        form, layout, numel = FORMATS[piece.storage], piece.layout, piece.rows * piece.columns
+        number, before = divmod(skipped, numel)
+        if count % numel:
+            assert before + count <= numel, "sources are whole matrices, or some rows of one"
+            layout, count = form.rows_of(layout, before // piece.columns, count // piece.columns), numel
+        start, shape = piece.start + number * piece.num_bytes, (count // numel, piece.num_bytes)
+        return Span(form, layout, self._arenas.view(slot, start, shape, torch.uint8))
 
     # -- in ----------------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class WeightLowering:
 
     def _ready_part(self, group: int, at: StagePart, needed: tuple[int, ...]) -> int:
         """The slot that layers read a group's part from."""
-        stored = self._layout.groups[group].stored
+        stored = self._layout.groups[group].decoded
         if stored is None:
             return self._acquire_part(group, at, needed)
         target, wanted = self._layout.slot("decoded", self._context.model.groups[group].slot_class), (group, at.part)
