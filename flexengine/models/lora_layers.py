@@ -18,6 +18,7 @@ from flexengine.ops.base import Op, TensorSpec
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
 from flexengine.ops.fp8 import Fp8Linear
+from flexengine.ops.fp8_glu_down import with_down
 from flexengine.ops.given_rows import PlaceRows
 from flexengine.ops.glu import GLU
 from flexengine.ops.glu_down import GLUDown
@@ -83,15 +84,14 @@ def _adds_to(y: str, adapters: Adapters, ops: Sequence[Op]) -> bool:
 
 
 def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
-    """Let a unit add low @ B.T of adapters before it, and grad_low @ A of those that alone read beside a layer what it
-    makes, or do all the work with that A."""
+    """Let a unit add low @ B.T of adapters before it, and grad_low @ A of those behind it, or do all work with that A."""
     befores = [op.adapters for op in ops if isinstance(op, LoraUp) and op.grad_reads == (unit.gate_up,)]
     behind = [op for op in ops if isinstance(op, LoraDown) and op.x == unit.y]
     if len(behind) != 1 or behind[0].dropout.probability or len(_readers(ops, unit.y)) > 2:  # the layer's op, and it
         behind = []
     before = befores[0].added_to_halves() if befores else None
-    if behind and GLUDown.takes(unit, behind[0].adapters):
-        return [GLUDown(unit, before, behind[0].adapters) if op is unit else op for op in ops if op is not behind[0]]
+    if behind and (both := with_down(unit, before, behind[0].adapters)) is not None:
+        return [both if op is unit else op for op in ops if op is not behind[0]]
     gradient = behind[0].adapters.added_to_gradient() if behind else None
     changed: dict[Op, Op] = {unit: unit.adding(before, gradient), **{op: op.leaving_gradient() for op in behind}}
     if before is not None:

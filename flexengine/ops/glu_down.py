@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from flexengine.ops.adapters.lora_grads import MOST_RANK, SPANS, in_one_pass
+from flexengine.ops.adapters.lora_grads import SPANS, in_one_pass
 from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import OpEnv, TensorSpec, Work
 from flexengine.ops.glu import GLU, Addend
@@ -31,11 +31,6 @@ class GLUDown(GLU):
         self.outputs = (*unit.outputs, down.low)
         self.low_parts = TensorSpec(f"{down.name}.low_parts", (-(-self.width // COLUMNS) * down.rank,), "float32")
         self.down_parts = TensorSpec(f"{down.name}.grad_down_parts", (down.rank * self.width,), "float32", rows=SPANS)
-
-    @staticmethod
-    def takes(unit: GLU, down: Adapters) -> bool:
-        """Whether a unit may do the work of these adapters. Magnitudes read a as well, and units of codes another a."""
-        return type(unit) is GLU and down.rank <= MOST_RANK and not down.has_magnitude
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return (self.low_parts,) if half == "forward" else (self.down_parts,)
