@@ -2,8 +2,8 @@
 
     python -m bench.peer_results RUN.json ... --out bench/results/h200_peers.json --note "the other GPU was busy"
 
-Rows of a request that the file has already stay, unless an engine ran now or had failed before. It prints the file's
-table in Markdown, as docs/performance.md has it. --without leaves out what says nothing of an engine.
+Of a request and an engine that the file has already, the faster row stays. It prints the file's table in Markdown, as
+docs/performance.md has it. --without leaves out what says nothing of an engine.
 """
 
 from __future__ import annotations
@@ -44,33 +44,31 @@ def _short(value: object) -> object:
     return [_short(each) for each in value] if isinstance(value, list) else value
 
 
-def best_rows(rows: Iterable[dict]) -> dict[str, dict]:
-    """The fastest row of each engine, or its last failure where none ran."""
-    best: dict[str, dict] = {}
+def best_rows(rows: Iterable[dict]) -> list[dict]:
+    """The fastest row of each request and engine, or its last failure where none ran; in the requests' order."""
+    best: dict[tuple[str, str], dict] = {}
     for row in rows:
-        known = best.get(row["engine"], {})
-        if row.get("tokens_per_s", 0) >= known.get("tokens_per_s", 0):
-            best[row["engine"]] = row
-    return best
-
-
-def merge(into: dict, run: dict, note: str = "", without: Sequence[str] = ()) -> dict:
-    """A file of results with the best rows of a run of `bench.peers --work`."""
-    environment = dict(run["environment"])
-    call = {"commit": environment.pop("commit"), "command": environment.pop("command"), "note": note}
-    named = re.search(r"--work (\S+)", call["command"])
-    if named is None:
-        raise SystemExit(f"no --work in the command of a run: {call['command']}")
-    work = named[1]
-    calls = [*into.get("calls", []), call]
-    rows = {(row["work"], row["engine"]): row for row in into.get("rows", [])}
-    for engine, row in best_rows(run["rows"]).items():
-        known = rows.get((work, engine))
-        if f"{work}:{engine}" not in without and (known is None or "failed" in known or "failed" not in row):
-            rows[work, engine] = {"work": work, "call": len(calls) - 1, **compact(row)}
+        key = row["work"], row["engine"]
+        if key not in best or row.get("tokens_per_s", 0) >= best[key].get("tokens_per_s", 0):
+            best[key] = row
     order = list(WORKS)
-    ranked = sorted(rows.values(), key=lambda row: (order.index(row["work"]), -row.get("tokens_per_s", 0)))
-    return {"environment": environment, "versions": run["versions"], "calls": calls, "rows": ranked}
+    return sorted(best.values(), key=lambda row: (order.index(row["work"]), -row.get("tokens_per_s", 0)))
+
+
+def merge(into: dict, runs: Sequence[dict], note: str = "", without: Sequence[str] = ()) -> dict:
+    """A file of results with the best rows of runs of `bench.peers --work` of one commit."""
+    call = {"commit": runs[0]["environment"]["commit"], "note": note, "commands": list[str]()}
+    calls, rows = [*into.get("calls", []), call], list(into.get("rows", []))
+    for run in runs:
+        command = re.sub(r" --(json|limit-s|total-s) \S+", "", run["environment"]["command"])
+        named = re.search(r"--work (\S+)", command)
+        if named is None or run["environment"]["commit"] != call["commit"]:
+            raise SystemExit(f"runs of one commit and with --work are asked for, {call['commit']}; found: {command}")
+        call["commands"].append(command)
+        new = [row for row in run["rows"] if f"{named[1]}:{row['engine']}" not in without]
+        rows += [{"work": named[1], "call": len(calls) - 1, **compact(row)} for row in new]
+    environment = {name: value for name, value in runs[-1]["environment"].items() if name not in ("commit", "command")}
+    return {"environment": environment, "versions": runs[-1]["versions"], "calls": calls, "rows": best_rows(rows)}
 
 
 def markdown(rows: list[dict]) -> list[str]:
@@ -95,8 +93,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], metavar="WORK:ENGINE")
     args = parser.parse_args()
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
-    for path in args.runs:
-        results = merge(results, json.loads(path.read_text()), args.note, args.without)
+    results = merge(results, [json.loads(path.read_text()) for path in args.runs], args.note, args.without)
     args.out.write_text(in_rows(results))
     print("\n".join(markdown(results["rows"])))
 

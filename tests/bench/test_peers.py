@@ -182,13 +182,14 @@ def test_results_keep_the_best_row_of_each_engine_and_request():
     failed = "Trace\nOutOfMemoryError: Tried to allocate 5.00 MiB. GPU 0"
     lost = {"engine": "soup", "micro_batches": [4], "failed": failed}
     other = {**lost, "engine": "odd"}
-    results = merge({}, run("nf4-8b-6gib", ran("flexengine", 5.0), lost, other), "busy", ["nf4-8b-6gib:odd"])
-    results = merge(results, run("lora-8b-16k", ran("soup", 7.0), ran("soup", 9.0), ran("unsloth", 10.0)))
-    results = merge(results, run("nf4-8b-6gib", ran("soup", 4.0), {**lost, "engine": "flexengine"}))
+    results = merge({}, [run("nf4-8b-6gib", ran("flexengine", 5.0), lost, other)], "busy", ["nf4-8b-6gib:odd"])
+    first = run("lora-8b-16k", ran("soup", 7.0), ran("soup", 9.0), ran("unsloth", 10.0))
+    results = merge(results, [first, run("nf4-8b-6gib", ran("soup", 4.0), {**lost, "engine": "flexengine"})])
     told = [(row["work"], row["engine"], row["tokens_per_s"], row["call"]) for row in results["rows"]]
     assert told[:2] == [("lora-8b-16k", "unsloth", 10.0, 1), ("lora-8b-16k", "soup", 9.0, 1)]
-    assert told[2:] == [("nf4-8b-6gib", "flexengine", 5.0, 0), ("nf4-8b-6gib", "soup", 4.0, 2)]
+    assert told[2:] == [("nf4-8b-6gib", "flexengine", 5.0, 0), ("nf4-8b-6gib", "soup", 4.0, 1)]
     assert results["rows"][0]["losses"] == [3.0, 1.0]
-    assert [call["note"] for call in results["calls"]] == ["busy", "", ""]
+    assert [call["note"] for call in results["calls"]] == ["busy", ""]
+    assert results["calls"][0]["commands"] == ["python -m bench.peers --work nf4-8b-6gib"]
     assert reason(failed) == "OutOfMemoryError: Tried to allocate 5.00 MiB"
     assert markdown(results["rows"])[2] == "| lora-8b-16k | unsloth | 10 | 0.33 | 2.0 | 1.0 | 2 | |"
