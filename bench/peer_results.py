@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench.environment import in_rows
-from bench.peers import WORKS
+from bench.peers import NOT_STARTED, WORKS
 
 KEPT = ("engine", "micro_batch", "tokens_per_s", "step_s", "losses", "gpu_peak_gib", "host_resident_gib")
 DIGITS = 6
@@ -65,7 +65,8 @@ def merge(into: dict, runs: Sequence[dict], note: str = "", without: Sequence[st
         if named is None or run["environment"]["commit"] != call["commit"]:
             raise SystemExit(f"runs of one commit and with --work are asked for, {call['commit']}; found: {command}")
         call["commands"].append(command)
-        new = [row for row in run["rows"] if f"{named[1]}:{row['engine']}" not in without]
+        began = [row for row in run["rows"] if not row.get("failed", "").startswith(NOT_STARTED)]
+        new = [row for row in began if f"{named[1]}:{row['engine']}" not in without]
         rows += [{"work": named[1], "call": len(calls) - 1, **compact(row)} for row in new]
     environment = {name: value for name, value in runs[-1]["environment"].items() if name not in ("commit", "command")}
     return {"environment": environment, "versions": runs[-1]["versions"], "calls": calls, "rows": best_rows(rows)}

@@ -68,8 +68,8 @@ PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "peft", "accelerate", "deepspeed", "unsloth", "bitsandbytes",
     "torchtune", "torchao", "trainstream", "roundpipe", "block-streamer", "soup-cli",
 )  # fmt: skip
-LEAST_S = 20.0
-"""In less no engine starts and steps."""
+LEAST_S, NOT_STARTED = 20.0, "not started"
+"""In less no engine starts and steps; what its row says then."""
 ROOMY_BYTES = 64 * GIB
 """Free space of a folder in memory from which checkpoints go there: one of 8B, and what Soup makes of it."""
 MOST_LOCKING_THREADS = 16
@@ -199,7 +199,7 @@ def run(setting: Setting, limit_s: float, packages: str | None = None, alone: bo
     packages: a folder that they import from before others. alone: no other run uses the machine.
     """
     if limit_s < LEAST_S:
-        return {**setting._asdict(), "failed": f"not started: {max(0.0, limit_s):.0f} s were left"}
+        return {**setting._asdict(), "failed": f"{NOT_STARTED}: {max(0.0, limit_s):.0f} s were left"}
     began_s, host = time.perf_counter(), HostMemory(alone)
     with tempfile.TemporaryDirectory() as folder:
         ended = _run_ranks(setting, Path(folder), limit_s, host, packages)

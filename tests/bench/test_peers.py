@@ -183,7 +183,8 @@ def test_results_keep_the_best_row_of_each_engine_and_request():
     lost = {"engine": "soup", "micro_batches": [4], "failed": failed}
     other = {**lost, "engine": "odd"}
     results = merge({}, [run("nf4-8b-6gib", ran("flexengine", 5.0), lost, other)], "busy", ["nf4-8b-6gib:odd"])
-    first = run("lora-8b-16k", ran("soup", 7.0), ran("soup", 9.0), ran("unsloth", 10.0))
+    late = {**lost, "engine": "late", "failed": "not started: 3 s were left"}
+    first = run("lora-8b-16k", late, ran("soup", 7.0), ran("soup", 9.0), ran("unsloth", 10.0))
     results = merge(results, [first, run("nf4-8b-6gib", ran("soup", 4.0), {**lost, "engine": "flexengine"})])
     told = [(row["work"], row["engine"], row["tokens_per_s"], row["call"]) for row in results["rows"]]
     assert told[:2] == [("lora-8b-16k", "unsloth", 10.0, 1), ("lora-8b-16k", "soup", 9.0, 1)]
