@@ -161,6 +161,13 @@ class LMHeadLoss(Op):
         """The same with the least blocks: there are no sums of the weight's gradient to add to."""
         return super().untrained().changed(blocks=self.blocks._replace(most=self.blocks.least))
 
+    def forward_only(self) -> Self:
+        """The same with its own blocks, so that losses have the bits that training gives them in chunks of this size.
+
+        Training takes more memory in these chunks.
+        """
+        return super().forward_only().changed(blocks=self.blocks)
+
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         if half == "weight":
             return ()

@@ -105,8 +105,16 @@ def test_the_buffer_holds_the_largest_block():
     work = op.backward_input_work(16384, 1024, 2)
     assert work.memory_bytes == 3 * 16384 * 151936 * 2 + 8 * 2 * 151936 * 896 * 4  # 8 blocks add to the sums
     assert work.kernels == 8 * 4
-    (frozen,) = op.untrained().scratch("forward")  # which has no such sums
-    assert frozen.height(16384) == 512
+    frozen = op.untrained()  # which has no such sums
+    heights = [spec.height(16384) for one in (frozen, frozen.forward_only()) for spec in one.scratch("forward")]
+    assert heights == [512, 512]
+
+
+def test_evaluation_has_the_blocks_of_training():
+    op = LMHeadLoss("head", "h", 896, 151936, "head.weight")
+    for tokens in (100, 4096, 16384, 32768):
+        assert op.forward_only().blocks.rows(tokens) == op.blocks.rows(tokens)
+    assert op.blocks.rows(16384) > op.untrained().blocks.rows(16384)
 
 
 def test_rows_of_logits_begin_where_products_are_fast():
