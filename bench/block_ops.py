@@ -78,7 +78,8 @@ def kind_of(op: Op, tokens: int, seq_len: int) -> str:
     work = op.forward_work(tokens, seq_len, 2)
     if work.attention_forward_flops:
         return "attention"
-    return "matmuls" if work.matmul_flops or work.grouped_flops or work.fp8_flops else "the rest"
+    products = work.matmul_flops + work.grouped_flops + work.fp8_flops + work.fp8_weight_flops
+    return "matmuls" if products else "the rest"
 
 
 def block_env(

@@ -166,6 +166,7 @@ def _fp8_lines(profile: HardwareProfile, unit: str, scale: float) -> list[str]:
         _cells("all", points, scale),
         *_share_lines("products scaled by rows", profile.matmul.fp8_row_shares),
         *_share_lines("products scaled by blocks", profile.matmul.fp8_block_shares),
+        *_share_lines("by blocks, by weights alone", profile.matmul.fp8_block_weight_shares),
     ]
 
 

@@ -44,8 +44,9 @@ INTO_SECOND_SHARE = 0.87
 same bytes, but two threads of an AMD EPYC have 0.84 to 0.97 of the rate, least with float32 states
 (bench/results/cpu_adamw_elsewhere.json)."""
 UNMEASURED_ROWS, UNMEASURED_BLOCKS, UNMEASURED_SQUARES = ((1, 0.95),), ((1, 0.8),), ((1, 0.9),)
+UNMEASURED_BLOCK_WEIGHTS = ((1, 0.89),)
 """Shares of the rate with one scale that are taken where nobody measured scales of rows and blocks: our estimate. An
-H200's cuBLAS has 0.89 of it where one operand has squares, and 0.72 where both have rows."""
+H200's cuBLAS has 0.89 of it where one operand has squares, as weights have, and 0.72 where both have rows."""
 MOST_SECONDS = 60.0
 """Of what passes before anything moves: real ones are microseconds, and planning with 1e300 would not end."""
 
@@ -102,6 +103,8 @@ class MatmulProfile(Part):
     fp8_row_shares: Points = ()
     fp8_block_shares: Points = ()
     """(tokens, rate of linear layers with FP8 operands scaled by rows, and by blocks, over that with one scale)."""
+    fp8_block_weight_shares: Points = ()
+    """That by blocks of the products by weights alone: forward and the gradient of x."""
 
     def rate(self, tokens: int) -> float:
         """Give the attained FLOP/s of a linear layer over `tokens` tokens.
@@ -111,14 +114,17 @@ class MatmulProfile(Part):
         """
         return _rate("tokens", self.flops_per_s, tokens)
 
-    def fp8_rate(self, tokens: int, scaling: str = "fp8") -> float:
-        """Give `rate` with FP8 operands, scaled as this value of --matmul-dtype says. Raises: ValueError also if the
-        device multiplies none."""
+    def fp8_rate(self, tokens: int, scaling: str = "fp8", by_weights: bool = False) -> float:
+        """Give `rate` with FP8 operands, scaled as this value of --matmul-dtype says, or that of products by weights
+        alone. Raises: ValueError also if the device multiplies none."""
         if not self.fp8_flops_per_s:
             raise ValueError("the device multiplies no FP8 operands")
         shares = {"fp8": ((1, 1.0),), "fp8-rowwise-gw-hp": self.fp8_row_shares or UNMEASURED_ROWS}
         blocks = UNMEASURED_SQUARES if scaling.endswith("-gw-squares") else UNMEASURED_BLOCKS
-        share = interpolate(shares.get(scaling, self.fp8_block_shares or blocks), tokens)
+        if by_weights:
+            blocks = UNMEASURED_BLOCK_WEIGHTS
+        measured = (by_weights and self.fp8_block_weight_shares) or self.fp8_block_shares
+        share = interpolate(shares.get(scaling, measured or blocks), tokens)
         return share * _rate("tokens", self.fp8_flops_per_s, tokens)
 
     def grouped_share(self, tokens: int, otherwise: float) -> float:
@@ -309,7 +315,14 @@ POINT_FIELDS = {
     "attention_backward_flops_per_s": "tokens of a sequence",
 }
 """Keys of curves, which the planner reads, and the unit of their x."""
-SHARE_FIELDS = ("grouped_shares", "head_shares", "fp8_row_shares", "fp8_block_shares", "attention_slice_shares")
+SHARE_FIELDS = (
+    "grouped_shares",
+    "head_shares",
+    "fp8_row_shares",
+    "fp8_block_shares",
+    "fp8_block_weight_shares",
+    "attention_slice_shares",
+)
 """Curves by tokens that say how fast products are beside those of another curve."""
 SECONDS_FIELDS = ("launch_s", "issue_s", "copy_latency_s")
 

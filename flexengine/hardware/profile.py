@@ -44,6 +44,7 @@ _LATER_FIELDS = {
     "sm_clock_mhz",
     "fp8_row_shares",
     "fp8_block_shares",
+    "fp8_block_weight_shares",
     "attention_slice_shares",
     *ONE_RANK_FIELDS,
     *DRIVE_FIELDS,

@@ -84,7 +84,7 @@ def _adds_to(y: str, adapters: Adapters, ops: Sequence[Op]) -> bool:
 
 
 def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
-    """Let a unit add low @ B.T of adapters before it, and grad_low @ A of those behind it, or do all work with that A."""
+    """Let a unit add low @ B.T of adapters before it, and grad_low @ A of those behind it, or do the work of that A."""
     befores = [op.adapters for op in ops if isinstance(op, LoraUp) and op.grad_reads == (unit.gate_up,)]
     behind = [op for op in ops if isinstance(op, LoraDown) and op.x == unit.y]
     if len(behind) != 1 or behind[0].dropout.probability or len(_readers(ops, unit.y)) > 2:  # the layer's op, and it

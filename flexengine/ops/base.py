@@ -78,6 +78,8 @@ class Work(NamedTuple):
     """FLOPs of the LM head's products, which are not among matmul_flops."""
     timed_flops: float = 0.0
     """FLOPs of calls that were timed as a whole: what these take is among memory_bytes, at the rate of memory."""
+    fp8_weight_flops: float = 0.0
+    """FLOPs of FP8 products by weights whose gradients are no FP8 products; they are not among fp8_flops."""
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""
@@ -85,19 +87,17 @@ class Work(NamedTuple):
 
     def times(self, factor: float) -> Work:
         """So many times this work."""
-        scaled = {name: factor * value for name, value in self._asdict().items()}
-        return Work(**scaled | {"kernels": round(factor * self.kernels)})
+        return Work._make(factor * value for value in self)._replace(kernels=round(factor * self.kernels))
 
     def shared(self, calls: int) -> Work:
         """An equal share of so many calls."""
-        shares = {name: value / calls for name, value in self._asdict().items()}
-        return Work(**shares | {"kernels": self.kernels // calls})
+        return Work._make(value / calls for value in self)._replace(kernels=self.kernels // calls)
 
     @property
     def flops(self) -> float:
         """All floating-point operations that count as hardware FLOPs."""
         attention = self.attention_forward_flops + self.attention_backward_flops - self.padding_flops
-        products = self.matmul_flops + self.grouped_flops + self.head_flops + self.fp8_flops
+        products = self.matmul_flops + self.grouped_flops + self.head_flops + self.fp8_flops + self.fp8_weight_flops
         return products + attention + self.timed_flops
 
 

@@ -146,7 +146,9 @@ class Fp8Linear(Linear):
         return *shared, *self.scaling.weight_scratch(self.shape), product
 
     def _fp8_product(self, tokens: int) -> Work:
-        return Work(fp8_flops=2.0 * tokens * self.in_features * self.out_features, kernels=1)
+        """Of a pass. The rate of all three passes is measured together, and that of the two by the weight."""
+        flops = 2.0 * tokens * self.in_features * self.out_features
+        return Work(fp8_flops=flops, kernels=1) if self.gradient_in_fp8 else Work(fp8_weight_flops=flops, kernels=1)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features

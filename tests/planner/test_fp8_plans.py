@@ -180,6 +180,11 @@ def test_rates_of_other_scales_are_shares_of_that_with_one():
     assert rates.fp8_rate(1024) == rates.fp8_rate(1024, "fp8") == 1000e12
     assert RATES.matmul.fp8_rate(1024, "fp8-rowwise-gw-hp") == 950e12
     assert RATES.matmul.fp8_rate(1024, "fp8-blockwise-gw-squares") == 900e12
+    weights = RATES.changed(fp8_block_shares=((1024, 0.5),), fp8_block_weight_shares=((1024, 0.6),)).matmul
+    found = [each.fp8_rate(1024, "fp8-blockwise", by_weights=True) for each in (RATES.matmul, rates, weights)]
+    assert found == [890e12, 500e12, 600e12]
+    assert weights.fp8_rate(1024, "fp8-blockwise") == 500e12
+    assert weights.fp8_rate(1024, by_weights=True) == 1000e12
     spec = with_fp8_linears(open_model("preset:llama-3.1-8b").spec, "fp8-blockwise")
     op = next(op for op in spec.blocks[0].ops if op.name == "down_proj")
     request = Request(2048, 65536, 24 * GIB, 110 * GIB, numerics=replace(FP8, matmul="fp8-blockwise"))
@@ -189,6 +194,12 @@ def test_rates_of_other_scales_are_shares_of_that_with_one():
     assert work.fp8_flops == 2 * tokens * d * f
     rounding_s = tokens * d * (2 + 1 + 4 / 128) / RATES.memory.bytes_per_s  # x is read once, scales are written, too
     assert cost.work_s(work) == pytest.approx(work.fp8_flops / 500e12 + rounding_s, rel=1e-3)
+    frozen = op.untrained().forward_work(tokens, 2048, 2)
+    assert (frozen.fp8_flops, frozen.fp8_weight_flops) == (0.0, 2 * tokens * d * f)
+    cost = CostModel.of(request, RATES.changed(fp8_block_weight_shares=((1024, 0.6),)), 1024)
+    assert cost.work_s(frozen) - cost.work_s(frozen._replace(fp8_weight_flops=0.0)) == pytest.approx(
+        frozen.fp8_weight_flops / 600e12
+    )
 
 
 @pytest.mark.parametrize("features", [12_816, 16_400, 28_672])

@@ -168,11 +168,11 @@ def _linear_rates(
 
 def _fp8_rates(
     layers: Sequence[LinearShape], counts: list[int], device: torch.device, least_s: float
-) -> tuple[Points, Points, Points]:
-    """Measure linear layers with FP8 operands, at sizes that FP8 can have, and shares of that rate with scales of rows
-    and of blocks; none on a card without FP8."""
+) -> tuple[Points, ...]:
+    """Measure linear layers with FP8 operands, at sizes that FP8 can have, and shares of that rate with scales of rows,
+    of blocks, and of blocks without gradients of weights; none on a card without FP8."""
     if not multiplies_fp8(device):
-        return (), (), ()
+        return (), (), (), ()
     counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
     buffers = _in_fp8(_cuda_buffers(device, torch.bfloat16))
     whole = [
@@ -181,8 +181,8 @@ def _fp8_rates(
     ]
     rates = _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
     few = [tokens for tokens in counts if tokens in FP8_SHARE_TOKENS] or counts[:1]
-    by_rows = _fp8_shares(whole, few, "fp8-rowwise-gw-hp", buffers, least_s)
-    return rates, by_rows, _fp8_shares(whole, few, "fp8-blockwise", buffers, least_s)
+    modes = ("fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp")
+    return rates, *(_fp8_shares(whole, few, mode, buffers, least_s) for mode in modes)
 
 
 def _fp8_shares(

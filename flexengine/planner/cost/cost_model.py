@@ -94,6 +94,11 @@ class CostModel:
         return self.profile.matmul.fp8_rate(self.chunk_tokens, self.matmul)
 
     @cached_property
+    def fp8_weight_rate(self) -> float:
+        """The same of products by weights alone."""
+        return self.profile.matmul.fp8_rate(self.chunk_tokens, self.matmul, by_weights=True)
+
+    @cached_property
     def attention_rates(self) -> tuple[float, float]:
         """FLOP/s of causal attention, forward and backward, at this sequence length; in slices, if chunks are less."""
         attention = self.profile.attention
@@ -108,6 +113,7 @@ class CostModel:
             (work.matmul_flops + work.grouped_flops / self.grouped_share + work.head_flops / self.head_share)
             / self.matmul_rate
             + (work.fp8_flops / self.fp8_rate if work.fp8_flops else 0.0)
+            + (work.fp8_weight_flops / self.fp8_weight_rate if work.fp8_weight_flops else 0.0)
             + work.attention_forward_flops / forward_rate
             + work.attention_backward_flops / backward_rate
             + work.memory_bytes / p.memory.bytes_per_s

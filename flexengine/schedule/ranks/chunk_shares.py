@@ -71,7 +71,8 @@ def _work(sizes: Sizes, start: int, is_slice: bool) -> float:
         )
         both = forward.plus(backward)
         attention = both.attention_forward_flops + both.attention_backward_flops
-        total += count * (both.matmul_flops + both.fp8_flops + both.grouped_flops + ATTENTION_TIME * attention + 1.0)
+        products = both.matmul_flops + both.fp8_flops + both.fp8_weight_flops + both.grouped_flops
+        total += count * (products + ATTENTION_TIME * attention + 1.0)
     return total
 
 
