@@ -9,6 +9,7 @@ import pytest
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
+from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.plan import GroupPlan, Numerics
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Stream
@@ -50,6 +51,26 @@ def test_programs_of_random_plans_are_accepted(seed):
     for program in (lower_round(layout, full_round(layout), True), lower_evaluation(layout, full_round(layout))):
         check(program, layout)
         assert any(command.kind == "decode" for command in program.commands)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_multiplied_as_stored_is_read_in_place(seed):
+    """Queries, keys and values are one matrix; there is no slot for decoded weights, and no command that fills it."""
+    whole = with_fp8_linears(small_model(3, hidden=256), "fp8-blockwise")
+    model, random = stored_model("fp8", whole, ("block.0-1", "embed")), Random(seed)
+    plan = random_plan(random, model, sliced=seed % 2 == 1)
+    numerics = replace(plan.request.numerics, base="fp8", matmul="fp8-blockwise")
+    layout = Layout(model, replace(plan, request=replace(plan.request, numerics=numerics)))
+    assert not any(slot.key.role == "decoded" for slot in layout.slots)
+    for program in (lower_round(layout, full_round(layout), True), lower_evaluation(layout, full_round(layout))):
+        check(program, layout)
+        assert not any(command.kind == "decode" for command in program.commands)
+    [group] = [i for i, group in enumerate(model.groups) if group.name == "block.0"]
+    stored = layout.groups[group].stored
+    assert stored is not None
+    sizes = [rows * columns + 4 * rows * columns // 128**2 for rows, columns in ((512, 256), (256, 256))]
+    assert [piece.total_bytes for piece in stored.pieces[:2]] == sizes
+    assert stored.place_of(stored.pieces[1].first) == (stored.pieces[1], stored.pieces[1].start)
 
 
 def test_bytes_of_a_block_by_hand():
