@@ -70,8 +70,9 @@ def _adapted(op: Op, adapters: Adapters, dropout: float, number: int, ops: tuple
         return [down, *again, LoraUp(adapters, low_again, op.y, None), op]
     y = op.outputs[0]
     if isinstance(op, Fp8Linear):
-        product = op.writing(f"{op.y}.product")
-        return [down, *again, product, LoraUp(adapters, low_again, op.y, y, product.y, in_place=True)]
+        product = op.leaving_residual().writing(f"{op.y}.product")
+        up = LoraUp(adapters, low_again, op.y, y, product.y, in_place=True)
+        return [down, *again, product, up if op.residual is None else up.adding(op.residual)]
     start = TensorSpec(f"{op.y}.start", y.shape)
     up = LoraUp(adapters, low_again, op.y, start, op.residual, op.bias)
     return [down, *again, up, op.onto(start.name)]

@@ -146,6 +146,11 @@ class Linear(PricedByHalf):
         op = self.changed(inputs=inputs, grad_inputs=inputs, grad_alias=alias, in_place=alias[0])
         return op.changed(start=start, few_operands=True)
 
+    def leaving_residual(self) -> Self:
+        """The same layer without the residual, which another op adds to its product."""
+        inputs = (self.x,)
+        return self.changed(residual=None, inputs=inputs, grad_inputs=inputs, grad_alias=())
+
     def writing(self, y: str) -> Self:
         """The same layer that writes y under another name."""
         alias = tuple((name, y) for name, _ in self.grad_alias)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import use_kernel, wide
+from flexengine.ops.base import FLOAT64_BYTES, use_kernel, wide
 from flexengine.ops.cards import multiplies_in_kernels
 
 
@@ -23,6 +23,19 @@ def write_product(out: Tensor, a: Tensor, b: Tensor, added: bool) -> None:
         a, b = wide(a), wide(b)
     kind: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     torch.addmm(out, a, b, out=out, **kind) if added else torch.mm(a, b, out=out, **kind)
+
+
+def add_product(start: Tensor | None, low: Tensor, up: Tensor, out: Tensor, also: Tensor | None = None) -> None:
+    """out = start + low @ up.T (+ also). torch adds to a copy of `start`, which is one pass over out more."""
+    if start is None:
+        torch.mm(low, up.t(), out=out)
+    elif use_product_kernel(out) and out.element_size() < FLOAT64_BYTES:
+        from flexengine.kernels import lora_sum  # noqa: PLC0415 (Triton is imported when first used)
+
+        lora_sum.add_product(start, low, up, out, also)
+    else:
+        start = start if also is None else torch.add(start, also, out=out)
+        torch.addmm(start, low, up.t(), out=out)
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:

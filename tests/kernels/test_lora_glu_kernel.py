@@ -73,6 +73,11 @@ def test_a_sum_with_adapters_matches_float64(checks, device, per_row, dtype):
     lora_sum.add_product(start, low, up, out)
     checks.assert_close(out, start.double() + low.double() @ up.double().t(), checks.TOLERANCE[dtype], "out")
     if per_row:
+        also = checks.strided(67, 150, dtype=dtype, device=device)
+        also.copy_(low.float() @ up.float().t())
+        expected = start.double() + also.double() + low.double() @ up.double().t()
+        lora_sum.add_product(start.clone(), low, up, summed := torch.full_like(start, float("nan")), also)
+        checks.assert_close(summed, expected, checks.TOLERANCE[dtype], "out with another tensor")
         lora_sum.add_product(start, low, up, start)
         assert torch.equal(start, out)  # in place: the same bits
 
@@ -103,7 +108,7 @@ def test_a_layer_and_its_unit_are_those_of_the_written_sum(spans, behind, checks
     params |= {"v": torch.randn(20, WIDTH), "d.lora_A": torch.randn(3, WIDTH), "d.lora_B": torch.randn(20, 3)}
     inputs, grad, found = {"x": torch.randn(19, 24), "r": torch.randn(19, 20)}, torch.randn(19, 20), []
     for kernel in (False, True):
-        for choice in ("adapters.lora.use_product_kernel", "glu.use_kernel"):
+        for choice in ("products.use_product_kernel", "glu.use_kernel"):
             monkeypatch.setattr(f"flexengine.ops.{choice}", lambda tensor, kernel=kernel: kernel)
         outputs, grads, sums = run_ops(ops, params, inputs, {"y": grad})
         found.append({name: outputs[name] for name in ("a", "y")} | {"grad_x": grads["x"]} | sums)

@@ -110,7 +110,7 @@ def reference(ops, params, inputs, kept):
     ids=str,
 )
 def test_gradients_are_those_of_the_rounded_sums(dtype, kernel, targets, checks, monkeypatch):
-    for choice in ("adapters.lora.use_product_kernel", "adapters.lora_grads.use_product_kernel", "glu.use_kernel"):
+    for choice in ("products.use_product_kernel", "adapters.lora_grads.use_product_kernel", "glu.use_kernel"):
         monkeypatch.setattr(f"flexengine.ops.{choice}", lambda _: kernel)
     monkeypatch.setattr(rounded_glu, "PLAIN_ELEMENTS", 5000)  # several blocks of rows
     ops, shapes = ffn(targets)

@@ -1,10 +1,9 @@
 """Low-rank adapters as two ops beside a frozen layer, which are never merged: low = scale * x @ A.T, y += low @ B.T.
 
 Products with A and B take as long as the tensors that they read and write (docs/lora.md); low is nothing beside these.
-The adapters' product is written first, and the large product adds to it, so that the sum is rounded once. FP8 products
-cannot add to what a tensor holds, and come first. The frozen layer copies a residual to y in any case, which the
-adapters' sum replaces. Where low is not kept beside another output, backward reads x once more.
-Shapes and source: ops/adapters/low_rank.py.
+The adapters' product, with a residual, is written first, and the large product adds to it. FP8 products cannot: they
+come first, and the adapters' op adds a residual, too. Where low is not kept beside another output, backward reads x
+once more. Shapes and source: ops/adapters/low_rank.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import replace
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from flexengine.ops.adapters.dropout import NO_DROPOUT, Dropout
 from flexengine.ops.adapters.lora_grads import accumulate_up_grad, in_one_pass, partial_sums, write_grad_low
@@ -22,7 +20,7 @@ from flexengine.ops.base import OpEnv, TensorSpec, Work
 from flexengine.ops.experts.grouped_products import grouped_product, grouped_weight_gradient
 from flexengine.ops.linear import accumulate_weight_grad, sum_to_start_from, widened_bytes
 from flexengine.ops.priced import PricedByHalf
-from flexengine.ops.products import use_product_kernel
+from flexengine.ops.products import add_product
 
 
 class LoraDown(PricedByHalf):
@@ -105,18 +103,6 @@ class LoraDown(PricedByHalf):
         return 0.0 if self.for_backward else 3 * self.adapters.down_work(seq_len, 1, 2).flops
 
 
-def add_product(start: Tensor | None, low: Tensor, up: Tensor, out: Tensor) -> None:
-    """out = start + low @ B.T. torch copies `start` to out first and then adds, which is one pass over out more."""
-    if start is None:
-        torch.mm(low, up.t(), out=out)
-    elif use_product_kernel(out) and out.element_size() < 8:
-        from flexengine.kernels import lora_sum  # noqa: PLC0415 (Triton is imported when first used)
-
-        lora_sum.add_product(start, low, up, out)
-    else:
-        torch.addmm(start, low, up.t(), out=out)
-
-
 class LoraUp(PricedByHalf):
     """out = start + low @ B.T in the columns of adapted modules, and start in the others; the gradient of out passes.
 
@@ -126,6 +112,8 @@ class LoraUp(PricedByHalf):
     """
 
     few_operands = True
+    residual: str | None = None
+    """What is added, too, where start is an FP8 product."""
 
     def __init__(
         self, adapters: Adapters, low_again: str, y: str, out: TensorSpec | None, start: str | None = None,
@@ -143,6 +131,11 @@ class LoraUp(PricedByHalf):
         self.keepable = not adapters.is_router  # logits take little to compute again
         self.needs_weight, self.needs_input = (low_again,), () if self.sums is None else (low_again,)
 
+    def adding(self, residual: str) -> Self:
+        """The same op that adds a residual as well."""
+        inputs, alias = (*self.inputs, residual), (*self.grad_alias, (residual, self.out))
+        return self.changed(residual=residual, inputs=inputs, grad_inputs=inputs, grad_alias=alias)
+
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         if half == "forward" or self.sums is None:
             return ()
@@ -151,14 +144,19 @@ class LoraUp(PricedByHalf):
     def forward(self, env: OpEnv) -> None:
         out, residual = env.t[self.out], None if self.start is None else env.t[self.start]
         start = sum_to_start_from(residual, None if self.bias is None else env.p[self.bias], out)
+        also = None if self.residual is None else env.t[self.residual]
         for piece in self.adapters.pieces(self.adapters.out_features):
-            columns, before = out[:, piece.columns], None if start is None else start[..., piece.columns]
+            columns = out[:, piece.columns]
+            before, added = (None if whole is None else whole[..., piece.columns] for whole in (start, also))
             if piece.adapted and env.adapters:
-                add_product(before, env.t[self.low][:, piece.low], env.p[self.adapters.up][piece.up], columns)
-            elif before is None:
+                add_product(before, env.t[self.low][:, piece.low], env.p[self.adapters.up][piece.up], columns, added)
+                continue
+            if before is None:
                 columns.zero_()
             elif before.data_ptr() != columns.data_ptr():
                 columns.copy_(before.expand_as(columns))
+            if added is not None:
+                columns.add_(added)
 
     def backward_input(self, env: OpEnv) -> None:
         """Write grad_low = scale * grad_y @ B; where that is one pass, the partial sums of B's gradient as well."""
@@ -177,7 +175,8 @@ class LoraUp(PricedByHalf):
         return widened_bytes(tokens, max(self.adapters.widths), self.adapters.rank, compute_bytes)
 
     def half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
-        work = self.adapters.up_work(tokens, 2 if half == "forward" else 1, compute_bytes)
+        passes = 1 if half != "forward" else 2 if self.residual is None else 3
+        work = self.adapters.up_work(tokens, passes, compute_bytes)
         if half == "forward" or self.sums is None:
             return work
         if half == "weight":
