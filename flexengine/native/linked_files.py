@@ -23,7 +23,7 @@ class ReadFile(BlockFile):
     """A file that is there, opened to read. Raises: DriveError where it cannot be opened."""
 
     request_bytes = 1 << 18
-    """Each thread has a buffer for so many bytes: 4 MiB in all, for which budgets have room."""
+    """What a buffer of csrc/drive.cpp holds, of which there are 16: 4 MiB in all, for which budgets have room."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._descriptor = path, -1
