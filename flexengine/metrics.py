@@ -60,8 +60,8 @@ def format_seconds(seconds: float) -> str:
         return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 1e-6)} us"
+            return f"{three_digits(seconds / size)} {unit}"
+    return f"{three_digits(seconds / 1e-6)} us"
 
 
 def format_tokens_per_s(tokens_per_s: float) -> str:
@@ -72,10 +72,11 @@ def format_tokens_per_s(tokens_per_s: float) -> str:
 def format_tflops(flops_per_s: float) -> str:
     """Format FLOP/s as "412.3 TFLOP/s", with three significant digits below 100."""
     tflops = flops_per_s / TERA
-    return f"{tflops:.1f} TFLOP/s" if tflops >= 99.95 else f"{_three_digits(tflops)} TFLOP/s"
+    return f"{tflops:.1f} TFLOP/s" if tflops >= 99.95 else f"{three_digits(tflops)} TFLOP/s"
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
+    """A number to three digits, without an exponent."""
     value = float(f"{value:.3g}")  # before counting digits: 0.9999 is 1.00
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 2
     return f"{value:.{min(max(digits, 0), 6)}f}"

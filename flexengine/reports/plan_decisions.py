@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from flexengine.metrics import format_bytes, format_seconds
+from flexengine.metrics import format_bytes, format_seconds, three_digits
 from flexengine.models.lora import adapters
 from flexengine.models.saved_modules import saved_tensors
 from flexengine.models.spec import ModelSpec
@@ -220,7 +220,8 @@ def drive_lines(plan: Plan) -> list[str]:
     there = f"drive: {format_bytes(num_bytes)}" + (" once for all GPUs" if plan.shares_node else "")
     if not written:
         return [f"{there}, which steps only read"]
-    each = f"a step writes {written:.3g} GB, 1000 steps {written:.3g} TB"
+    count = three_digits(written)
+    each = f"a step writes {count} GB, 1000 steps {count} TB"
     return [f"{there}; {each} (drives of 1 TB are made for some 600 TB)"]
 
 

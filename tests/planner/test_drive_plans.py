@@ -7,6 +7,7 @@ import pytest
 from flexengine.hardware.drive import drive_budget
 from flexengine.hardware.drive_profile import DriveProfile, shared_drive
 from flexengine.hardware.presets import preset
+from flexengine.metrics import three_digits
 from flexengine.models.freezing import with_frozen
 from flexengine.models.keep_dtype import with_coded_inputs
 from flexengine.plan import PlanError, Request
@@ -50,7 +51,7 @@ def test_a_drive_is_used_where_nothing_fits_without():
     layout = Layout(MODEL, plan)
     assert 0 < layout.drive_bytes == plan.predicted.drive_bytes <= GIB
     assert host_required_bytes(layout, PROFILE) == plan.predicted.host_bytes <= request.max_host_bytes
-    assert f"1000 steps {layout.drive_bytes / 1e9:.3g} TB" in describe(plan, MODEL)
+    assert f"1000 steps {three_digits(layout.drive_bytes / 1e9)} TB" in describe(plan, MODEL)
     slow = PROFILE.changed(**shared_drive(1e6, 1e6).values())
     assert step_seconds(layout, slow).step_s > 1.9 * layout.drive_bytes / 1e6
 
