@@ -110,6 +110,12 @@ def test_fewer_gpus_are_told_of_where_they_take_the_same_step_faster():
         assert found == ((min(tried, key=tried.__getitem__), fastest_s) if fastest_s < step_s else (0, 0.0))
     busy = replace(plan.predicted, step_s=1e-9)
     assert not beside_fewer_gpus(spec, replace(plan, predicted=busy), profile).predicted.fewer_gpus
+    # of two sequences two ranks compute nothing that counts: two can do in their time what four are busy with
+    two = plan_for_ranks(spec, replace(request, max_global_batch_tokens=32, round_tokens=16, ranks=2), profile)
+    slow = replace(plan.predicted, step_s=1e3, busy_s={"compute": 900.0}, recompute_share=0.0)
+    short = replace(plan, request=replace(two.request, ranks=4), predicted=slow)
+    told = beside_fewer_gpus(spec, short, profile).predicted
+    assert (told.fewer_gpus, told.fewer_gpus_step_s) == (2, two.predicted.step_s)
 
 
 @pytest.mark.usefixtures("quick_search")

@@ -146,8 +146,8 @@ def _on_gpus(gpus: int, model: ModelSpec, plan: Plan, profile: HardwareProfile) 
         request = replace(request, transport="auto")
         bound_s = speed_of_light_s(model, request, profile)
         return find_plan(Problem(model, request, profile)) if 0 < bound_s < predicted.step_s else None
-    all_gpus = plan.request.ranks * plan.request.nodes
-    if predicted.once_s * all_gpus >= gpus * predicted.step_s:
+    at_work = plan.request.max_global_batch_tokens / plan.request.of_rank.max_global_batch_tokens
+    if predicted.once_s * at_work >= gpus * predicted.step_s:
         return None
     try:
         return plan_for_ranks(model, request, profile)
