@@ -221,13 +221,9 @@ def adapted_unit() -> None:
     behind = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(16, 256, dtype=torch.bfloat16)
     lora_glu.glu_backward(out, gate_up, low, up, halves, gate_up, "silu", behind)
     parts = torch.zeros(256, 16), torch.zeros(2, 16 * 256)
-    both = [adapted_glu.Behind(*behind, each) for each in parts]
-    adapted_glu.unit_forward(gate_up, (low, up, halves), both[0], 256, out, "silu")
-    coded = adapted_glu.Codes(torch.zeros(256, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, 256), 448.0, 1e-30)
-    tiling = adapted_glu.CODED_FORWARD
-    for columns, codes in ((out, None), (None, coded)):
-        adapted_glu.unit_forward(gate_up, (low, up, halves), both[0], 256, columns, "silu", tiling, codes)
-    adapted_glu.unit_backward(out, gate_up, (low, up, halves), both[1], gate_up, "silu")
+    both = (adapted_glu.Behind(*behind, each) for each in parts)
+    adapted_glu.unit_forward(gate_up, (low, up, halves), next(both), 256, out, "silu")
+    adapted_glu.unit_backward(out, gate_up, (low, up, halves), next(both), gate_up, "silu")
     kept = torch.zeros(256, 512, dtype=torch.uint8), torch.zeros(256, 4)
     rounded_lora_glu.round_sums(gate_up, low, up, halves, *kept, 448.0, 1e-30, out, "silu")
     rounded_lora_glu.glu_backward_from_codes(out, *kept, gate_up, "silu", behind)

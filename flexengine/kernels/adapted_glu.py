@@ -17,13 +17,10 @@ from torch import Tensor
 
 from flexengine.kernels.checks import check_tensor
 from flexengine.kernels.counts import cdiv
-from flexengine.kernels.fp8_blocks import CODES, store_rows
 from flexengine.kernels.glu import _gate, _unit_gradients
 from flexengine.kernels.lora_glu import _launch, _ranks
 from flexengine.kernels.lora_grads import sum_low
 from flexengine.kernels.rounding import round_to
-
-TERMS = 128  # columns of a row that share a scale
 
 
 class Tiling(NamedTuple):
@@ -39,7 +36,6 @@ class Tiling(NamedTuple):
 
 # The fastest on an H200 of what was tried; one tile at a time takes 1.2 and 1.5 times as long.
 FORWARD = Tiling(64, 64, 4, 3, 128)
-CODED_FORWARD = Tiling(32, 128, 4, 3, 128)  # 128 columns of a row share a scale; not timed yet
 BACKWARD = Tiling(32, 64, 4, 3, 128)
 
 
@@ -53,47 +49,30 @@ class Behind(NamedTuple):
     scale: float = 1.0
 
 
-class Codes(NamedTuple):
-    """Codes [T, F] of out in FP8 and their scales [F / 128, T] for 128 columns of a row, as kernels/fp8_blocks.py makes
-    them: the largest code, and what a block's largest magnitude counts as at least."""
-
-    codes: Tensor
-    scales: Tensor
-    largest: float
-    least: float
-
-
 Before = tuple[Tensor, Tensor, Sequence[tuple[int, int, int]]]
 """The adapter before a unit: low, B and halves, as in kernels/lora_glu.py."""
 
 
-def unit_forward(
-    gate_up: Tensor, before: Before, behind: Behind, columns: int, out: Tensor | None, activation: str,
-    tiling: Tiling = FORWARD, codes: Codes | None = None,
-) -> None:  # fmt: skip
-    """out = the unit of gate_up + low @ B.T, and from the rounded out low = scale * out @ A.T of the adapter behind;
-    with `codes` also those, and without `out` only those.
+def unit_forward(gate_up: Tensor, before: Before, behind: Behind, columns: int, out: Tensor, activation: str) -> None:
+    """out = the unit of gate_up + low @ B.T, and from the rounded out low = scale * out @ A.T of the adapter behind.
 
     columns: of a partial sum for low, a multiple of those of a tile.
-    Shapes: gate_up [T, 2F], out [T, F], all of one dtype, rows may be strided; R of A and of B at most 64. codes: F and
-    a tile have 128 columns, or F a multiple.
+    Shapes: gate_up [T, 2F], out [T, F], all of one dtype, rows may be strided; R of A and of B at most 64.
     Cost: reads 2*T*F and writes T*F elements, writes and reads T*R*F/columns fp32 numbers; 2*T*3F*R FLOPs.
     Order: launches on the current stream, never synchronises. Sums do not depend on the card.
     Raises: ValueError on other shapes, dtypes, strides or activations.
     """
-    (tokens, width), rank = (len(gate_up), gate_up.shape[1] // 2), len(behind.down)
-    written = gate_up[:, :width] if out is None else out
-    launch, parts = _operands(gate_up, before, behind, written, activation), cdiv(width, columns)
+    (tokens, width), rank = out.shape, len(behind.down)
+    launch, parts = _operands(gate_up, before, behind, out, activation), cdiv(width, columns)
     check_tensor("parts", behind.parts, (tokens, parts * rank), (torch.float32,), strided_rows=True)
-    if columns % tiling.columns:
-        raise ValueError(f"a partial sum has {columns} columns, expected a multiple of {tiling.columns}")
-    coded = _checked(codes, tokens, width, tiling) if codes is not None else (gate_up, gate_up, 1.0, 1.0)
+    if columns % FORWARD.columns:
+        raise ValueError(f"a partial sum has {columns} columns, expected a multiple of {FORWARD.columns}")
     if tokens == 0:
         return
-    tensors = (gate_up, *before[:2], behind.down, written, behind.parts)
-    _forward_kernel[(cdiv(tokens, tiling.rows) * parts,)](
-        *tensors, *coded, tokens, width, *(t.stride(0) for t in tensors), rank, **launch | _tiled(tiling),
-        OUT=out is not None, CODED=codes is not None, TILES=columns // tiling.columns,
+    tensors = (gate_up, *before[:2], behind.down, out, behind.parts)
+    _forward_kernel[(cdiv(tokens, FORWARD.rows) * parts,)](
+        *tensors, tokens, width, *(t.stride(0) for t in tensors), rank, **launch | _tiled(FORWARD),
+        TILES=columns // FORWARD.columns,
     )  # fmt: skip
     sum_low(behind.parts, behind.low, (parts,), behind.scale)
 
@@ -119,15 +98,6 @@ def unit_backward(
         *tensors, tokens, span_rows, width, *(t.stride(0) for t in tensors), len(behind.down),
         **launch | _tiled(BACKWARD),
     )  # fmt: skip
-
-
-def _checked(codes: Codes, tokens: int, width: int, tiling: Tiling) -> tuple[Tensor, Tensor, float, float]:
-    """Operands of a launch for codes."""
-    if tiling.columns != TERMS or width % TERMS:
-        raise ValueError(f"codes need tiles of {TERMS} columns that fill {width} columns, got {tiling.columns}")
-    check_tensor("codes", codes.codes, (tokens, width), CODES)
-    check_tensor("scales", codes.scales, (width // TERMS, tokens), (torch.float32,))
-    return codes.codes.view(torch.uint8), *codes[1:]
 
 
 def _tiled(tiling: Tiling) -> dict[str, int]:
@@ -171,12 +141,11 @@ def _columns_of(ptr, columns, within, stride, rank, WIDE: tl.constexpr, RANKS: t
 
 @triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(
-    gate_up_ptr, low_ptr, up_ptr, down_ptr, out_ptr, parts_ptr, codes_ptr, scales_ptr, largest, least, tokens, width,
+    gate_up_ptr, low_ptr, up_ptr, down_ptr, out_ptr, parts_ptr, tokens, width,
     gate_up_stride, low_stride, up_stride, down_stride, out_stride, parts_stride, behind_rank,
     rank, gate_low, gate_row, up_low, up_row,
     GATE: tl.constexpr, UP: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr,
-    OUT: tl.constexpr, CODED: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has some tokens and the columns of a partial sum, which it goes over tile by tile."""
     sums = tl.cdiv(width, TILES * COLUMNS)
@@ -207,13 +176,7 @@ def _forward_kernel(
             up = tl.dot(low_of_up, tl.trans(matrix), up, input_precision="ieee")
         s, _ = _gate(gate, 0.0, GELU, False)
         out = round_to(gate * s * up, out_ptr.dtype.element_ty)
-        if OUT:
-            tl.store(out_ptr + (rows[:, None] * out_stride + columns[None, :]), out, mask=inside)
-        if CODED:
-            block, row = number * TILES + tile, start + rows
-            if block * COLUMNS < width:  # beyond, there are no scales
-                wide = out.to(tl.float32)
-                store_rows(wide, row, columns, inside, codes_ptr, scales_ptr, tokens, width, block, largest, least)
+        tl.store(out_ptr + (rows[:, None] * out_stride + columns[None, :]), out, mask=inside)
         if WIDE:
             out = out.to(tl.float32)
         total = tl.dot(out, tl.trans(down), total, input_precision="ieee")

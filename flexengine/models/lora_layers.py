@@ -18,7 +18,6 @@ from flexengine.ops.base import Op, TensorSpec
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.experts.router import Router
 from flexengine.ops.fp8 import Fp8Linear
-from flexengine.ops.fp8_glu_down import with_down
 from flexengine.ops.given_rows import PlaceRows
 from flexengine.ops.glu import GLU
 from flexengine.ops.glu_down import GLUDown
@@ -91,8 +90,8 @@ def _with_sums_in(unit: GLU, ops: list[Op]) -> list[Op]:
     if len(behind) != 1 or behind[0].dropout.probability or len(_readers(ops, unit.y)) > 2:  # the layer's op, and it
         behind = []
     before = befores[0].added_to_halves() if befores else None
-    if behind and (both := with_down(unit, before, behind[0].adapters)) is not None:
-        return [both if op is unit else op for op in ops if op is not behind[0]]
+    if behind and GLUDown.takes(unit, behind[0].adapters):
+        return [GLUDown(unit, before, behind[0].adapters) if op is unit else op for op in ops if op is not behind[0]]
     gradient = behind[0].adapters.added_to_gradient() if behind else None
     changed: dict[Op, Op] = {unit: unit.adding(before, gradient), **{op: op.leaving_gradient() for op in behind}}
     if before is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.fp8 import Fp8Linear
@@ -24,47 +23,23 @@ JOINED = True
 """False: units and layers round by themselves, with the same bits and more memory traffic."""
 
 
-class LeavesCodes(GLU):
-    """A unit that can leave codes to the FP8 layer behind it."""
-
-    def with_next(self, following: Op) -> Op | None:
-        if not isinstance(following, Fp8Linear):
-            return None
-        if following.x != self.y or not has_whole_blocks(following.scaling, self.width):
-            return None
-        return FedByUnit(self, following) if following.x_again == self.y else None
-
-    def write_codes(self, env: OpEnv, codes: Operand, out: Tensor | None) -> None:
-        """Write the codes of a, and a itself to `out`."""
-        gate_up = env.t[self.gate_up]
-        if has_kernel(gate_up):
-            from flexengine.kernels import fp8_glu  # noqa: PLC0415 (Triton is imported when first used)
-
-            limits = (LARGEST, LEAST_ABSMAX, str(self.activation), out)
-            return fp8_glu.glu_forward(gate_up, codes.codes, codes.scales, *limits)
-        out = gate_up.new_empty(len(gate_up), self.width) if out is None else out
-        glu_forward(gate_up, out, self.activation)
-        round_vectors(out, codes, None)
-
-    def coded_work(self, tokens: int, compute_bytes: int, whole: bool) -> Work:
-        """Work of that; whole: a itself, too."""
-        moved = self._moved(tokens, 3.0 if whole else 2.0, self.before) * compute_bytes
-        return Work(memory_bytes=moved + _code_bytes(tokens * self.width), kernels=1)
-
-    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        """Also a, the gradient of gate_up, and what rounding takes of it."""
-        own = super().plain_workspace_bytes(tokens, compute_bytes)
-        return own + tokens * (3 * self.width * compute_bytes + 16 * TERMS)
-
-
-class CodedGLU(LeavesCodes):
-    """A unit that can leave codes to the FP8 layers before and behind it."""
+class CodedGLU(GLU):
+    """A unit that can leave codes to FP8 layers around it."""
 
     def __init__(self, unit: GLU) -> None:
         super().__init__(unit.name, unit.gate_up, unit.y, unit.width, unit.activation)
 
     def with_next(self, following: Op) -> Op | None:
-        return None if self.before is not None or self.behind is not None else super().with_next(following)
+        if self.before is not None or self.behind is not None or not isinstance(following, Fp8Linear):
+            return None
+        if following.x != self.y or not has_whole_blocks(following.scaling, self.width):
+            return None
+        return FedByUnit(self, following) if following.x_again == self.y else None
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        """Also a, the gradient of gate_up, and what rounding takes of it."""
+        own = super().plain_workspace_bytes(tokens, compute_bytes)
+        return own + tokens * (3 * self.width * compute_bytes + 16 * TERMS)
 
 
 def has_whole_blocks(scaling: Scaling, width: int) -> bool:
@@ -79,18 +54,18 @@ class FedByUnit(Joined):
     whole: bool = True
     """Whether forward writes the unit's output."""
 
-    def __init__(self, unit: LeavesCodes, layer: Fp8Linear) -> None:
+    def __init__(self, unit: CodedGLU, layer: Fp8Linear) -> None:
         self.name, self.unit, self.layer = layer.name, unit, layer.changed(coded=frozenset({"x8"}))
         rest = layer.inputs[1:]
         self.inputs, self.outputs = (*unit.inputs, *rest), (*unit.outputs, *layer.outputs)
         self.needs_input, self.grad_over = unit.needs_input, unit.grad_over
-        backward = layer.has_input_half and not layer.has_weight_half and isinstance(unit, CodedGLU)
+        backward = layer.has_input_half and not layer.has_weight_half
         self.grad_inputs, self.grad_alias = ((unit.gate_up, *rest), layer.grad_alias) if backward else ((), ())
 
     def leaving_out(self, unread: frozenset[str]) -> Op:
         if self.unit.y not in unread:
             return self
-        return self.changed(whole=False, outputs=tuple(spec for spec in self.outputs if spec.name != self.unit.y))
+        return self.changed(whole=False, outputs=self.layer.outputs)
 
     def with_previous(self, previous: Op) -> Op | None:
         if self.source is not None or not isinstance(previous, Fp8Linear) or not previous.has_input_half:
@@ -108,11 +83,21 @@ class FedByUnit(Joined):
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         own = self.layer.scratch(half)
         if half == "forward":
-            return *own, *self.unit.scratch(half)
+            return own
         return (*own, self._grad_y, *(() if self.source is None else self.source.scratch(half)))
 
     def forward(self, env: OpEnv) -> None:
-        self.unit.write_codes(env, _codes(self.layer, "x8", env), env.t[self.unit.y] if self.whole else None)
+        gate_up, activation = env.t[self.unit.gate_up], self.unit.activation
+        out, codes = env.t[self.unit.y] if self.whole else None, _codes(self.layer, "x8", env)
+        if has_kernel(gate_up):
+            from flexengine.kernels import fp8_glu  # noqa: PLC0415 (Triton is imported when first used)
+
+            limits = (LARGEST, LEAST_ABSMAX, str(activation), out)
+            fp8_glu.glu_forward(gate_up, codes.codes, codes.scales, *limits)
+        else:
+            out = gate_up.new_empty(len(gate_up), self.unit.width) if out is None else out
+            glu_forward(gate_up, out, activation)
+            round_vectors(out, codes, None)
         self.layer.forward(env)
 
     def backward_input(self, env: OpEnv) -> None:
@@ -134,7 +119,8 @@ class FedByUnit(Joined):
         self.source.backward_input(env)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        moved = self.unit.coded_work(tokens, compute_bytes, self.whole)
+        passes, elements = 3.0 if self.whole else 2.0, tokens * self.unit.width
+        moved = Work(memory_bytes=passes * elements * compute_bytes + _code_bytes(elements), kernels=1)
         return moved.plus(self.layer.forward_work(tokens, seq_len, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:

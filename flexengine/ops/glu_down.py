@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from flexengine.ops.adapters.lora_grads import SPANS, in_one_pass
+from flexengine.ops.adapters.lora_grads import MOST_RANK, SPANS, in_one_pass
 from flexengine.ops.adapters.low_rank import Adapters
 from flexengine.ops.base import OpEnv, TensorSpec, Work
+from flexengine.ops.fp8_glu import CodedGLU
 from flexengine.ops.glu import GLU, Addend
 from flexengine.ops.linear import accumulate_weight_grad
 
@@ -31,6 +32,11 @@ class GLUDown(GLU):
         self.outputs = (*unit.outputs, down.low)
         self.low_parts = TensorSpec(f"{down.name}.low_parts", (-(-self.width // COLUMNS) * down.rank,), "float32")
         self.down_parts = TensorSpec(f"{down.name}.grad_down_parts", (down.rank * self.width,), "float32", rows=SPANS)
+
+    @staticmethod
+    def takes(unit: GLU, down: Adapters) -> bool:
+        """Whether a unit may do the work of these adapters. Magnitudes read a as well, and rounded units another a."""
+        return type(unit) in (GLU, CodedGLU) and down.rank <= MOST_RANK and not down.has_magnitude
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return (self.low_parts,) if half == "forward" else (self.down_parts,)

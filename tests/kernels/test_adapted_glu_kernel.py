@@ -5,7 +5,7 @@ import torch
 from engine_helpers import spec_of
 from family_configs import CASES
 
-from flexengine.kernels import adapted_glu, fp8_blocks, lora_grads
+from flexengine.kernels import adapted_glu, lora_grads
 from flexengine.ops.adapters.lora import LoraDown
 from flexengine.ops.adapters.lora_grads import MOST_RANK
 from flexengine.ops.glu import GLU, Activation, ClampedSwiGLU
@@ -17,7 +17,7 @@ from flexengine.schedule.save_sets import savable_ops
 from tests.adapter_ops import adapted, run_ops
 from tests.kernels.test_lora_glu_kernel import UNITS
 
-WIDTH, E4M3 = 150, torch.float8_e4m3fn
+WIDTH = 150
 BOTH, NONE = ((0, 0, 0), (WIDTH, 5, WIDTH)), ()
 
 
@@ -58,46 +58,13 @@ def test_matches_float64(checks, device, tokens, rank, halves, activation, spans
     assert torch.equal(parts, first)
 
 
-@pytest.mark.parametrize(("tokens", "width", "columns"), [(3, 128, 128), (70, 384, 256)])
-def test_codes_are_those_of_a_pass_of_their_own(checks, device, tokens, width, columns):
-    """With `out`, without it, and `out` without codes: each result has the same bits."""
-    dtype, halves = torch.bfloat16, ((0, 0, 0), (width, 5, width))
-    gate_up, low, up, down = (
-        checks.normal(*size, dtype=dtype, device=device)
-        for size in ((tokens, 2 * width), (tokens, 10), (2 * width, 5), (5, width))
-    )
-    found = []
-    for writes, coded in ((True, True), (False, True), (True, False)):
-        out, behind = (checks.empty(tokens, n, dtype=dtype, device=device) for n in (width, 5))
-        sizes = (tokens, 5 * -(-width // columns)), (width // 128, tokens), (width // 128, tokens)
-        parts, scales, by_rows = (checks.empty(*size, dtype=torch.float32, device=device) for size in sizes)
-        codes, rounded = (torch.full((tokens, width), 0x7F, dtype=torch.uint8, device=device) for _ in range(2))
-        adapted_glu.unit_forward(
-            gate_up, (low, up, halves), adapted_glu.Behind(behind, down, parts), columns, out if writes else None,
-            "silu", adapted_glu.CODED_FORWARD,
-            adapted_glu.Codes(codes.view(E4M3), scales, 448.0, 1e-30) if coded else None,
-        )  # fmt: skip
-        if writes and coded:
-            fp8_blocks.round_vectors(out, 448.0, 1e-30, (rounded.view(E4M3), by_rows), None)
-            assert torch.equal(codes, rounded)
-            assert torch.equal(scales, by_rows)
-            expected, *_ = reference(gate_up, (low, up, halves), out, (behind, down), "silu")
-            checks.assert_close(out, expected, checks.TOLERANCE[dtype], "out")
-        found.append(
-            {"low": behind} | ({"out": out} if writes else {}) | ({"codes": codes, "s": scales} if coded else {})
-        )
-    for other in found[1:]:
-        assert all(torch.equal(tensor, found[0][name]) for name, tensor in other.items())
-
-
 def reference(gate_up, before, grad_out, behind, activation):
     """out, and the gradients of gate_up and of A, in float64."""
     low, up, halves = before
     total = gate_up.double().clone()
     for start, low_start, up_start in halves:
-        width = gate_up.shape[1] // 2
-        rows = up[up_start : up_start + width].double()
-        total[:, start : start + width] += low[:, low_start : low_start + up.shape[1]].double() @ rows.t()
+        rows = up[up_start : up_start + WIDTH].double()
+        total[:, start : start + WIDTH] += low[:, low_start : low_start + up.shape[1]].double() @ rows.t()
     total.requires_grad_()
     grad_low, down = (tensor.double() for tensor in behind)
     gate, other = total.chunk(2, dim=-1)

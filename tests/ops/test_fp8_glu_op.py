@@ -8,11 +8,11 @@ import torch
 from flexengine.ops.base import OpEnv
 from flexengine.ops.fp8 import SCALINGS, Fp8Linear
 from flexengine.ops.fp8_glu import CodedGLU, FedByUnit
-from flexengine.ops.fp8_glu_down import CodedGLUDown
 from flexengine.ops.glu import GLU
+from flexengine.ops.glu_down import GLUDown
 from flexengine.ops.linear import Linear
 from flexengine.schedule.save_sets import halves_of, in_pairs, leaving_out
-from tests.adapter_ops import adapted, backward, chunk_of, forward, forward_ops, run_ops, unwritten
+from tests.adapter_ops import adapted, backward, chunk_of, forward, run_ops, unwritten
 
 D, F = 48, 256
 VALUES = ["fp8-blockwise", "fp8-blockwise-gw-squares", "fp8-blockwise-gw-hp"]
@@ -49,6 +49,12 @@ def run_together(ops, params, inputs, grads, before):
     return env
 
 
+def test_a_unit_that_does_the_work_of_adapters_writes_no_codes():
+    ops = adapted(block("fp8-blockwise", trained=False), {"down": ((0, D),)})
+    assert any(isinstance(op, GLUDown) for op in ops)
+    assert not any(isinstance(op, FedByUnit) for op in in_pairs(ops))
+
+
 @pytest.mark.parametrize("matmul", VALUES)
 @pytest.mark.parametrize(
     ("tokens", "activation", "bias", "adds", "trained"),
@@ -69,24 +75,6 @@ def test_one_op_has_the_bits_of_three(matmul, tokens, activation, bias, adds, tr
     assert env.gp.keys() == grad_params.keys()
     for name, grad in grad_params.items():
         assert torch.equal(env.gp[name], grad), name
-
-
-@pytest.mark.parametrize("rows", [{"up": ((0, F), (F, 2 * F))}, {}], ids=["both layers", "one layer"])
-def test_a_unit_with_adapters_behind_it_leaves_codes(rows):
-    """As one op with the layer it has the bits of both by themselves, and never writes what nothing reads."""
-    ops = adapted(block("fp8-blockwise", trained=False), rows | {"down": ((0, D),)})
-    assert any(isinstance(op, CodedGLUDown) for op in ops)
-    inputs, params, grads = values(37)
-    shapes = {"up.lora_A": (6, D), "up.lora_B": (2 * F, 3), "down.lora_A": (3, F), "down.lora_B": (D, 3)}
-    params |= {name: (0.2 * torch.randn(*shape)).bfloat16() for name, shape in shapes.items()}
-    apart, together = (run_ops(ops, params, inputs, grads, fused=fused) for fused in (False, True))
-    for names, one, other in zip(({"a", "y", "down.low"}, inputs, apart[2]), together, apart, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in names)
-    env = OpEnv(dict(inputs), params, {}, {}, chunk_of(37))
-    for op in forward_ops(ops, fused=True):
-        forward(leaving_out(op, frozenset({"a"})), env, torch.bfloat16)
-    assert "a" not in env.t
-    assert all(torch.equal(env.t[name], apart[0][name]) for name in ("y", "down.low"))
 
 
 def test_other_layers_run_by_themselves():
