@@ -286,6 +286,8 @@ class Room(NamedTuple):
 
 ROOM = {"gpu": Room(1 / 32, GIB // 4, 2 * GIB), "host": Room(1 / 16, GIB, 8 * GIB)}
 """Desktops, drivers and page tables take more from time to time than when a run begins."""
+BUDGET_STEPS = 64
+"""At least so many steps fit a budget of the host that is found."""
 
 
 def _budgets(job: Job, profile: HardwareProfile, device_type: str) -> tuple[int, int]:
@@ -305,7 +307,16 @@ def system_room(profile: HardwareProfile, device_type: str) -> tuple[int, int]:
     """Bytes of GPU and host memory that budgets which are not given leave to the system and others."""
     free_gpu, free_host = profile.memory.gpu_free_bytes, profile.memory.host_available_bytes
     gpu = ROOM["gpu"].of(profile.memory.gpu_total_bytes, free_gpu) if device_type == "cuda" else 0
-    return gpu, ROOM["host"].of(profile.memory.host_total_bytes, free_host)
+    host = ROOM["host"].of(profile.memory.host_total_bytes, free_host)
+    return gpu, host + _beyond_a_step(free_host + profile.memory.host_base_bytes - host)
+
+
+def _beyond_a_step(num_bytes: int) -> int:
+    """What a budget has beyond the multiple of a power of two, up to 1/64 of it, that it is rounded down to.
+
+    What is free differs from start to start, and plans and kernels of earlier starts are found by the budget.
+    """
+    return num_bytes % (1 << max(0, (num_bytes // BUDGET_STEPS).bit_length() - 1)) if num_bytes > 0 else 0
 
 
 def budgets_found(job: Job, request: Request, profile: HardwareProfile, device_type: str) -> str:

@@ -7,11 +7,13 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
+from flexengine.options.job import Job
 from flexengine.options.lora import LoRA
 from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner import remembered
 from flexengine.planner.planner import make_plan
 from flexengine.planner.remembered import BASE_STEP_BYTES, plan_path, remembered_plan
+from flexengine.request import make_request, system_room
 
 GIB = 2**30
 MODEL = open_model("preset:tiny-llama3-50m").spec
@@ -52,6 +54,22 @@ def test_the_same_request_is_planned_once(plan):
         again = open_model("preset:tiny-llama3-50m").spec
         assert remembered_plan(find, again, REQUEST, with_base(base)) == plan
     assert find.bases == [3 * BASE_STEP_BYTES]
+
+
+def test_budgets_that_are_found_differ_in_steps_alone():
+    job, step, room = Job(max_seq_len=64, max_global_batch_tokens=64), GIB, 8 * GIB
+    base = PROFILE.memory.host_base_bytes
+
+    def found(free):
+        profile = PROFILE.changed(host_total_bytes=200 * GIB, host_available_bytes=free + room - base)
+        budget = make_request(job, profile, "cuda").max_host_bytes
+        assert system_room(profile, "cuda")[1] == free + room - budget
+        return budget
+
+    assert found(100 * GIB) == found(101 * GIB - 1) == 100 * GIB
+    assert found(101 * GIB) - found(100 * GIB) == step
+    assert found(128 * GIB - 1) == 127 * GIB
+    assert found(129 * GIB) == 128 * GIB
 
 
 def test_whatever_a_plan_depends_on_tells_it_apart(monkeypatch):
