@@ -97,7 +97,7 @@ def command_values(layout: Any, program: Any, command: Any) -> dict[str, Any]:
         "reads": places(program, (slot for slot, _ in command.reads)),
         "writes": places(program, (slot for slot, _ in command.writes)),
         "copies": [copy_values(program, region) for region in command.copies],
-        "work": [float(f"{number:.12g}") for number in command.work[:-1]],  # no block is timed as a whole here
+        "work": [float(f"{number:.12g}") for number in command.work[:-2]],  # none timed whole, none FP8 by blocks
         **argument_values(layout, program, command),
     }
 
