@@ -63,10 +63,10 @@ def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
 def _multiplying_as_stored(model: ModelSpec) -> ModelSpec:
     """Let layers whose products take codes and scales as they are stored multiply them so.
 
-    That is group by group: where one stored matrix must be decoded, all of its group are.
+    That is group by group: where one stored matrix must be decoded, or experts may come in parts, all of its group are.
     """
     stored = {(i, p.name): p for i, group in enumerate(model.groups) for p in group.params if p.storage != "compute"}
-    chosen = {group for group, _ in stored}
+    chosen = {group for group, _ in stored if model.groups[group].divisions == 1}
     for layer in model.layers:
         readers = {name: op for op in layer.ops for name in (*op.params, getattr(op, "weight", None))}
         for local, group, name in layer.params:

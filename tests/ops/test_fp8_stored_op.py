@@ -1,5 +1,7 @@
 """FP8 weights that are multiplied as they are stored: against float64, and beside rounding their decoded values."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -100,3 +102,11 @@ def test_products_with_the_scales_of_the_format_take_what_is_stored(matmul, base
     assert len(changed) == (4 * 4 if taken else 0)
     assert all(isinstance(op.scaling, BlockScaling) for op in changed)
     assert len({layer.ops for layer in model.blocks}) == 2
+
+
+def test_what_may_come_in_parts_is_decoded():
+    spec = with_fp8_linears(with_frozen(open_model("preset:llama-3.2-1b").spec, ["block.0"]), "fp8-blockwise")
+    groups = tuple(replace(group, divisions=2 if group.name == "block.0" else 1) for group in spec.groups)
+    frozen = with_base_dtype(replace(spec, groups=groups), "fp8").groups[1]
+    assert {param.storage for param in frozen.params} == {"compute", "fp8"}
+    assert not any(param.multiplied_as_stored for param in frozen.params)
