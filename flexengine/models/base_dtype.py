@@ -71,7 +71,7 @@ def _multiplying_as_stored(model: ModelSpec) -> ModelSpec:
         readers = {name: op for op in layer.ops for name in (*op.params, getattr(op, "weight", None))}
         for local, group, name in layer.params:
             param = stored.get((group, name))
-            if param is not None and not _is_multiplied_as_stored(readers[local], param):
+            if param is not None and not _is_multiplied_as_stored(readers.get(local), param):
                 chosen.discard(group)
     known: dict[tuple[tuple[Op, ...], frozenset[str]], tuple[Op, ...]] = {}
 
@@ -91,7 +91,7 @@ def _multiplying_as_stored(model: ModelSpec) -> ModelSpec:
     return replace(model, groups=groups, layers=tuple(map(of_layer, model.layers))) if chosen else model
 
 
-def _is_multiplied_as_stored(op: Op, param: ParamSpec) -> bool:
+def _is_multiplied_as_stored(op: Op | None, param: ParamSpec) -> bool:
     """Whether a layer can: its sources must be stored as one matrix, with the scales that each has by itself."""
     step, rows = FORMATS[param.storage].row_step(param.shape[-1]), [source.shape[0] for source in param.sources]
     plain = len(param.shape) == 2 and all(count % step == 0 for count in rows[:-1])
