@@ -210,10 +210,10 @@ def _squares_kernel(
 
 @triton.jit
 def _transposing_kernel(
-    codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, num_rows, num_columns, across, stride
+    codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, height, width, across, stride
 ):  # fmt: skip
-    row, column, inside = tile_of(across, num_rows, num_columns, BLOCK)
-    bits = tl.load(codes_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0)
-    _store_transposed(bits, row, column, codes_t_ptr, num_columns, num_rows)
+    row, column, inside = tile_of(across, height, width, BLOCK)
+    bits = tl.load(codes_ptr + row[:, None] * width + column[None, :], mask=inside, other=0)
+    _store_transposed(bits, row, column, codes_t_ptr, width, height)
     row_tile, column_tile = tl.program_id(0) // across, tl.program_id(0) % across
     tl.store(scales_t_ptr + column_tile * stride + row_tile, tl.load(scales_ptr + tl.program_id(0)))

@@ -155,8 +155,8 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions, RankOptions):
         BaseDtype,
         Option(
             "what the frozen linear layers of blocks are stored in and cross the link as: compute = --dtype, bf16, fp8"
-            " or int8 = 8 bits, nf4 = 4 bits, mxfp4 = 4 bits for experts as gpt-oss has them; they multiply the decoded"
-            " values, or fp8 as it is stored by a matmul_dtype of blocks",
+            " or int8 = 8 bits, nf4 = 4 bits, mxfp4 = 4 bits for experts as gpt-oss has them; they multiply the values"
+            " that these stand for",
             needs=(Need("dtype", ("bfloat16",), of=("bf16",)),),
         ),
     ] = "compute"

@@ -117,7 +117,8 @@ class StoredMatrices:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def values(self, spans: Sequence[Span]) -> Iterator[Tensor]:
-        """The values that layers multiply, flat and slab by slab: decoded, in the compute dtype."""
+        """The values that layers multiply, flat and slab by slab: decoded, rounded to the compute dtype also where layers
+        multiply what is stored."""
         for form, layout, stored in spans:
             if form is None or layout is None:
                 yield stored
