@@ -117,8 +117,10 @@ class StoredMatrices:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def values(self, spans: Sequence[Span]) -> Iterator[Tensor]:
-        """The values that layers multiply, flat and slab by slab: decoded, rounded to the compute dtype also where layers
-        multiply what is stored."""
+        """The values that layers multiply, flat and slab by slab: decoded, in the compute dtype.
+
+        They are rounded to it also where layers multiply codes and scales as they are stored.
+        """
         for form, layout, stored in spans:
             if form is None or layout is None:
                 yield stored
