@@ -68,7 +68,7 @@ class ParamSpec:
     kind: Literal["matrix", "vector"] = "matrix"
     init: Literal["normal", "ones", "zeros", "kaiming"] = "normal"
     storage: Storage = "compute"
-    """What a frozen matrix is stored in. Layers read it decoded to the compute dtype, or multiply it as it is stored."""
+    """What a frozen matrix is stored in. Layers read it decoded to the compute dtype, or multiply what is stored."""
     multiplied_as_stored: bool = False
     """Whether layers multiply its codes as they are stored, as one matrix of all sources. All or none of the stored
     parameters of a group are."""
