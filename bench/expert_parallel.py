@@ -100,14 +100,13 @@ def least(model: ModelSpec, in_stages: Plan, node: HardwareProfile) -> dict[str,
     gpus, tokens = request.ranks, request.max_global_batch_tokens // request.ranks
     row_bytes = model.hidden_size * DTYPE_BYTES[request.numerics.compute]
     issue_s = issue_seconds(model, in_stages, node) / gpus
-    once_s = told.busy_s["compute"] * (1.0 - told.recompute_share)
     sent = sum((gpus - 1) * min(1.0, taken / gpus) + taken * (gpus - 1) / gpus for taken in rows_of_tokens(model))
     exchanged = PASSES * tokens * row_bytes * sent
     rate = node.link.peer_bytes_per_s or node.host.bytes_per_s / (2 * gpus)  # of the host, which stores and reads them
     return {
         "issue_s": issue_s,
         "experts_issue_s": issue_s * issue_factor(model, gpus),
-        "least_s": max(once_s, *(told.busy_s.get(stream, 0.0) for stream in ("h2d", "d2h", "cpu"))),
+        "least_s": max(told.once_s, *(told.busy_s.get(stream, 0.0) for stream in ("h2d", "d2h", "cpu"))),
         "handed_s": max(told.busy_s.get(stream, 0.0) for stream in ("relay_in", "relay_out")),
         "exchange_s": exchanged / rate,
     }

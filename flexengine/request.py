@@ -316,7 +316,8 @@ def _beyond_a_step(num_bytes: int) -> int:
 
     What is free differs from start to start, and plans and kernels of earlier starts are found by the budget.
     """
-    return num_bytes % (1 << max(0, (num_bytes // BUDGET_STEPS).bit_length() - 1)) if num_bytes > 0 else 0
+    num_bytes = max(0, num_bytes)
+    return num_bytes % (1 << max(0, (num_bytes // BUDGET_STEPS).bit_length() - 1))
 
 
 def budgets_found(job: Job, request: Request, profile: HardwareProfile, device_type: str) -> str:

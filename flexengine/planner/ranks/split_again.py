@@ -40,10 +40,9 @@ def best_again(of_rank: Problem, search: Search) -> Plan | None:
     """The best split plan by its estimate that fits; None where there is none, or links would move no less."""
     share = link_share(of_rank)
     sizes = [] if share >= 1.0 else [size for size in search.sizes if len(size.search.seconds)]
-    again = [(_estimated(size, share).best_s, size) for size in sizes]
-    ranked = sorted(again, key=lambda pair: pair[0])
-    near = [size for seconds, size in ranked if seconds <= NEAR * ranked[0][0]][:MOST_SIZES]
-    found = [best for size in near if (best := _best(of_rank, size, share)) is not None]
+    ranked = sorted(((_estimated(size, share), size) for size in sizes), key=lambda pair: pair[0].best_s)
+    near = [pair for pair in ranked if pair[0].best_s <= NEAR * ranked[0][0].best_s][:MOST_SIZES]
+    found = [best for again, size in near if (best := _best(of_rank, size, share, again)) is not None]
     return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
@@ -56,11 +55,15 @@ def _estimated(size: SizeSearch, share: float, lacks: tuple[int, int] = (0, 0)) 
     return found
 
 
-def _best(of_rank: Problem, size: SizeSearch, share: float) -> tuple[float, Plan] | None:
-    """The best plan of a size whose slots, as ranks that split have them, fit, with its estimated seconds."""
+def _best(of_rank: Problem, size: SizeSearch, share: float, search: LocalSearch) -> tuple[float, Plan] | None:
+    """The best plan of a size whose slots, as ranks that split have them, fit, with its estimated seconds.
+
+    search: what is remembered of the size, estimated with whole budgets.
+    """
     lacks = (0, 0)
     for _ in range(of_rank.limits.searches):
-        search = _estimated(size, share, lacks)
+        if any(lacks):
+            search = _estimated(size, share, lacks)
         search.run(BLOCKS, STEPS)
         if not len(search.seconds):
             return None
