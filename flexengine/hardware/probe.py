@@ -15,7 +15,7 @@ from flexengine.hardware.host_memory import host_memory
 from flexengine.hardware.machine_rates import pooled, remembered_machine
 from flexengine.hardware.measure.cpu import HEAD_DIM as CPU_HEAD_DIM
 from flexengine.hardware.measure.cpu import measure_cpu_machine, measure_cpu_model
-from flexengine.hardware.measure.gpu import Rates, measure_model
+from flexengine.hardware.measure.gpu import ProbeKernels, Rates, measure_model
 from flexengine.hardware.measure.machine import measure_machine
 from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, release_unused_heap, resident_bytes
 from flexengine.hardware.nvml import nvidia_driver_version
@@ -189,16 +189,17 @@ def _probe_cpu(
 
 def _rates(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float, force: bool) -> Rates:
     """Measure a model on this machine, and before it the machine, unless another model's probe has done that."""
-    path, on_cuda = _machine_path(device, dtype), device.type == "cuda"
+    path = _machine_path(device, dtype)
     known = None if force else remembered_machine(path)
-    machine = known
-    if machine is None:
-        free_bytes = host_memory().available_bytes
-        found = measure_machine(device, dtype, free_bytes, scale) if on_cuda else measure_cpu_machine(dtype, scale)
-        machine = pooled(found, path, anew=force)
-    if not on_cuda:
-        return measure_cpu_model(dtype, shape, machine, scale)
-    return measure_model(device, dtype, shape, machine, scale, warm=known is None)
+    if device.type != "cuda":
+        return measure_cpu_model(
+            dtype, shape, known or pooled(measure_cpu_machine(dtype, scale), path, anew=force), scale
+        )
+    with ProbeKernels(device, dtype, shape) as kernels:
+        if known is None:
+            free_bytes = host_memory().available_bytes
+            known = pooled(measure_machine(device, dtype, free_bytes, scale, kernels.begin), path, anew=force)
+        return measure_model(device, dtype, shape, known, kernels, scale)
 
 
 def _for_later(profile: HardwareProfile) -> HardwareProfile:

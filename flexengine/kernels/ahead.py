@@ -222,13 +222,26 @@ def compile_all(card: Card, place: tuple[str, str], arguments: Sequence[object],
 
 
 def _failed(launch: Launch) -> bool:
-    """Compile a launch; whether that failed."""
+    """Compile a launch, and what calls the kernel; whether the first failed."""
     try:
-        getattr(importlib.import_module(launch.module), launch.name).preload(launch.specialization)
+        kernel = getattr(importlib.import_module(launch.module), launch.name).preload(launch.specialization)
     except Exception as error:
         print(f"{launch.module}.{launch.name}: {error!r}", file=sys.stderr)
         return True
+    with suppress(Exception):  # built at the first launch, as ever
+        build_launcher(kernel)
     return False
+
+
+def build_launcher(kernel: Any) -> None:
+    """Have Triton's cache hold what calls a compiled kernel.
+
+    Up to Triton 3.6 that is a module in C for each signature: a compiler's 0.3 s each, one after the other.
+    Raises: what Triton does without a driver, as of later releases, which need none of it.
+    """
+    from triton.backends.nvidia.driver import CudaLauncher  # noqa: PLC0415 (only this backend's processes come here)
+
+    CudaLauncher(kernel.src, kernel.metadata)
 
 
 if __name__ == "__main__":

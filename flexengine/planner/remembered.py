@@ -27,8 +27,11 @@ OWN_PACKAGE = __name__.partition(".")[0]
 BASE_STEP_BYTES = 64 * 2**20
 """The process's own bytes are rounded up to a multiple of this: they differ by a few MiB from start to start. A larger
 step leaves more of the host's budget unused; a smaller one finds fewer plans again."""
-FREE_NOW = ("gpu_free_bytes", "host_available_bytes")
-"""What a profile tells of this moment; budgets that follow from it are in the request."""
+MOST_SPARE_BYTES = 4 * BASE_STEP_BYTES
+"""A plan serves a process that holds so much less than the one that it was made for: one that measures holds more than
+those that find what it measured (`probe.BENCHMARKS_HOST_BYTES`)."""
+FREE_NOW = ("gpu_free_bytes", "host_available_bytes", "host_base_bytes")
+"""What a profile tells of this moment or process; budgets that follow from it are in the request."""
 MOST_PLANS = 64
 
 logger = logging.getLogger(__name__)
@@ -39,12 +42,18 @@ FindPlan = Callable[[ModelSpec, Request, HardwareProfile], Plan]
 def remembered_plan(find: FindPlan, model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
     """The plan of an earlier start with the same request, or what `find` finds now, which is remembered.
 
-    Its host bytes have the process's own ones rounded up, where a plan fits so. Raises: PlanError as `find`.
+    Its host bytes have the process's own ones rounded up, where a plan fits so, or those of a process that held a
+    little more. Raises: PlanError as `find`.
     """
+
+    def serving(text: str) -> Plan | None:
+        found_bytes, _, plan = text.partition("\n")
+        return Plan.from_json(plan) if 0 <= int(found_bytes) - base_bytes <= MOST_SPARE_BYTES else None
+
     base_bytes = -(-profile.memory.host_base_bytes // BASE_STEP_BYTES) * BASE_STEP_BYTES
     rounded = profile.changed(host_base_bytes=base_bytes)
     path = plan_path(model, request, rounded)
-    plan = read_remembered(path, Plan.from_json)
+    plan = read_remembered(path, serving)
     if plan is not None:
         logger.info("the plan is that of an earlier start with the same request and rates (%s)", path)
         return plan
@@ -54,7 +63,7 @@ def remembered_plan(find: FindPlan, model: ModelSpec, request: Request, profile:
     except PlanError:
         return find(model, request, profile)
     logger.info("the plan was found in %.1f s", time.monotonic() - began_s)
-    if path is not None and write_remembered(path, plan.to_json()):
+    if path is not None and write_remembered(path, f"{base_bytes}\n{plan.to_json()}"):
         _forget_oldest(path.parent)
     return plan
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_helpers import PlainKernels
 
+from flexengine.hardware.machine_rates import MachineRates
 from flexengine.hardware.measure import attention as measure_attention
 from flexengine.hardware.measure import experts as measure_experts
 from flexengine.hardware.measure import gpu as measure
@@ -64,7 +65,13 @@ class FakeStream:
 def measured(shape: ProbeShape) -> measure.Rates:
     """The rates of the stand-in and of a model on it."""
     machine = measure_machine.measure_machine(CPU, torch.bfloat16, host_free_bytes=8 * MIB, scale=0.01)
-    return measure.measure_model(CPU, torch.bfloat16, shape, machine, scale=0.01)
+    return of_model(shape, machine)
+
+
+def of_model(shape: ProbeShape, machine: MachineRates) -> measure.Rates:
+    """The rates of a model on a machine."""
+    with measure.ProbeKernels(CPU, torch.bfloat16, shape) as kernels:
+        return measure.measure_model(CPU, torch.bfloat16, shape, machine, kernels, scale=0.01)
 
 
 @pytest.fixture
@@ -141,7 +148,7 @@ def test_attention_is_measured_as_the_job_runs_it(fake_cuda: SimpleNamespace, mo
     for job in (None, Job(), Job(deterministic=True)):
         shape = probe_shape(spec, job)
         machine = measure_machine.measure_machine(CPU, torch.bfloat16, host_free_bytes=8 * MIB, scale=0.01)
-        measure.measure_model(CPU, torch.bfloat16, shape._replace(experts=(), head=None), machine, scale=0.01)
+        of_model(shape._replace(experts=(), head=None), machine)
     assert seen == [False, False, True]
 
 

@@ -12,7 +12,7 @@ from flexengine.options.lora import LoRA
 from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner import remembered
 from flexengine.planner.planner import make_plan
-from flexengine.planner.remembered import BASE_STEP_BYTES, plan_path, remembered_plan
+from flexengine.planner.remembered import BASE_STEP_BYTES, MOST_SPARE_BYTES, plan_path, remembered_plan
 from flexengine.request import make_request, system_room
 
 GIB = 2**30
@@ -50,10 +50,19 @@ def with_base(num_bytes):
 
 def test_the_same_request_is_planned_once(plan):
     find = Finder(plan)
-    for base in (3 * BASE_STEP_BYTES, 3 * BASE_STEP_BYTES - 1, 2 * BASE_STEP_BYTES + 1):
+    most = 9 * BASE_STEP_BYTES
+    for base in (most, most - 1, most - BASE_STEP_BYTES + 1, most - MOST_SPARE_BYTES):
         again = open_model("preset:tiny-llama3-50m").spec
         assert remembered_plan(find, again, REQUEST, with_base(base)) == plan
-    assert find.bases == [3 * BASE_STEP_BYTES]
+    assert find.bases == [most]
+
+
+@pytest.mark.parametrize("second", [9 * BASE_STEP_BYTES + 1, 9 * BASE_STEP_BYTES - MOST_SPARE_BYTES - BASE_STEP_BYTES])
+def test_a_process_that_holds_more_or_far_less_is_planned_anew(plan, second):
+    find = Finder(plan)
+    for base in (9 * BASE_STEP_BYTES, second, second):
+        remembered_plan(find, MODEL, REQUEST, with_base(base))
+    assert find.bases == [9 * BASE_STEP_BYTES, -(-second // BASE_STEP_BYTES) * BASE_STEP_BYTES]
 
 
 def test_budgets_that_are_found_differ_in_steps_alone():
@@ -114,6 +123,6 @@ def test_a_budget_that_only_the_exact_bytes_fit_is_planned_with_them(plan, tmp_p
 
 def test_only_the_latest_plans_are_kept(plan, tmp_path, monkeypatch):
     monkeypatch.setattr(remembered, "MOST_PLANS", 2)
-    for base in range(4):
-        remembered_plan(Finder(plan), MODEL, REQUEST, with_base(base * BASE_STEP_BYTES))
+    for gib in range(4, 8):
+        remembered_plan(Finder(plan), MODEL, replace(REQUEST, max_gpu_bytes=gib * GIB), with_base(0))
     assert len(list(tmp_path.rglob("*.json"))) == 2

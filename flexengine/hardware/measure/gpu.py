@@ -6,8 +6,8 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -57,6 +57,9 @@ from flexengine.ops.fp8 import multiplies_fp8
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
 from flexengine.ops.linear_shape import HeadShape, LinearShape
 
+if TYPE_CHECKING:
+    from flexengine.kernels.ahead import Compilation
+
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 FP8_TOKENS = (512, 2048, 8192, 32768)
@@ -94,19 +97,47 @@ class Rates(NamedTuple):
         return HardwareProfile(name, device_type, "measured", *parts, curves=self.curves)
 
 
+class ProbeKernels:
+    """The project's own kernels that a model's probe times, compiled in other processes from `begin` to `wait`."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, shape: ProbeShape) -> None:
+        self._asked = device, launch_all, shape, str(dtype).removeprefix("torch.")
+        self._begun = ExitStack()
+        self._compilation: Compilation | None = None
+        self.began = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._begun.close()
+
+    def begin(self) -> None:
+        """Begin, unless that was done. Order: behind what needs all of the host's cores."""
+        if not self.began:
+            self.began = True
+            self._compilation = begin_compiling(*self._asked, free_bytes(self._asked[0]))
+            self._begun.enter_context(self._compilation or nullcontext())
+
+    def wait(self) -> bool:
+        """Wait until all are compiled; whether there was anything to wait for."""
+        return self._compilation is not None and self._compilation.wait()
+
+
 def measure_model(
-    device: torch.device, dtype: torch.dtype, shape: ProbeShape, machine: MachineRates, scale: float = 1.0,
-    warm: bool = False,
+    device: torch.device, dtype: torch.dtype, shape: ProbeShape, machine: MachineRates, kernels: ProbeKernels,
+    scale: float = 1.0,
 ) -> Rates:  # fmt: skip
     """Measure a model's products and attention; `scale` stretches that.
 
-    machine: whose rates the result has, too. warm: its large product has just run; else the card is heated up as long
-    as for that. Takes up to 1.4 GiB of GPU memory, and gives it back.
+    machine: whose rates the result has, too. kernels: of this model; where they have begun, the large product of the
+    machine has just run, else the card is heated up as long as for that. Takes up to 1.4 GiB of GPU memory, and gives
+    it back.
     Order: as `measure_machine`.
     """
-    spent, memory_rate, name = Spent(), machine.memory_bytes_per_s, str(dtype).removeprefix("torch.")
-    compiling = begin_compiling(device, launch_all, shape, name, free_bytes(device))
-    with torch.cuda.device(device), torch.no_grad(), compiling or nullcontext():
+    spent, memory_rate, warm = Spent(), machine.memory_bytes_per_s, kernels.began
+    kernels.begin()
+    with torch.cuda.device(device), torch.no_grad():
         with spent.part("heating up"):
             run_engine_kernels(device, dtype)
             use_side_streams(device)
@@ -121,8 +152,7 @@ def measure_model(
         with spent.part("FP8"):
             fp8, *fp8_shares = _fp8_rates(layers, counts, device, product_s)
         with spent.part("kernels"):
-            if compiling is not None:
-                compiling.wait()
+            if kernels.wait():
                 _heat_up(device, dtype, SUSTAINED_S * scale)  # the card has waited, too
         with spent.part("experts and head"):
             experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)

@@ -62,9 +62,13 @@ class HostRates(NamedTuple):
     beside: BesideRates
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype, host_free_bytes: int, scale: float = 1.0) -> MachineRates:
+def measure_machine(
+    device: torch.device, dtype: torch.dtype, host_free_bytes: int, scale: float = 1.0,
+    beside: Callable[[], object] = lambda: None,
+) -> MachineRates:  # fmt: skip
     """Measure what no model changes: link, host, and the GPU's largest product; `scale` stretches what is sustained.
 
+    beside: called when the host is measured, for work of other processes beside what the GPU does.
     Takes up to 0.6 GiB of GPU memory, and of page-locked host memory 256 MiB, then up to MOST_HOST_BYTES (less if less
     is free), and gives all of it back to the allocators. Host memory comes first, while the process holds nothing else.
     Order: runs on the current stream of `device` and synchronises. The device should be idle otherwise.
@@ -72,6 +76,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, host_free_bytes: i
     least_s, spent = CALL_S * scale, Spent()
     with torch.cuda.device(device), torch.no_grad():
         host = _host_rates(device, dtype, host_free_bytes, least_s, spent)
+        beside()
         release_unused_heap()
         torch.cuda.empty_cache()  # or cuBLAS would keep a workspace within what the links' benchmark took
         with spent.part("calls"):
