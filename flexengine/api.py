@@ -23,6 +23,7 @@ from flexengine.hardware.profile import HardwareProfile, preferred_attention
 from flexengine.hardware.timed_calls import CallRun
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
+from flexengine.models.spec import ModelSpec
 from flexengine.models.task_heads import new_head_notice
 from flexengine.native.host_memory import gpu_numa_node
 from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
@@ -34,8 +35,8 @@ from flexengine.options.option import options_of
 from flexengine.parallel.cores import take_cores
 from flexengine.parallel.devices import device_of_rank, gpus_of_ranks
 from flexengine.parallel.ranks import Ranks
-from flexengine.parallel.team import Team, join
-from flexengine.plan import CacheBytes, Plan
+from flexengine.parallel.team import Team, join, told_by_first
+from flexengine.plan import CacheBytes, Plan, Request
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.remembered import remembered_plan
 from flexengine.planner.timed_blocks import with_timed_blocks
@@ -210,11 +211,13 @@ def prepare_job(
     needs_weights: bool = True,
     tell: bool = True,
     whole_steps: bool = False,
+    searching: Callable[[torch.device], object] = lambda _: None,
 ) -> PlannedRun:
     """What `prepare` does, for a job that is a value already.
 
     caches: of the budgets, what sequences get that are generated. needs_weights: False where nothing
     will be built of the plan. tell: whether budgets that were found are logged. whole_steps: as of `prepare`.
+    searching: called with the device when a plan has to be searched for, by rank 0 alone.
     """
     team = join()
     with nullcontext() if team is None else team.control.all_or_none():
@@ -223,12 +226,12 @@ def prepare_job(
         _check_same_job(team, opened)
         gpus_of_ranks(team.control, opened.device).check_own()
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
-    profile = _told_by_first(team, lambda: _profile(hardware, opened), HardwareProfile)
+    profile = told_by_first(team, lambda: _profile(hardware, opened), HardwareProfile)
     if hardware is None:
         opened, profile = _at_work(opened, profile, team)
     ranks = Ranks.alone() if team is None else team.ranks
-    asked = profile, hardware is None, ranks, caches, whole_steps and team is None
-    plan = _told_by_first(team, lambda: _plan(opened, *asked), Plan)
+    asked = profile, hardware is None, ranks, caches, whole_steps and team is None, searching
+    plan = told_by_first(team, lambda: _plan(opened, *asked), Plan)
     planned = PlannedRun(opened.source, opened.job, plan, profile, opened.device, caches.gpu_bytes, team)
     if tell and (found := budgets_found(opened.job, plan.request, profile, opened.device.type)):
         logger.info(found)
@@ -289,7 +292,7 @@ def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tu
     """What was measured, with what opaque blocks take here and what all ranks reach at once."""
     job, dtype = opened.job, getattr(torch, opened.job.dtype)
     run = CallRun(opened.device, dtype, job.max_seq_len, profile, job.max_gpu_mem_gib, job.deterministic)
-    spec, profile = with_timed_blocks(opened.source.spec, run, partial(_told_by_first, team))
+    spec, profile = with_timed_blocks(opened.source.spec, run, partial(told_by_first, team))
     if job.max_disk_gib is not None and job.offload_dir is None:
         raise ValueError(
             f"max_disk_gib={job.max_disk_gib} is for a drive, and none is named; give --offload-dir DIR too"
@@ -297,35 +300,30 @@ def _at_work(opened: _Opened, profile: HardwareProfile, team: Team | None) -> tu
     if team is not None:
         profile = with_ranks_at_work(profile, team, opened.device, dtype)
     if job.offload_dir is not None:
-        profile = _told_by_first(team, partial(with_drive, profile, job.offload_dir), HardwareProfile)
+        profile = told_by_first(team, partial(with_drive, profile, job.offload_dir), HardwareProfile)
     return opened._replace(source=opened.source._replace(spec=spec)), profile
 
 
 def _plan(
-    opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, caches: CacheBytes, whole_steps: bool
-) -> Plan:
-    """The plan of all ranks. is_here: its memory has to be free. caches: as of `prepare_job`."""
+    opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, caches: CacheBytes, whole_steps: bool,
+    searching: Callable[[torch.device], object],
+) -> Plan:  # fmt: skip
+    """The plan of all ranks. is_here: its memory has to be free. The others are as of `prepare_job`."""
     source, job, device = opened
     request = make_request(
         job, profile, device.type, ranks.local_size, ranks.nodes, source.spec.whole_sequences, whole_steps
     )
-    find = partial(remembered_plan, plan_for_ranks) if is_here and device.type == "cuda" else plan_for_ranks
+
+    def search(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
+        searching(device)
+        return plan_for_ranks(model, request, profile)
+
+    find = partial(remembered_plan, search) if is_here and device.type == "cuda" else plan_for_ranks
     plan = with_cache(find(source.spec, without_cache(request, caches), profile), request, caches)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if is_here:
         check_is_free(plan, profile, device.type)
     return plan
-
-
-def _told_by_first(team: Team | None, find: Callable[[], T], record: type) -> T:
-    """Have rank 0 measure or plan, and tell the others; record: what it finds. Raises: on all, what it raises."""
-    if team is None:
-        return find()
-    found = None
-    with team.control.all_or_none():
-        if team.ranks.rank == 0:
-            found = find()
-    return team.control.broadcast(found, record)
 
 
 def build(

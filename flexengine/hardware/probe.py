@@ -192,9 +192,8 @@ def _rates(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: f
     path = _machine_path(device, dtype)
     known = None if force else remembered_machine(path)
     if device.type != "cuda":
-        return measure_cpu_model(
-            dtype, shape, known or pooled(measure_cpu_machine(dtype, scale), path, anew=force), scale
-        )
+        known = known or pooled(measure_cpu_machine(dtype, scale), path, anew=force)
+        return measure_cpu_model(dtype, shape, known, scale)
     with ProbeKernels(device, dtype, shape) as kernels:
         if known is None:
             free_bytes = host_memory().available_bytes

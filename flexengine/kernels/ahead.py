@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, cast
@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -105,6 +105,7 @@ def recording(card: Card) -> Iterator[dict[Launch, None]]:
 
     properties = SimpleNamespace(**card._asdict())
     with (
+        ExitStack() as products,
         driver_for(card.target),
         patch.object(JITFunction, "run", only_compiles),
         patch.object(knobs.runtime, "jit_cache_hook", noted),
@@ -115,7 +116,21 @@ def recording(card: Card) -> Iterator[dict[Launch, None]]:
         patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
         patch.object(torch.cuda, "get_device_capability", lambda *_: card.capability),
     ):
+        for name in ("mm", "addmm", "_scaled_mm"):
+            products.enter_context(patch.object(torch, name, _only_its_result(getattr(torch, name))))
         yield found
+
+
+def _only_its_result(product: Callable[..., Any]) -> Callable[..., Any]:
+    """A product that leaves its result as it is, where that is given.
+
+    torch takes products of tensors without memory apart, and up to 2.11 fails at those that sum in a wider type.
+    """
+
+    def call(*operands: Any, out: Any = None, **options: Any) -> Any:
+        return product(*operands, **options) if out is None else out
+
+    return call
 
 
 @contextmanager
@@ -135,43 +150,78 @@ def state_of_compiler() -> tuple[object, ...]:
     return knobs.cache.dir, triton.__version__, *((name, state.st_size, state.st_mtime_ns) for name, state in sources)
 
 
+class Compiler:
+    """A process that imports what compiling takes, and then waits to be asked once.
+
+    modules: of this package, that the work is in. It ends with this process, where nobody asks or closes it.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        with suppress(OSError):  # launches compile as ever
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *modules],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # a context of the card would take its memory
+                start_new_session=True,
+            )
+
+    def ask(self, asked: object) -> None:
+        """Have it compile: what `compile_all` takes, as values for JSON."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError), self._process.stdin as pipe:  # it may have been killed
+                pipe.write(json.dumps(asked, default=str).encode())
+
+    def wait(self, longest_s: float) -> int | None:
+        """Wait for its exit status; None where it does not end, or never began."""
+        with suppress(subprocess.TimeoutExpired):
+            return None if self._process is None else self._process.wait(longest_s)
+        return None
+
+    def close(self) -> None:
+        """End it, and what it has begun. May be called again."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, 9)
+            process.wait()
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+
+
+def spare_processes(room_bytes: int | None = None) -> int:
+    """How many processes may compile at once: as many as there are cores and memory to spare, and none of fewer than
+    two."""
+    spare = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - SPARED_CORES)
+    if room_bytes is not None:
+        spare = min(spare, room_bytes // PROCESS_BYTES - 1)  # one notes the launches
+    return spare if spare >= 2 else 0
+
+
 class Compilation:
     """Compiles all that a call launches, in a process that has others do it, until `wait` or `close`.
 
     work, arguments: a function of a module of this package, and values for JSON, with which it is called. What it
     launches takes tensors without memory (`ops/compiling.py`).
     room_bytes: host memory that nothing else needs meanwhile; None: no bound. processes: how many compile at once;
-    None: as many as there are cores and memory to spare, and none of fewer than two.
+    None: `spare_processes`. compiler: a process that waits to be asked.
     """
 
     def __init__(
         self, card: Card, work: Callable[..., object], *arguments: object, room_bytes: int | None = None,
-        processes: int | None = None,
+        processes: int | None = None, compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
         self._began_s = time.monotonic()
-        self._process: subprocess.Popen[bytes] | None = None
-        if processes is None:
-            spare = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - SPARED_CORES)
-            if room_bytes is not None:
-                spare = min(spare, room_bytes // PROCESS_BYTES - 1)  # one notes the launches
-            processes = spare if spare >= 2 else 0
-        if processes:
-            with suppress(OSError):  # launches compile as ever
-                place = work.__module__, work.__qualname__
-                self._begin(json.dumps((card, place, arguments, processes), default=str).encode())
-
-    def _begin(self, asked: bytes) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # a context of the card would take its memory
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        with self._process.stdin as pipe:
-            pipe.write(asked)
+        self._compiler = compiler
+        processes = spare_processes(room_bytes) if processes is None else processes
+        if not processes:
+            self.close()
+        else:
+            self._compiler = compiler or Compiler(work.__module__)
+            self._compiler.ask((card, (work.__module__, work.__qualname__), arguments, processes))
 
     def __enter__(self) -> Self:
         return self
@@ -181,25 +231,21 @@ class Compilation:
 
     def wait(self) -> bool:
         """Wait until all is compiled that can be; gives up after LONGEST_S, and returns False."""
-        if self._process is None:
+        if self._compiler is None:
             return False
         try:
-            failed = self._process.wait(LONGEST_S)
-        except subprocess.TimeoutExpired:
-            failed = -1
+            failed = self._compiler.wait(LONGEST_S)
         finally:
             self.close()
         took_s = time.monotonic() - self._began_s
-        logger.info("kernels were compiled within %.1f s%s", took_s, ", but not all of them" if failed else "")
-        return failed >= 0
+        logger.info("kernels were compiled within %.1f s%s", took_s, ", but not all of them" if failed != 0 else "")
+        return failed is not None and failed >= 0
 
     def close(self) -> None:
         """End what still compiles. May be called again."""
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, 9)
-            process.wait()
+        if self._compiler is not None:
+            self._compiler.close()
+            self._compiler = None
 
 
 def compile_all(card: Card, place: tuple[str, str], arguments: Sequence[object], processes: int) -> int:
@@ -245,5 +291,8 @@ def build_launcher(kernel: Any) -> None:
 
 
 if __name__ == "__main__":
-    (_capability, *_sizes), *_asked = json.loads(sys.stdin.buffer.read())
-    sys.exit(min(100, compile_all(Card(tuple(_capability), *_sizes), *_asked)))
+    with FakeTensorMode():  # what it imports takes as long as all else does
+        for _module in sys.argv[1:]:
+            importlib.import_module(_module)
+    (_capability, *_sizes), *_asked = json.loads(sys.stdin.buffer.read() or "[[0]]")
+    sys.exit(min(100, compile_all(Card(tuple(_capability), *_sizes), *_asked)) if _asked else 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from flexengine.parallel.control import Control
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.watch import Watch
+
+T = TypeVar("T")
 
 
 class Team(NamedTuple):
@@ -52,3 +55,17 @@ def leave() -> None:
     if _Joined.team is not None:
         _Joined.team.close()
         _Joined.team = None
+
+
+def told_by_first(team: Team | None, body: Callable[[], T], *records: type) -> T:
+    """Do something on rank 0 alone; returns on all ranks, or raises, what it found.
+
+    records: the classes of named tuples and dataclasses in it.
+    """
+    if team is None:
+        return body()
+    found: list[T] = []
+    with team.control.all_or_none():
+        if is_first(team):
+            found.append(body())
+    return team.control.broadcast(found, *records)[0]

@@ -18,13 +18,13 @@ from flexengine.plan import Plan
 from flexengine.request import described, with_read_adapter
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.engine_parts import EngineSettings
-from flexengine.runtime.launches import CompiledAhead, launch_step
+from flexengine.runtime.launches import CompiledAhead, ReadyCompiler, launch_step
 from flexengine.runtime.weights.weight_store import check_checkpoint
 
 
 def built_with_kernels(model: str | Path, planned: PlannedRun, optimizer: Optimizer) -> Engine:
     """Load the weights of a planned run, and wait for its kernels, which compile meanwhile; tell where weights stay."""
-    with kernels_of(model, planned) as kernels:
+    with READY, kernels_of(model, planned) as kernels:
         engine = build(planned, optimizer)
         if kernels is not None:
             kernels.wait()
@@ -47,8 +47,8 @@ def kernels_of(model: str | Path, planned: PlannedRun) -> CompiledAhead | nullco
     asked = json.dumps(options, default=str), planned.plan.to_json(), attention, json.dumps(choices)
     memory = planned.profile.memory
     room_bytes = memory.host_available_bytes + memory.host_base_bytes - planned.plan.request.max_host_bytes
-    arguments = launch_planned, str(model), *asked
-    return CompiledAhead(planned.source.spec.name, planned.device, *arguments, room_bytes=room_bytes)
+    arguments, limits = (launch_planned, str(model), *asked), {"room_bytes": room_bytes, "compiler": READY.process}
+    return CompiledAhead(planned.source.spec.name, planned.device, *arguments, **limits)
 
 
 def launch_planned(model: str, options: str, plan: str, attention: Any, choices: str) -> None:
@@ -75,3 +75,7 @@ def launch_planned(model: str, options: str, plan: str, attention: Any, choices:
 def _as_option(value: Any) -> Any:
     """A value out of JSON as options have it: several of something are a tuple."""
     return tuple(_as_option(each) for each in value) if isinstance(value, list) else value
+
+
+READY = ReadyCompiler(launch_planned)
+"""That of this process."""

@@ -17,10 +17,9 @@ from flexengine.data.prompts import KEYS
 from flexengine.objectives import GRPO, Distillation, Groups, GroupUpdate, advantages, token_log_probs, update_groups
 from flexengine.options.job import LARGEST_SEED
 from flexengine.options.train_config import TrainConfig
-from flexengine.parallel.team import Team
+from flexengine.parallel.team import Team, told_by_first
 from flexengine.run.group_prediction import Forecast, Parts
 from flexengine.run.label_steps import LabelSteps
-from flexengine.run.ranks import told_by_first
 from flexengine.run.step_prediction import StepPredictor
 from flexengine.run.steps import AnswerSteps, Evaluated, PreferenceSteps, Steps, Taken, objective_of
 from flexengine.run.training_data import TrainingData

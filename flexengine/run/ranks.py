@@ -85,17 +85,3 @@ def first_rank_first(team: Team | None, body: Callable[[], T]) -> T:
             if turn == own:
                 done.append(body())
     return done[0]
-
-
-def told_by_first(team: Team | None, body: Callable[[], T], *records: type) -> T:
-    """Do on rank 0 alone what looks into the run folder; returns on all ranks, or raises, what it found.
-
-    records: the classes of named tuples and dataclasses in it.
-    """
-    if team is None:
-        return body()
-    found: list[T] = []
-    with team.control.all_or_none():
-        if is_first(team):
-            found.append(body())
-    return team.control.broadcast(found, *records)[0]

@@ -25,11 +25,11 @@ from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.options.train_config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FOLDER, LOG_FILE, TrainConfig
 from flexengine.output import INTERRUPTED, run_output
-from flexengine.parallel.team import Team, is_first, join
+from flexengine.parallel.team import Team, is_first, join, told_by_first
 from flexengine.run.callbacks import Callback, Callbacks
 from flexengine.run.card_health import StepCard
 from flexengine.run.closing import show_samples, summary
-from flexengine.run.compiled_kernels import built_with_kernels
+from flexengine.run.compiled_kernels import READY, built_with_kernels
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, started_run_folder
@@ -38,7 +38,7 @@ from flexengine.run.health import RunHealth, explain_divergence, where_not_finit
 from flexengine.run.model_card import beside_export
 from flexengine.run.objective_price import parts_lines, plan_with_room
 from flexengine.run.opening import data_line, files_line, model_line, with_mode
-from flexengine.run.ranks import as_rank, first_rank_first, told_by_first
+from flexengine.run.ranks import as_rank, first_rank_first
 from flexengine.run.recording import Recorder, check_recording
 from flexengine.run.reference import add_reference
 from flexengine.run.resuming import (
@@ -87,7 +87,7 @@ def train(config: TrainConfig, prompts: Prompts = (), replace: bool = False, cal
     """
     config, team = config.with_data(), join()
     check_gpus(config, 1 if team is None else team.ranks.local_size)
-    with contextlib.nullcontext() if config.dry_run else run_output():
+    with READY, contextlib.nullcontext() if config.dry_run else run_output():
         if team is None:
             return _train(config, prompts, replace, callbacks, None)
         with as_rank(team, config) as own:
@@ -235,7 +235,8 @@ def stop_status(saver: RunSaver, last_step: int) -> int:
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
     """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
-    return plan_with_room(config, lambda **how: prepare_job(config.model, config.as_job(), whole_steps=True, **how))
+    asked = {"whole_steps": True} if config.dry_run else {"whole_steps": True, "searching": READY.begin}
+    return plan_with_room(config, lambda **how: prepare_job(config.model, config.as_job(), **asked, **how))
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:

@@ -25,8 +25,7 @@ from flexengine.data.image_places import PLACE
 from flexengine.data.prompts import TokenizedPrompt
 from flexengine.models.spec import ModelSpec
 from flexengine.options.train_config import TrainConfig
-from flexengine.parallel.team import Team, is_first
-from flexengine.run.ranks import told_by_first
+from flexengine.parallel.team import Team, is_first, told_by_first
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.generation import Sampling
 from flexengine.wording import shown

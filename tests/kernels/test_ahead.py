@@ -5,8 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from flexengine.kernels import ahead
 
@@ -48,3 +51,28 @@ def test_a_machine_without_cores_or_memory_to_spare_compiles_as_ever(monkeypatch
     monkeypatch.setattr(ahead.subprocess, "Popen", lambda *_, **__: pytest.fail("it starts a process"))
     with ahead.Compilation(CARD, print, room_bytes=room_bytes) as compilation:
         assert not compilation.wait()
+
+
+def test_a_compiler_that_waits_is_asked_and_then_closed():
+    ready = ahead.Compiler()
+    with ahead.Compilation(CARD, ahead.state_of_compiler, processes=1, compiler=ready) as compilation:
+        assert compilation.wait(), "a call that launches nothing ends well"
+    assert ready.wait(0.0) is None, "it is closed"
+
+
+def test_a_compiler_that_may_not_compile_is_closed():
+    closed = list[bool]()
+    ready = SimpleNamespace(close=lambda: closed.append(True))
+    with ahead.Compilation(CARD, print, room_bytes=0, compiler=cast("ahead.Compiler", ready)):
+        assert closed == [True]
+
+
+def test_products_under_record_leave_their_results():
+    out = torch.full((2, 2), 7.0)
+    with ahead.recording(CARD):
+        for product in (torch.mm, torch.addmm):
+            product(*[torch.ones(2, 2)] * (2 if product is torch.mm else 3), out=out)
+        assert torch.equal(torch.mm(torch.ones(2, 2), torch.ones(2, 2)), torch.full((2, 2), 2.0))
+    assert torch.equal(out, torch.full((2, 2), 7.0))
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=out)
+    assert torch.equal(out, torch.full((2, 2), 2.0)), "products are as they were"

@@ -6,8 +6,8 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -57,9 +57,6 @@ from flexengine.ops.fp8 import multiplies_fp8
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
 from flexengine.ops.linear_shape import HeadShape, LinearShape
 
-if TYPE_CHECKING:
-    from flexengine.kernels.ahead import Compilation
-
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 FP8_TOKENS = (512, 2048, 8192, 32768)
@@ -102,9 +99,9 @@ class ProbeKernels:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, shape: ProbeShape) -> None:
         self._asked = device, launch_all, shape, str(dtype).removeprefix("torch.")
-        self._begun = ExitStack()
-        self._compilation: Compilation | None = None
-        self.began = False
+        self._begun, self.began = ExitStack(), False
+        self.wait: Callable[[], bool] = lambda: False
+        """Waits until all are compiled; whether there was anything to wait for."""
 
     def __enter__(self) -> Self:
         return self
@@ -116,12 +113,9 @@ class ProbeKernels:
         """Begin, unless that was done. Order: behind what needs all of the host's cores."""
         if not self.began:
             self.began = True
-            self._compilation = begin_compiling(*self._asked, free_bytes(self._asked[0]))
-            self._begun.enter_context(self._compilation or nullcontext())
-
-    def wait(self) -> bool:
-        """Wait until all are compiled; whether there was anything to wait for."""
-        return self._compilation is not None and self._compilation.wait()
+            compilation = begin_compiling(*self._asked, free_bytes(self._asked[0]))
+            if compilation is not None:
+                self.wait = self._begun.enter_context(compilation).wait
 
 
 def measure_model(

@@ -37,7 +37,7 @@ in swings of 1 s that died away in 6 s, and at 671 from then on; from 1.2 s to 2
 CLOCK_EVERY_S = 0.2
 """Seconds between readings of the clock meanwhile, of which products of milliseconds take no notice."""
 CALL_S = 0.06  # shorter runs catch the card between two clocks
-UPDATE_SHARE, UPDATE_ROUNDS = 2 / 3, 5
+UPDATE_SHARE, UPDATE_ROUNDS = 2 / 3, 3
 """Of that time for an update by the CPU, and times that all kinds take turns: where others share the host, some runs of
 0.06 s take twice as long as most do, and one run for each kind would tell that of this kind alone."""
 COPY_BYTES = 256 * MIB
