@@ -104,7 +104,7 @@ def block_product(a: Operand, b: Operand, out: Tensor, bias: Tensor | None = Non
         return _plain_product(a, b, out, bias, accumulate)
     whole = 0 if accumulate or not _takes_cublas(a, b) else len(out) // MULTIPLE * MULTIPLE
     if whole:
-        _cublas_product(a.rows(0, whole), b, out[:whole], bias)
+        cublas_product(a.rows(0, whole), b, out[:whole], bias)
     if whole < len(out):
         from flexengine.kernels import fp8_block_product  # noqa: PLC0415 (Triton is imported when first used)
 
@@ -140,7 +140,8 @@ def _has_block_scales(device: int) -> bool:
     return known and cuda >= CUBLAS_VERSION and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _cublas_product(a: Operand, b: Operand, out: Tensor, bias: Tensor | None) -> None:
+def cublas_product(a: Operand, b: Operand, out: Tensor, bias: Tensor | None) -> None:
+    """out = a @ b.T (+ bias), by cuBLAS."""
     by_rows, by_squares = _recipes()
     torch.ops.aten._scaled_mm_v2.out(  # torch.nn.functional.scaled_mm has no out
         a.codes, b.codes.t(), [a.scales.contiguous().t()], [by_rows], [],
