@@ -105,6 +105,8 @@ class Plan:
             raise ValueError("every kind of slot needs at least one")
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
+        if self.request.nodes == 1 and any(home.states == "nodes" for home in self.groups):
+            raise ValueError("several nodes divide optimizer states, but the plan is for one")
         if self.uses_drive and self.shares_node:
             _check_drive_of_ranks(self)
         if any(home.speculative for home in self.groups) and not self.may_speculate:

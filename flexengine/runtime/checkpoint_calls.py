@@ -79,6 +79,7 @@ class CheckpointCalls(EngineParts):
             check_same_training(found["engine"], folder, self._training())
             self._finish_save()
             self.executor.synchronize()
+        self.context.end_nodes()
         with CheckpointReader.open(folder, STATE_INDEX_FILE) as reader:
             with self.context.together():
                 self._check_tensors(reader)

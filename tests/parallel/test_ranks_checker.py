@@ -17,11 +17,10 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, Plan
-from flexengine.schedule import fixed_slots, pieces
+from flexengine.schedule import fixed_slots, node_states, pieces
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Command, SlotOffset, UpdateTile
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks import node_exchange
 from flexengine.schedule.ranks.checker import check_ranks, check_runs
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import runs_of_ranks
@@ -292,7 +291,7 @@ CHANGED_EXCHANGES = (
 
 
 def test_what_nodes_exchange_is_proven_and_changes_are_noticed(monkeypatch):
-    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 1201)
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1201)
     for update in ("cpu", "gpu"):
         layout, runs = small_runs(update, nodes=2)
         check_runs(layout, runs, 4)
