@@ -65,6 +65,7 @@ def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: in
     check_shares(layout, runs, node)
     check_dealt_states(layout, runs)
     check_node_states(layout, runs, node)
+    check_given(layout, runs)
     transport_of(layout.plan).check(layout, runs)
     events = Events(runs, num_rounds)
     order = events.in_order()
@@ -98,18 +99,34 @@ def _check_shares_of_step(layout: Layout, runs: Sequence[Sequence[RankRun]], nod
                 _check_covered(segment.numel, spans[key] + elsewhere, name)
 
 
-def _check_covered(numel: int, spans: Sequence[tuple[int, int]], name: str) -> None:
+def _check_covered(numel: int, spans: Sequence[tuple[float, float]], name: str, done: str = "updated") -> None:
     """Raise ProgramError unless each of so many elements lies in one of the spans (start, end)."""
     reached = 0
     for start, end in [*sorted(spans), (numel, numel)]:
         if start != reached:
             twice = "twice" if start < reached else "by no rank"
-            raise ProgramError(f"elements {start}..{reached} of {name} are updated {twice}")
+            raise ProgramError(f"elements {start}..{reached} of {name} are {done} {twice}")
         reached = end
 
 
+def check_given(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
+    """Check that ranks give other nodes the gradient of each element, and its weight, once a step, of what nodes
+    divide: a node's own proof needs its own shares alone."""
+    given: dict[tuple[int, bool, int], list[tuple[int, int]]] = defaultdict(list)
+    for run in (run for rank in runs for run in rank if run.is_of_nodes):
+        for args in (command.args for command in run.program.commands):
+            width = layout.groups[args.group].element_bytes("grad" if run.exchanges else "weights")
+            given[run.step, run.gathers, args.group] += [
+                (start / width, (start + n) / width) for start, n in args.pieces
+            ]
+    for step in range(1 + max(run.step for run in runs[0])):
+        for group, gathers in ((group, gathers) for group in layout.node_states for gathers in (False, True)):
+            name = layout.model.groups[group].name
+            _check_covered(layout.groups[group].numel, given[step, gathers, group], name, "exchanged")
+
+
 def check_node_states(layout: Layout, runs: Sequence[Sequence[RankRun]], node: int) -> None:
-    """Check that updates find the states of their own elements where a node keeps them of what nodes divide."""
+    """Check that updates find the planes of their own elements, of groups whose states nodes divide."""
     programs = {run.program: None for rank in runs for run in rank if run.updates} if layout.node_states else {}
     for program, command in ((each, command) for each in programs for command in each.commands):
         tile = command.args
@@ -118,10 +135,12 @@ def check_node_states(layout: Layout, runs: Sequence[Sequence[RankRun]], node: i
         states = layout.node_states[tile.group]
         segment = next(s for s in layout.groups[tile.group].segments if s.name == tile.segment)
         span = next(s for s in states.of_node(segment, node) if s.start <= tile.start < s.start + s.count)
-        for plane in (p for p in segment.planes if p.kind in layout.groups[tile.group].rule_states):
+        for plane in segment.planes:
             slot, offset = tile.planes[plane.kind]
-            place = layout.slots[layout.plane_slot(plane.kind, tile.group)]
-            expected = place.offset + states.offset(segment, plane, span.place + tile.start - span.start)
+            place, within = layout.slots[layout.plane_slot(plane.kind, tile.group)], plane.num_bytes(tile.start)
+            expected = place.offset + plane.start + within
+            if plane.kind in layout.groups[tile.group].rule_states:
+                expected = place.offset + states.offset(segment, plane, span.place + tile.start - span.start)
             if (program.slots[slot].memory, program.slots[slot].offset + offset) != (place.memory, expected):
                 raise ProgramError(f"{command.label} takes {plane.kind} from where the node has that of other elements")
 
@@ -248,7 +267,10 @@ def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: 
                 held = (run.step if touch.role == "norm_squares" else 0), 0
             else:
                 held = run.step + (touch.writes or run.gathers), 0
-            memory.touch(index, range(places[touch.start], places[touch.end]), touch, held)
+            touched = range(places[touch.start], places[touch.end])
+            if run.gathers and touch.writes:  # what other nodes have updated, and nobody here
+                memory.touch(index, touched, touch._replace(writes=False), (run.step, 0))
+            memory.touch(index, touched, touch, held)
 
 
 class _NodeBytes:
