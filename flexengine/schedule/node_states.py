@@ -6,7 +6,7 @@ alone, updates these elements, and gives their weights to the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -124,8 +124,3 @@ def why_no_node_states(stored: GroupStorage) -> str:
         return "whole matrices are updated at once"
     blocks = {plane.block for segment in stored.segments for plane in segment.planes}
     return f"its optimizer states lie in blocks of {max(blocks)} elements" if max(blocks) > 1 else ""
-
-
-def groups_in_nodes(groups: Iterable[GroupStorage]) -> list[int]:
-    """The groups whose states nodes can divide, of trained ones."""
-    return [index for index, stored in enumerate(groups) if stored.rule_states and not why_no_node_states(stored)]
