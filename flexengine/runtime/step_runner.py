@@ -148,7 +148,7 @@ class StepRunner:
         self._state.before_update()
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
-            squares = self._context.add_nodes(self._state.num_rounds)
+            squares = self._context.add_nodes(self._state.num_rounds, settings.loss_weight)
             if squares is not None:
                 self._updates.norm_squares().copy_(squares)
             way: UpdateWay = "after_norm" if updates == "none" else "in_round"

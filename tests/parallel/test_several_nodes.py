@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,13 +24,15 @@ from test_several_ranks import Shown, change_plans, check_same, opened, several_
 
 from flexengine import from_pretrained
 from flexengine.parallel.control import Control
-from flexengine.parallel.nodes import NodeLink
+from flexengine.parallel.nodes import NodeLink, Piece
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import leave
 from flexengine.runtime.execution.in_order import InOrder
+from flexengine.runtime.ranks.sent_gradients import Fp8, sent_gradients
 from flexengine.schedule import node_states
 from flexengine.schedule.commands import Command
+from flexengine.schedule.ranks.node_exchange import SentAs
 
 
 def tied_in_calls() -> Case:
@@ -75,23 +77,29 @@ def test_nodes_of_one_rank_train_close_to_one(make):
     check_close(first, train(0, 1, case))
 
 
-def test_nodes_that_exchange_bf16_train_to_the_same_bits():
+def exchanging(case: Case, exchange: Literal["bfloat16", "fp8"]) -> Case:
     """Of gradients that each node stores in float32."""
-    case = bf16()
     numerics = replace(case.plan.request.numerics, grad="float32")
-    request = replace(case.plan.request, numerics=numerics, exchange="bfloat16")
-    case = case._replace(steps=case.steps[:1], plan=replace(case.plan, request=request))
+    request = replace(case.plan.request, numerics=numerics, exchange=exchange)
+    return case._replace(plan=replace(case.plan, request=request))
+
+
+@pytest.mark.parametrize("exchange", ["bfloat16", "fp8"])
+def test_nodes_that_exchange_fewer_bytes_train_to_the_same_bits(exchange):
+    """Whatever their ranks; two steps with FP8, so that what the first loses counts in the second."""
+    case = exchanging(bf16(), exchange)
+    case = case._replace(steps=case.steps[: 2 if exchange == "fp8" else 1])
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
     for shown in values_of(run_ranks(train, 6, 6, case, nodes=2)):
         check_same(shown, first)
 
 
-def added(rank: int, stored: torch.dtype, sent: torch.dtype) -> list[tuple[Any, float]]:
+def added(rank: int, stored: torch.dtype, sent: str) -> list[tuple[Any, float]]:
     """What a node of three has of pieces that all have added, and its squares; the last node has run no round."""
     ranks = Ranks.of_environment()
-    link = NodeLink(Control.open(ranks))
+    link, crosses = NodeLink(Control.open(ranks)), sent_gradients(SentAs(sent, str(stored).removeprefix("torch.")))
     pieces = [piece.to(stored) for piece in pieces_of_node(rank)]
-    squares = link.add(pieces, range(2), torch.float32, sent)
+    squares = link.add([Piece(piece) for piece in pieces], range(2), torch.float32, crosses)
     return [(piece.float().numpy(), square) for piece, square in zip(pieces, squares, strict=True)]
 
 
@@ -103,12 +111,41 @@ def pieces_of_node(rank: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["stored in bf16", "in float32"])
 def test_sums_are_those_of_what_nodes_send(stored):
     """Copies and sums are rounded to bf16, and nothing else."""
-    told = values_of(run_ranks(added, 3, stored, torch.bfloat16, nodes=3))
+    told = values_of(run_ranks(added, 3, stored, "bfloat16", nodes=3))
     for number, (first, second) in enumerate(zip(pieces_of_node(0), pieces_of_node(1), strict=True)):
         expected = (first.bfloat16().float() + second.bfloat16().float()).bfloat16().float()
         for found in told:
             np.testing.assert_array_equal(found[number][0], expected.numpy())
         assert sum(found[number][1] for found in told) == pytest.approx(float(expected.double().square().sum()))
+
+
+def repeated(rank: int, steps: int) -> tuple[list[list[Any]], list[Any]]:
+    """Sums of each step in which nodes exchange equal pieces in FP8, and what this node has lost at the end."""
+    link = NodeLink(Control.open(Ranks.of_environment()))
+    errors = [torch.zeros(len(piece), dtype=torch.bfloat16) for piece in pieces_of_node(rank)]
+    found = []
+    for _ in range(steps):
+        pieces = pieces_of_node(rank)
+        link.add(list(map(Piece, pieces, errors)), range(2), torch.float32, Fp8())
+        found.append([piece.double().numpy() for piece in pieces])
+    return found, [error.double().numpy() for error in errors]
+
+
+def test_what_fp8_loses_in_a_step_comes_in_the_next():
+    """Sums of many steps, and what is left, are those of what nodes hold, but for the rounding of what is left; the
+    last node has run no round."""
+    steps = 16
+    told = values_of(run_ranks(repeated, 3, steps, nodes=3))
+    for number, (first, second) in enumerate(zip(pieces_of_node(0), pieces_of_node(1), strict=True)):
+        sums = [[step[number] for step in found] for found, _ in told]
+        np.testing.assert_array_equal(sums[0], sums[1])
+        np.testing.assert_array_equal(sums[0], sums[2])
+        expected, largest = (first.double() + second.double()).numpy(), torch.maximum(first.abs(), second.abs()).numpy()
+        assert len(first) < 100 or (sums[0][0] != expected).mean() > 0.9, "each step rounds"
+        assert np.all(np.abs(sums[0][0] - expected) <= (2 * largest + np.abs(expected)) / 16 + 1e-4)
+        left = np.sum([lost[number] for _, lost in told], axis=0)
+        bound = steps * 2.0**-13 * (2 * largest + np.abs(expected)) + 1e-4
+        assert np.all(np.abs(np.sum(sums[0], axis=0) + left - steps * expected) <= bound)
 
 
 def adds_meanwhile(rank: int, case: Case) -> bool:

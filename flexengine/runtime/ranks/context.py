@@ -26,6 +26,7 @@ from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch_input import Sequences, read_call
 from flexengine.runtime.execution.executor import CommandHooks
 from flexengine.runtime.ranks.batches import Batches, read_on_ranks
+from flexengine.runtime.ranks.kept_errors import KeptErrors, kept_errors
 from flexengine.runtime.ranks.losses import added, added_of_ranks
 from flexengine.runtime.ranks.node_gradients import NodeGradients, gradients_of_nodes
 from flexengine.runtime.ranks.semaphore_hooks import semaphore_hooks
@@ -58,10 +59,11 @@ class RankContext:
 
     rank: its number among those of all nodes. share: what it updates, loads and fills of its node's memory.
     collectives: with the other ranks of the node, where their GPUs reach each other. cuts: offsets in the node's memory
-    that no copy of CUDA may cross. writes_files: this rank is the one that does.
+    that no copy of CUDA may cross. writes_files: this rank is the one that does. errors: kept of exchanges of nodes.
     """
 
     seat = Seat()
+    errors: KeptErrors | None = None
     rank = 0
     share: Share = ALONE
     collectives: Collectives | None = None
@@ -99,13 +101,11 @@ class RankContext:
     def count_update(self) -> None:
         """Count an update that has been issued."""
 
-    def begin_nodes(self, num_rounds: int) -> None:
-        """Start to add the stored gradients of several nodes in a step of so many rounds, in place.
+    def begin_nodes(self, num_rounds: int, loss_weight: float) -> None:
+        """Start to add the stored gradients of nodes, in place, in a step whose update divides them by a weight. Order:
+        this rank has come to its node's last turn of the step, or past it."""
 
-        Order: this rank has come to its node's last turn of the step, or past it.
-        """
-
-    def add_nodes(self, num_rounds: int) -> Tensor | None:
+    def add_nodes(self, num_rounds: int, loss_weight: float) -> Tensor | None:
         """End that, having started it if need be; returns the sums of squares by run, float64 on the CPU, or None for
         one node. All ranks make this call together."""
         return None
@@ -203,6 +203,7 @@ class SeveralRanks(RankContext):
         self._signals = Signals.over(table, size, num_semaphores, self.ranks.local_rank)
         self._check_others, self.control.check_lost = self.control.check_lost, self._check
         self.link = NodeLink(self.control) if self.ranks.nodes > 1 else None
+        self.errors = kept_errors(layout, self.share)
         self._device, self._write_back, self._settle = device, nothing_newer, nothing_newer
         self._gpu: Tensor | None = None
         self._over_nodes: NodeGradients | None = None
@@ -227,7 +228,7 @@ class SeveralRanks(RankContext):
     def use(self, layout: Layout, arenas: Arenas, write_back: Callable[[], None]) -> None:
         self._write_back = write_back
         if self.link is not None:
-            self._over_nodes = NodeGradients(layout, arenas, self.ranks, self.link, self.control, self._abort)
+            self._over_nodes = NodeGradients(layout, arenas, self.ranks, self.link, self._abort, self.errors)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -251,14 +252,14 @@ class SeveralRanks(RankContext):
             self._over_nodes.give_weights(self.hooks())
         self.updates += 1
 
-    def begin_nodes(self, num_rounds: int) -> None:
+    def begin_nodes(self, num_rounds: int, loss_weight: float) -> None:
         if self._over_nodes is not None:
-            self._over_nodes.begin(num_rounds, self.hooks().before)
+            self._over_nodes.begin(num_rounds, loss_weight, self.hooks().before)
 
-    def add_nodes(self, num_rounds: int) -> Tensor | None:
+    def add_nodes(self, num_rounds: int, loss_weight: float) -> Tensor | None:
         if self._over_nodes is None:
             return None
-        self.begin_nodes(num_rounds)
+        self.begin_nodes(num_rounds, loss_weight)
         return self._over_nodes.end()
 
     def end_nodes(self) -> None:
@@ -324,10 +325,10 @@ class SeveralRanks(RankContext):
         needed, has = transport_of(layout.plan).semaphores(layout).count, self._signals.num_semaphores
         if needed > has:
             raise ValueError(f"the new plan needs {needed} semaphores of each rank, which has {has}")
+        if self.errors is not None:
+            self.errors.check_takes(layout, self.share)
         if not set(self.cuts) <= set(borders_of_slots(layout.slots, "node")):
-            raise ValueError(
-                "the new plan has planes across borders of page-locked memory, over which CUDA copies none"
-            )
+            raise ValueError("the new plan has planes across borders of page-locked memory, where CUDA copies none")
 
     def start_again(self, layout: Layout) -> None:
         self._transport = transport_of(layout.plan)

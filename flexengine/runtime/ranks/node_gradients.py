@@ -17,15 +17,25 @@ from torch import Tensor
 
 from flexengine.native.threads import host_threads
 from flexengine.parallel.control import Control
-from flexengine.parallel.nodes import NodeLink
+from flexengine.parallel.nodes import NodeLink, Piece
 from flexengine.parallel.ranks import Ranks
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.execution.executor import CommandHooks
+from flexengine.runtime.ranks.kept_errors import KeptErrors
+from flexengine.runtime.ranks.sent_gradients import sent_gradients
 from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.commands import Command
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.node_states import GroupPiece, within
-from flexengine.schedule.ranks.node_exchange import givers_of, lower_exchange, lower_gather, node_pieces, own_pieces
+from flexengine.schedule.ranks.node_exchange import (
+    divided_pieces,
+    givers_of,
+    lower_exchange,
+    lower_gather,
+    node_pieces,
+    own_pieces,
+    sent_as,
+)
 from flexengine.schedule.shares import Share
 
 _INTERRUPTIBLE_S = 0.05  # how long Python waits for a thread before it looks for Ctrl-C
@@ -34,19 +44,20 @@ _INTERRUPTIBLE_S = 0.05  # how long Python waits for a thread before it looks fo
 class NodeGradients:
     """The stored gradients of one layout, in the order in which backward leaves them.
 
-    link: to the other nodes. control: calls that all ranks make. failed: ends the run on all ranks.
+    link: to the other nodes, by calls that all ranks make. failed: ends the run on all ranks. errors: what rounding
+    loses, where that is kept.
     """
 
     def __init__(
-        self, layout: Layout, arenas: Arenas, ranks: Ranks, link: NodeLink, control: Control,
-        failed: Callable[[BaseException], None],
+        self, layout: Layout, arenas: Arenas, ranks: Ranks, link: NodeLink,
+        failed: Callable[[BaseException], None], errors: KeptErrors | None = None,
     ) -> None:  # fmt: skip
-        self._layout, self._arenas, self._ranks = layout, arenas, ranks
-        self._link, self._control, self._failed = link, control, failed
+        self._layout, self._arenas, self._ranks, self._failed = layout, arenas, ranks, failed
+        self._link, self._control, self._errors = link, link.control, errors
         self._pieces = list(node_pieces(layout))
         share = Share(ranks.local_rank, ranks.local_size, node=ranks.node)
         self._own, self._gather = lower_exchange(layout, share), lower_gather(layout, share)
-        self._divided = own_pieces(layout, share)
+        self._divided = divided_pieces(layout, share)
         self._kept = [piece.group in self._divided for piece in share.every(self._pieces)]
         self._thread: threading.Thread | None = None
         self._adds = False  # whether the last thread that has begun adds gradients
@@ -54,15 +65,16 @@ class NodeGradients:
         self._squares: list[float] = []  # of the pieces that this rank has added
         self._failure: BaseException | None = None
 
-    def begin(self, num_rounds: int, before: Callable[[Command], None]) -> None:
+    def begin(self, num_rounds: int, loss_weight: float, before: Callable[[Command], None]) -> None:
         """Start to add the stored gradients of all nodes, in place, on a thread, unless that has begun.
 
-        num_rounds: of the step. before: waits for what a command awaits of the node's last round. All ranks of all
-        nodes make this call in a step, each when it comes to it.
+        num_rounds: of the step; loss_weight: by which its update divides them. before: waits for what a command awaits
+        of the node's last round. All ranks of all nodes make this call in a step, each when it comes to it.
         """
         if not self._adds:
             self._squares, self._failure, self._adds = [], None, True
-            self._start(partial(self._add, givers_of(num_rounds, self._link.nodes), before))
+            factor = 1.0 if self._errors is None else self._errors.factor(loss_weight)
+            self._start(partial(self._add, givers_of(num_rounds, self._link.nodes), factor, before))
 
     def give_weights(self, hooks: CommandHooks) -> None:
         """Start to give all nodes the weights that each has updated, where they divide states.
@@ -115,9 +127,9 @@ class NodeGradients:
             if not self._thread.is_alive():
                 self._thread = None
 
-    def _add(self, givers: range, before: Callable[[Command], None]) -> None:
+    def _add(self, givers: range, error_factor: float, before: Callable[[Command], None]) -> None:
         try:
-            sent = DTYPES[self._layout.plan.request.exchanged]
+            sent = sent_gradients(sent_as(self._layout), error_factor)
             self._squares = self._link.add(self._stored(before), givers, wide_dtype(self._layout), sent, self._kept)
         except BaseException as failure:
             self._failure = failure
@@ -153,14 +165,16 @@ class NodeGradients:
         first, end = inside.first, inside.first + inside.numel
         return [min(max(cut, first), end) - first for cut in piece.cuts(self._link.nodes)]
 
-    def _stored(self, before: Callable[[Command], None]) -> Iterator[Tensor]:
+    def _stored(self, before: Callable[[Command], None]) -> Iterator[Piece]:
         """This rank's pieces in the node's memory, each when the node's last round has stored it."""
-        dtype = DTYPES[self._layout.plan.request.numerics.grad]
+        dtype, ranks = DTYPES[self._layout.plan.request.numerics.grad], self._ranks
+        own = iter(own_pieces(self._layout, Share(ranks.local_rank, ranks.local_size)))
         for command in self._own.commands:
             before(command)
-            for offset, num_bytes in command.args.pieces:
+            for (offset, num_bytes), piece in zip(command.args.pieces, own, strict=False):
                 slot = self._layout.slots[command.args.slot]
-                yield self._arenas.view(slot, offset, (num_bytes // dtype.itemsize,), dtype)
+                values = self._arenas.view(slot, offset, (num_bytes // dtype.itemsize,), dtype)
+                yield Piece(values, None if self._errors is None else self._errors.of(piece))
 
     def _by_run(self, told: list[list[float]]) -> Tensor:
         """Add squares that all ranks have told: piece after piece, and of a piece node after node."""
@@ -176,9 +190,11 @@ class NodeGradients:
 def gradients_of_nodes(weights: WeightStore, ranks: Ranks, control: Control, num_rounds: int) -> dict[str, Tensor]:
     """Add the stored gradients of all nodes by Hugging Face name, float32 (float64), leaving them as they are.
 
-    num_rounds: of the step. All ranks make this call together. Whole gradients of all nodes pass to each rank.
+    Where an exchange would add what earlier steps have lost, they are added as they are stored. num_rounds: of the
+    step. All ranks make this call together. Whole gradients of all nodes pass to each rank.
     """
-    sent = DTYPES[weights.layout.plan.request.exchanged]
+    crosses = sent_as(weights.layout)
+    sent = DTYPES[crosses.stored if crosses.keeps_errors else crosses.name]
     givers = [node * ranks.local_size for node in givers_of(num_rounds, ranks.nodes)]
     found = {}
     for name, run in weights.runs.items():

@@ -28,6 +28,33 @@ PIECES_UNDER_WAY = 3
 """One whose shares are sent, one that is added up, and one whose sums are sent."""
 WIDENED_BYTES = 12 * 2**20
 """What some rows of a piece take in float32 and in float64 while they are added, and what the network library takes."""
+ERROR_DTYPE = "bfloat16"
+"""Of what rounding to FP8 has lost, at most 1/16 of an element: keeping that loses at most 2^-13 of it again."""
+
+
+class SentAs(NamedTuple):
+    """What crosses the network of gradients that nodes store in a dtype: its name, the dtype or `fp8`.
+
+    block: elements of FP8 that share a scale of one byte.
+    """
+
+    name: str
+    stored: str
+    block: int = 128
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether each node keeps what rounding has lost of each element."""
+        return self.name == "fp8"
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of so many elements that follow each other."""
+        return numel + -(-numel // self.block) if self.name == "fp8" else numel * DTYPE_BYTES[self.name]
+
+    @property
+    def share(self) -> float:
+        """Bytes that are sent for each that is stored, of many elements."""
+        return self.num_bytes(self.block) / (self.block * DTYPE_BYTES[self.stored])
 
 
 class NodePiece(NamedTuple):
@@ -92,24 +119,35 @@ def givers_of(num_rounds: int, nodes: int) -> range:
     return range(min(num_rounds, nodes))
 
 
+def sent_as(layout: Layout) -> SentAs:
+    """What crosses the network of the gradients of a layout."""
+    return SentAs(layout.plan.request.exchanged, layout.plan.request.numerics.grad)
+
+
+def own_pieces(layout: Layout, share: Share) -> Sequence[NodePiece]:
+    """The pieces that a rank exchanges, in order."""
+    return share.every(list(node_pieces(layout)))
+
+
 def exchange_bytes(layout: Layout) -> int:
-    """Host bytes that a rank takes while nodes add up gradients; 0 for one node."""
-    nodes = layout.plan.request.nodes
-    if nodes == 1:
+    """Host bytes that a rank takes while nodes add up gradients, and for what it keeps of them; 0 for one node."""
+    request, sent = layout.plan.request, sent_as(layout)
+    if request.nodes == 1:
         return 0
+    pieces = own_pieces(layout, Share(0, request.ranks))  # the first has the most
     numel = max((piece.numel for piece in node_pieces(layout)), default=0)
-    request, share = layout.plan.request, -(-numel // nodes)
-    copies = nodes * share * DTYPE_BYTES[request.exchanged]
-    rounded = numel * DTYPE_BYTES[request.exchanged] if request.exchanged != request.numerics.grad else 0
-    return PIECES_UNDER_WAY * (copies + rounded) + WIDENED_BYTES
+    copies = request.nodes * sent.num_bytes(-(-numel // request.nodes))
+    rounded = sent.num_bytes(numel) + request.nodes * sent.keeps_errors if sent.name != sent.stored else 0
+    kept = DTYPE_BYTES[ERROR_DTYPE] * sum(piece.numel for piece in pieces) if sent.keeps_errors else 0
+    return PIECES_UNDER_WAY * (copies + rounded) + WIDENED_BYTES + kept
 
 
 def lower_exchange(layout: Layout, share: Share) -> Program:
     """What a rank exchanges in a step of which every node has run a round: its pieces of one group after the other."""
     semaphores, width, found = Semaphores(layout), DTYPE_BYTES[layout.plan.request.numerics.grad], list[Command]()
     givers = tuple(givers_of(layout.plan.request.nodes, layout.plan.request.nodes))
-    sent = DTYPE_BYTES[layout.plan.request.exchanged] / width
-    for group, own in groupby(share.every(list(node_pieces(layout))), key=attrgetter("group")):
+    sent = sent_as(layout).share
+    for group, own in groupby(own_pieces(layout, share), key=attrgetter("group")):
         slot, pieces = layout.plane_slot("grad", group), [piece.of_group for piece in own]
         places = tuple((piece.first * width, piece.numel * width) for piece in pieces)
         kept = _own_bytes(pieces, share.node, len(givers), width) if group in layout.node_states else None
@@ -129,7 +167,7 @@ def lower_exchange(layout: Layout, share: Share) -> Program:
     return Program("exchange", layout.slots, tuple(found))
 
 
-def own_pieces(layout: Layout, share: Share) -> dict[int, list[GroupPiece]]:
+def divided_pieces(layout: Layout, share: Share) -> dict[int, list[GroupPiece]]:
     """The pieces that a rank moves of each group whose states nodes divide, groups in forward order."""
     found: dict[int, list[GroupPiece]] = {group: [] for group in sorted(layout.node_states)}
     for piece in share.every([piece for piece in node_pieces(layout) if piece.group in found]):
@@ -142,7 +180,7 @@ def lower_gather(layout: Layout, share: Share) -> Program:
     the other, as forward needs them, each group when all ranks of the node have updated it."""
     semaphores, width, found = Semaphores(layout), DTYPE_BYTES[layout.plan.request.numerics.compute], list[Command]()
     nodes = layout.plan.request.nodes
-    for group, pieces in own_pieces(layout, share).items():
+    for group, pieces in divided_pieces(layout, share).items():
         slot = layout.plane_slot("weights", group)
         places = tuple((piece.first * width, piece.numel * width) for piece in pieces)
         kept = _own_bytes(pieces, share.node, nodes, width)
