@@ -6,17 +6,43 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_cases import Case, adapters_of_experts_in_parts, bf16, not_finite, tied
+from rank_cases import BF16, Case, adapters_of_experts_in_parts, bf16, not_finite, tied
 from ranks_helper import run_ranks, values_of
 from safetensors.torch import load_file
 from test_several_ranks import check_same, resume, train
 
 from flexengine.schedule import node_states
+from flexengine.schedule.group_storage import group_storage
+from flexengine.schedule.node_states import NodeStates
+from flexengine.schedule.shares import SHARE_ELEMENTS, Share
+from tests.schedule.small_plans import small_model
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 301)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 7])
+def test_each_element_is_one_nodes_and_has_one_place(nodes):
+    group = small_model(blocks=1).groups[1]
+    stored = group_storage(group, BF16)
+    states, seen = NodeStates(stored, nodes), {segment.name: [] for segment in stored.segments}
+    for segment in stored.segments:
+        for node in range(nodes):
+            places = list[int]()
+            for rank in range(3):
+                for start, count, place in states.spans(segment, Share(rank, 3, node=node)):
+                    seen[segment.name] += range(start, start + count)
+                    places += range(place, place + count)
+                    assert place % SHARE_ELEMENTS == start % SHARE_ELEMENTS
+            assert len(places) == len(set(places))
+            plane = next(plane for plane in segment.planes if plane.kind == "exp_avg")
+            ends = [states.offset(segment, plane, place) + 4 for place in places]
+            assert max(ends, default=0) <= states.num_bytes("exp_avg")
+        assert sorted(seen[segment.name]) == [*range(segment.numel)]
+    spare = 4 * (1 + 2 * SHARE_ELEMENTS) * sum(len(places) for places in states.placed[0].values()) + 256 * len(seen)
+    assert states.num_bytes("exp_avg") < stored.plane_bytes["exp_avg"] / nodes + spare
 
 
 def check_bits(case: Case, ranks: int, nodes: int, *, split: bool = False) -> None:

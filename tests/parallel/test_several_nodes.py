@@ -40,6 +40,11 @@ def tied_in_calls() -> Case:
     return Case(source, streamed(source), steps_of(67, LENGTHS, [30], [31, 12, 5, 29]))
 
 
+def streamed_by_cpu() -> Case:
+    source = random_weights(tiny_config())
+    return Case(source, streamed(source), steps_of(67, LENGTHS, count=3))
+
+
 def check_close(shown: Shown, expected: Shown) -> None:
     numbers = [[float(x) for x in found.numbers if x not in ("True", "False")] for found in (shown, expected)]
     np.testing.assert_allclose(*numbers, rtol=1e-6)
@@ -198,7 +203,9 @@ DEATHS = [pytest.param(4, "rank 3 (process", marks=pytest.mark.thorough), (2, "n
 
 @pytest.mark.parametrize(("size", "message"), DEATHS)
 def test_the_death_of_a_rank_ends_all_nodes(size, message):
-    outcomes = run_ranks(train_until_one_dies, size, float32(), size - 1, nodes=2)
+    """Also where the others wait for the weights that its node has updated."""
+    case = streamed_by_cpu()._replace(by_nodes=True)
+    outcomes = run_ranks(train_until_one_dies, size, case, size - 1, nodes=2)
     assert outcomes.pop().error == "ended"
     assert all(told.startswith(message) and seconds < 10 for told, seconds in values_of(outcomes)), outcomes
 
