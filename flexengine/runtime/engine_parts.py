@@ -86,7 +86,7 @@ class EngineParts:
         """
         self.executor.synchronize()
         nodes = self.context.over_nodes
-        if nodes is None or not self.weights.layout.node_states:
+        if nodes is None or not nodes.divides_masters:
             return
         if self.state.has_gradients:
             raise ValueError(

@@ -98,6 +98,11 @@ class NodeGradients:
         self._thread = threading.Thread(target=run, name="flexengine-nodes")
         self._thread.start()
 
+    @property
+    def divides_masters(self) -> bool:
+        """Whether nodes divide lower halves of masters."""
+        return any("remainder" in self._layout.groups[group].plane_bytes for group in self._divided)
+
     def show_masters(self) -> None:
         """Have every node hold the lower halves of all masters, in the place of gradients, until it stores some.
 
