@@ -12,6 +12,7 @@ from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import ByteRange, _Plane, _Room, _step_aside, relocation
 from flexengine.schedule.shares import Share
+from flexengine.schedule.slots import Memory
 from tests.schedule.small_plans import FLOAT32, random_plan, resident_plan, small_model
 
 STREAMED, RESIDENT = GroupPlan(), GroupPlan("gpu", "gpu", "gpu")
@@ -93,7 +94,7 @@ def test_states_that_nodes_would_divide_otherwise_are_refused():
     whole = replace(plan, request=request, groups=groups)
     divided = replace(whole, groups=tuple(replace(home, states="nodes") for home in groups))
     old, new = Layout(model, divided), Layout(model, whole)
-    capacity = {"gpu": 1 << 40, "host": 1 << 40, "node": 1 << 40}
+    capacity: dict[Memory, int] = {"gpu": 1 << 40, "host": 1 << 40, "node": 1 << 40}
     assert relocation(old, Layout(model, divided), capacity) == ()
     with pytest.raises(ValueError, match="nodes would divide the optimizer states otherwise than now; save"):
         relocation(old, new, capacity)
