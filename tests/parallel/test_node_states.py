@@ -56,6 +56,7 @@ def test_states_of_what_the_cpu_updates_are_divided():
     check_bits(bf16(), 2, 2)
 
 
+@pytest.mark.thorough
 def test_a_step_that_is_not_finite():
     check_bits(not_finite(), 3, 3)
 
@@ -64,6 +65,7 @@ def test_a_tied_embedding_on_nodes_of_two_ranks_that_split():
     check_bits(tied(), 4, 2, split=True)
 
 
+@pytest.mark.thorough
 def test_adapters_of_experts_in_parts_on_nodes_of_two_ranks():
     check_bits(adapters_of_experts_in_parts(), 4, 2)
 
@@ -80,7 +82,7 @@ def test_a_checkpoint_is_that_of_whole_states(tmp_path):
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
     assert not [path for path in tmp_path.iterdir() if path not in folders], "files of the gathering are left"
     goes_on = values_of(run_ranks(resume, 2, 2, case, (folders[1], None), nodes=2))
-    for shown in values_of(run_ranks(resume, 4, 4, whole, (folders[0], None), nodes=2)):
+    for shown in values_of(run_ranks(resume, 2, 2, whole, (folders[0], None), nodes=2)):
         check_same(shown, goes_on[0])
 
 
