@@ -93,6 +93,15 @@ class NodeLink:
         self._end(leaving)
         return squares
 
+    def gather(self, data: Tensor) -> Sequence[Tensor]:
+        """What each node gives, flat and of equal sizes, in their order on the first node; nothing on the others."""
+        found = data.new_empty(self.nodes if self.node == 0 else 0, data.numel())
+        num_bytes = data.numel() * data.element_size()
+        received = [num_bytes if self.node == 0 else 0] * self.nodes
+        sent = [num_bytes] + [0] * (self.nodes - 1)
+        self.control.wait(self._move(found.flatten().view(torch.uint8), data.view(torch.uint8), received, sent))
+        return list(found)
+
     def _end(self, leaving: _Exchange | None) -> None:
         """Wait until the sums of a piece are with all nodes."""
         if leaving is not None:

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -92,6 +93,39 @@ def test_nodes_that_exchange_fewer_bytes_train_to_the_same_bits(exchange):
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
     for shown in values_of(run_ranks(train, 6, 6, case, nodes=2)):
         check_same(shown, first)
+
+
+def go_on(rank: int, size: int, case: Case, folder: Path, resumed: bool) -> tuple[list[str], dict[str, Any], float]:
+    """Steps after the first, behind which a checkpoint is saved, or from which the run goes on; what is kept then."""
+    engine = opened(rank, size, case)
+    if resumed:
+        engine.load_checkpoint(folder)
+    else:
+        engine.train_step(case.steps[0][0])
+        engine.save_checkpoint(folder)
+    errors = engine.context.errors
+    assert errors is not None
+    kept = sum(float(errors.of(piece).double().abs().sum()) for piece in errors.pieces)
+    updates = [engine.train_step(calls[0])[1] for calls in case.steps[1:]]
+    weights = {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
+    engine.close()
+    return [repr(update.grad_norm) for update in updates], weights, kept
+
+
+def test_a_resumed_run_has_what_fp8_lost_before(tmp_path):
+    """By other numbers of ranks in two nodes; by three nodes, which begin with nothing. Steps differ in tokens."""
+    case = exchanging(bf16(), "fp8")
+    batches = [random_batch(step, LENGTHS[: 7 - 2 * step] * 2, 67) for step in range(3)]
+    case = case._replace(steps=[[batch] for batch in batches])
+    (numbers, weights, kept), _ = values_of(run_ranks(go_on, 2, 2, case, tmp_path / "saved", False, nodes=2))
+    found = values_of(run_ranks(go_on, 6, 6, case, tmp_path / "saved", True, nodes=2))
+    assert sum(other for *_, other in found[:3]) == pytest.approx(kept)
+    assert kept > 0
+    for told, arrays, _ in found:
+        check_same(Shown(told, {}, arrays), Shown(numbers, {}, weights))
+    others = values_of(run_ranks(go_on, 3, 3, case, tmp_path / "saved", True, nodes=3))
+    assert [other for *_, other in others] == [0.0] * 3
+    assert others[0][0] != numbers
 
 
 def added(rank: int, stored: torch.dtype, sent: str) -> list[tuple[Any, float]]:

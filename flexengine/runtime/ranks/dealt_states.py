@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,14 +64,32 @@ def gather_states(
 ) -> dict[str, Tensor]:
     """Gather tensors that ranks divide, by name, where the rank that writes files can read them; none on the others.
 
-    The file has no name once all ranks of its node have opened it, and goes with the last tensor. All ranks make this
-    call, when nothing of them runs. Raises: CheckpointError where the disk is too small; OSError.
+    All ranks make this call, when nothing of them runs. Raises: CheckpointError where the disk is too small; OSError.
     """
     if not tensors or not isinstance(context, SeveralRanks):
         return {}
-    writes, found = context.writes_files, dict[str, Tensor]()
+
+    def write(descriptor: int) -> None:
+        if descriptor >= 0:
+            _write_own(descriptor, weights, tensors)
+
+    begins = dict(_places(tensors))
+    raw = file_of_ranks(context, folder, max(begin + tensor.num_bytes for begin, tensor in begins.items()), write)
+    if raw is None:
+        return {}
+    return {t.name: raw[begin : begin + t.num_bytes].view(t.dtype) for begin, t in begins.items()}
+
+
+def file_of_ranks(context: SeveralRanks, folder: Path, num_bytes: int, write: Callable[[int], None]) -> Tensor | None:
+    """The bytes of a file beside a checkpoint, as the rank that writes files reads them; None on the others.
+
+    Their pages are the system's, which may drop and read them again. write: called by all ranks together with the
+    file's descriptor, -1 on the other nodes. The file has no name once it is open, and goes with the last tensor.
+    Raises: CheckpointError where the disk is too small; OSError; what `write` raises.
+    """
+    writes, found = context.writes_files, None
     with context.together():
-        new = _new_file(folder, sum(tensor.num_bytes for tensor in tensors)) if writes else ""
+        new = _new_file(folder, num_bytes) if writes else ""
     path, descriptor = context.control.broadcast(new), -1
     try:
         try:
@@ -81,10 +99,12 @@ def gather_states(
             if writes:
                 os.unlink(path)
         with context.together():
-            if descriptor >= 0:
-                _write_own(descriptor, weights, tensors)
+            write(descriptor)
         with context.together():
-            found = _mapped(descriptor, tensors) if writes else found
+            if writes:
+                os.truncate(descriptor, num_bytes)
+                raw = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+                found = torch.frombuffer(raw, dtype=torch.uint8)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -114,14 +134,12 @@ def _write_own(descriptor: int, weights: WeightStore, tensors: Sequence[DealtTen
         first, data = tensor.own(weights)
         count = WRITTEN_BYTES // data.element_size()
         for start in range(0, data.numel(), count):
-            piece = data[start : start + count].cpu().view(torch.uint8).numpy().data
-            offset = begin + (first + start) * data.element_size()
-            while piece:
-                written = os.pwrite(descriptor, piece, offset)
-                piece, offset = piece[written:], offset + written
+            write_at(descriptor, data[start : start + count].cpu(), begin + (first + start) * data.element_size())
 
 
-def _mapped(descriptor: int, tensors: Sequence[DealtTensor]) -> dict[str, Tensor]:
-    """View the file's tensors by name; their pages are the system's, which may drop and read them again."""
-    raw = torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    return {tensor.name: raw[begin : begin + tensor.num_bytes].view(tensor.dtype) for begin, tensor in _places(tensors)}
+def write_at(descriptor: int, data: Tensor, offset: int) -> None:
+    """Write a flat tensor of the CPU to a file from an offset on."""
+    left = data.view(torch.uint8).numpy().data
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        left, offset = left[written:], offset + written
