@@ -3,7 +3,8 @@
 Ranks with the same place in their nodes are linked, so that all network cards of a node are used at once. A piece is
 cut into a share for each node. Every node gets all copies of its share, adds them in the order of nodes, and sends the
 sum to the others. So each node sends, and receives, twice what it holds less a share of it, and a sum depends on the
-values and the number of nodes alone. What crosses, copies and sums alike, is as a `Sent` writes and reads it.
+values and the number of nodes alone. What crosses, copies and sums alike, is as a `Sent` writes and reads it. Sums may
+also stay with the node that has added them; what it makes of them is then given to the others.
 """
 
 from __future__ import annotations
@@ -73,13 +74,17 @@ class NodeLink:
         self._group = control.link(f"nodes{control.ranks.local_rank}", self.node, self.nodes)
         self._spare: list[Tensor] = []  # buffers of pieces that are through, kept because freed ones leave holes
 
-    def add(self, pieces: Iterable[Piece], givers: Sequence[int], wide: torch.dtype, sent: Sent) -> list[float]:
+    def add(
+        self, pieces: Iterable[Piece], givers: Sequence[int], wide: torch.dtype, sent: Sent,
+        kept: Sequence[bool] | None = None,
+    ) -> list[float]:  # fmt: skip
         """Replace pieces by the sums of all nodes' pieces; gives the squares of shares.
 
         givers: the nodes that hold something; what the others hold is not read. wide: dtype that is added in, in the
         order of nodes; each sum is rounded once, as it is sent. The squares are those of the elements that this node
-        has added, by piece. While a piece is added, the next one, which is asked for before, is on its way. Raises:
-        RankError when a node cannot be reached.
+        has added, by piece. While a piece is added, the next one, which is asked for before, is on its way.
+        kept: by piece, whether sums stay with the nodes that have added them; the others then have of these elements
+        nothing that is to be read. Raises: RankError when a node cannot be reached.
         """
         squares, arriving, leaving = list[float](), None, None
         for piece in chain(pieces, (None,)):
@@ -88,19 +93,34 @@ class NodeLink:
                 self.control.wait(arriving.work)
                 squares.append(arriving.add_own(self.node, givers, wide))
                 self._end(leaving)
-                leaving = self._send_sum(arriving)
+                stays = kept is not None and kept[len(squares) - 1]
+                leaving = None if stays else self._send_sum(arriving)
+                self._spare += [arriving.buffer] if stays else []
             arriving = begun
         self._end(leaving)
         return squares
 
-    def gather(self, data: Tensor) -> Sequence[Tensor]:
-        """What each node gives, flat and of equal sizes, in their order on the first node; nothing on the others."""
-        found = data.new_empty(self.nodes if self.node == 0 else 0, data.numel())
-        num_bytes = data.numel() * data.element_size()
-        received = [num_bytes if self.node == 0 else 0] * self.nodes
-        sent = [num_bytes] + [0] * (self.nodes - 1)
-        self.control.wait(self._move(found.flatten().view(torch.uint8), data.view(torch.uint8), received, sent))
-        return list(found)
+    def give(self, pieces: Iterable[tuple[Tensor, Sequence[int]]]) -> None:
+        """Give every node what the others have of pieces, flat in this node's memory, in place.
+
+        With each piece come the elements with which the nodes' shares of it begin, and the end. While one is on its
+        way the next one is asked for. Raises: RankError when a node cannot be reached.
+        """
+        leaving: tuple[Tensor, Any] | None = None
+        for row in chain(pieces, (None,)):
+            begun = None if row is None else self._give_own(*row)
+            if leaving is not None:
+                self.control.wait(leaving[1])
+                self._spare.append(leaving[0])
+            leaving = begun
+
+    def collect(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Give flat bytes to the first node; there, what all nodes give, else nothing. sizes: bytes of each node's."""
+        first = self.node == 0
+        received = list(sizes) if first else [0] * self.nodes
+        found = torch.empty(sum(received), dtype=torch.uint8)
+        self.control.wait(self._move(found, own, received, [own.numel(), *[0] * (self.nodes - 1)]))
+        return list(found.split(received)) if first else []
 
     def _end(self, leaving: _Exchange | None) -> None:
         """Wait until the sums of a piece are with all nodes."""
@@ -117,9 +137,7 @@ class NodeLink:
         bounds = [values.numel() * node // self.nodes for node in range(self.nodes + 1)]
         sizes = [sent.num_bytes(end - start) for start, end in pairwise(bounds)]
         copies_bytes, sent_bytes = self.nodes * sizes[self.node], 0 if sent.in_place else sum(sizes)
-        buffer = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
-        if buffer.numel() < copies_bytes + sent_bytes:
-            buffer = torch.empty(copies_bytes + sent_bytes, dtype=torch.uint8)
+        buffer = self._buffer(copies_bytes + sent_bytes)
         copies = buffer[:copies_bytes].view(self.nodes, sizes[self.node])
         data = values.view(torch.uint8) if sent.in_place else buffer[copies_bytes : copies_bytes + sent_bytes]
         exchange = _Exchange(piece, sent, bounds, sizes, buffer, data, copies, None)
@@ -135,6 +153,20 @@ class NodeLink:
         return exchange._replace(
             work=self._move(exchange.data, copies.flatten(), sizes, [sizes[self.node]] * self.nodes)
         )
+
+    def _give_own(self, piece: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Any]:
+        """Start to give every node this node's share of a piece, and to take the others' into it; gives the buffer that
+        this takes meanwhile."""
+        sizes = [(end - start) * piece.element_size() for start, end in pairwise(cuts)]
+        buffer = self._buffer(self.nodes * sizes[self.node])
+        data, copies = piece.view(torch.uint8), buffer[: self.nodes * sizes[self.node]]
+        own = data.split(sizes)[self.node]
+        copies.view(self.nodes, -1).copy_(own.expand(self.nodes, -1))  # what is sent, while the piece is written
+        return buffer, self._move(data, copies, sizes, [sizes[self.node]] * self.nodes)
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        buffer = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
+        return buffer if buffer.numel() >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
 
     def _move(self, target: Tensor, source: Tensor, received: list[int], sent: list[int]) -> Any:
         return self._group.alltoall_base(target, source, received, sent)

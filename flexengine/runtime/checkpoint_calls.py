@@ -80,6 +80,7 @@ class CheckpointCalls(EngineParts):
             check_same_training(found["engine"], folder, self._training())
             self._finish_save()
             self.executor.synchronize()
+        self.context.end_nodes()
         with CheckpointReader.open(folder, STATE_INDEX_FILE) as reader:
             taken = are_taken(found["engine"], self.plan.request)
             with self.context.together():

@@ -250,6 +250,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         with self.context.together():
             self._finish_save()
             self.executor.synchronize()
+        self.context.end_nodes()
         self.planes.write_back()
         with self.context.together():
             self.arenas.relink(regions)

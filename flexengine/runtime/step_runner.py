@@ -114,6 +114,7 @@ class StepRunner:
     def between_steps(self, call: Callable[[], Result]) -> Result:
         """Run a call that uses memory between steps: nothing of a step runs before, meanwhile and after."""
         self._executor.synchronize()
+        self._context.end_nodes()
         with interruptible(self._state, self._executor, train=False), deterministic_kernels(self._deterministic):
             self._planes.write_back("weights")  # every rank runs forward with all weights
             result = call()

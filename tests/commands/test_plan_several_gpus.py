@@ -17,7 +17,8 @@ from flexengine.plan import Plan, Request
 from flexengine.planner.planner import make_plan
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.plan_text import describe, fewer_gpus_lines
-from flexengine.schedule.ranks.node_exchange import PIECE_ELEMENTS, WIDENED_BYTES
+from flexengine.schedule.node_states import PIECE_ELEMENTS
+from flexengine.schedule.ranks.node_exchange import WIDENED_BYTES
 from flexengine.schedule.timeline import SIMULATED
 from flexengine.schedule.trace_reader import read_trace
 

@@ -22,13 +22,13 @@ from flexengine.parallel.signals import Signals
 from flexengine.plan import GroupPlan, Numerics, Plan
 from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.ranks.context import RankGroup
+from flexengine.schedule import node_states
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.packing import pack, packed_shape
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.programs import lower_round, lower_update
-from flexengine.schedule.ranks import node_exchange
 from flexengine.schedule.ranks.node_exchange import lower_exchange, node_pieces
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import step_of_rank
@@ -141,7 +141,7 @@ def test_rounds_that_repeat_are_counted():
 @pytest.mark.parametrize("transport", ["relay", "split"])
 def test_nodes_add_up_gradients_beside_the_last_round(transport, monkeypatch):
     """What the network takes beyond the last round's backward is waited for, at most all of it."""
-    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 1201)
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1201)
     model = small_model(blocks=4)
     plan = random_plan(Random(5), model, sliced=False)
     request = replace(plan.request, ranks=2, nodes=4, max_global_batch_tokens=24 * plan.round_tokens)

@@ -31,8 +31,8 @@ from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import leave
 from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.ranks.sent_gradients import Fp8, sent_gradients
+from flexengine.schedule import node_states
 from flexengine.schedule.commands import Command
-from flexengine.schedule.ranks import node_exchange
 from flexengine.schedule.ranks.node_exchange import SentAs
 
 
@@ -52,7 +52,7 @@ def check_close(shown: Shown, expected: Shown) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 301)
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 301)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def train_job(rank: int) -> tuple[tuple[float, float], tuple[int, int]]:
 
 
 def test_nodes_plan_and_train_by_from_pretrained(monkeypatch):
-    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1 << 17)
     profile()
     found = values_of(run_ranks(train_job, 2, nodes=2))
     [(alone, _)] = values_of(run_ranks(train_job, 1))

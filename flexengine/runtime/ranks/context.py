@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flexengine.models.spec import ModelSpec
-from flexengine.native.transfer_operations import WordValue
 from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
@@ -30,9 +29,9 @@ from flexengine.runtime.ranks.batches import Batches, read_on_ranks
 from flexengine.runtime.ranks.kept_errors import KeptErrors, kept_errors
 from flexengine.runtime.ranks.losses import added, added_of_ranks
 from flexengine.runtime.ranks.node_gradients import NodeGradients, gradients_of_nodes
+from flexengine.runtime.ranks.semaphore_hooks import semaphore_hooks
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.weight_store import WeightStore
-from flexengine.schedule.commands import Command, Signal
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.transports import Seat, Turn, transport_of
 from flexengine.schedule.shares import ALONE, Share
@@ -111,6 +110,9 @@ class RankContext:
         one node. All ranks make this call together."""
         return None
 
+    def end_nodes(self) -> None:
+        """Wait until the node's memory holds the weights that other nodes have updated. All ranks make this call."""
+
     def gradients(self, weights: WeightStore, num_rounds: int, scale: float) -> dict[str, Tensor]:
         """The gradients that a step of so many rounds has stored, times `scale`, by Hugging Face name, on the CPU.
 
@@ -187,7 +189,7 @@ class SeveralRanks(RankContext):
         super().__init__(layout)
         self.ranks, self.control, self._watch = group
         self.seat = Seat(self.ranks.local_rank, self.ranks.local_size, self.ranks.node, self.ranks.nodes)
-        self.share = Share(self.ranks.local_rank, self.ranks.local_size)
+        self.share = Share(self.ranks.local_rank, self.ranks.local_size, node=self.ranks.node)
         self.rank, self.writes_files = self.ranks.rank, self.ranks.rank == 0
         self._semaphores = self._transport.semaphores(layout)
         self.rounds = self.updates = self.last = 0
@@ -226,7 +228,7 @@ class SeveralRanks(RankContext):
     def use(self, layout: Layout, arenas: Arenas, write_back: Callable[[], None]) -> None:
         self._write_back = write_back
         if self.link is not None:
-            self._over_nodes = NodeGradients(layout, arenas, self.ranks, self.link, self.errors)
+            self._over_nodes = NodeGradients(layout, arenas, self.ranks, self.link, self._abort, self.errors)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -246,6 +248,8 @@ class SeveralRanks(RankContext):
         return self.last == self.ranks.local_rank
 
     def count_update(self) -> None:
+        if self._over_nodes is not None:
+            self._over_nodes.give_weights(self.hooks())
         self.updates += 1
 
     def begin_nodes(self, num_rounds: int, loss_weight: float) -> None:
@@ -257,6 +261,11 @@ class SeveralRanks(RankContext):
             return None
         self.begin_nodes(num_rounds, loss_weight)
         return self._over_nodes.end()
+
+    def end_nodes(self) -> None:
+        if self._over_nodes is not None:
+            self._over_nodes.join()
+            self.barrier()
 
     def gradients(self, weights: WeightStore, num_rounds: int, scale: float) -> dict[str, Tensor]:
         if self.link is None:
@@ -303,6 +312,8 @@ class SeveralRanks(RankContext):
     @contextmanager
     def while_nobody_writes(self) -> Iterator[None]:
         self._write_back()
+        if self._over_nodes is not None:
+            self._over_nodes.give_masters()
         self.barrier()
         with self.together():
             yield
@@ -332,30 +343,10 @@ class SeveralRanks(RankContext):
     def hooks(self) -> CommandHooks:
         """For the run of a program that is issued now. The CPU's commands may call them when later ones are."""
         clocks, last = {"round": self.rounds, "update": self.updates + 1}, self.last
-        ours, size, signals = self.ranks.local_rank, self.ranks.local_size, self._signals
+        ours, size = self.ranks.local_rank, self.ranks.local_size
         rows = {"own": ours, "previous": (ours - 1) % size, "last": last, "all": None}
-
-        def value(signal: Signal) -> int:
-            return clocks[signal.clock] - signal.lag
-
-        def row(signal: Signal) -> int | None:
-            return signal.of if isinstance(signal.of, int) else rows[signal.of]
-
-        def before(command: Command) -> None:
-            for signal in command.awaits:
-                if value(signal) > 0:  # semaphores begin at 0
-                    signals.wait(signal.semaphore, row(signal), value(signal))
-
-        def after(command: Command) -> None:
-            for signal in command.signals:
-                signals.signal(signal.semaphore, value(signal))
-
-        def words(signal: Signal) -> list[WordValue]:
-            reached = max(0, value(signal))  # semaphores begin at 0
-            return [WordValue(address, reached) for address in signals.addresses(signal.semaphore, row(signal))]
-
-        signals.check()  # streams do not notice that a rank has given up
-        return CommandHooks(before, after, words)
+        self._signals.check()  # streams do not notice that a rank has given up
+        return semaphore_hooks(self._signals, clocks, rows)
 
     def _check(self) -> None:
         """Raise RankLost when a rank has given up, here or elsewhere."""
@@ -368,13 +359,16 @@ class SeveralRanks(RankContext):
 
         What another rank has told is passed on as it is: a third may see this rank's message first.
         """
+        self._abort(error)
+        state.unusable = ABORTED
+
+    def _abort(self, error: BaseException) -> None:
         own = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
         message = str(error) if isinstance(error, RankLost) else own
         if self.collectives is not None:
             self.collectives.abort(message)
         end = self._signals if self._watch is None else self._watch
         end.abort(message)
-        state.unusable = ABORTED
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 A thread does so while the last round goes on backward: it waits for each gradient by the semaphores that rounds raise.
 Where the caller makes two calls of a step, nobody knows which round is the last before the second one, the update.
+Where nodes divide optimizer states, the thread also gives the others what this node has updated, once it is updated.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ from flexengine.parallel.control import Control
 from flexengine.parallel.nodes import NodeLink, Piece
 from flexengine.parallel.ranks import Ranks
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
+from flexengine.runtime.execution.executor import CommandHooks
 from flexengine.runtime.ranks.kept_errors import KeptErrors
 from flexengine.runtime.ranks.sent_gradients import sent_gradients
 from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.commands import Command
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks.node_exchange import givers_of, lower_exchange, node_pieces, own_pieces, sent_as
+from flexengine.schedule.node_states import GroupPiece, within
+from flexengine.schedule.ranks.node_exchange import (
+    divided_pieces,
+    givers_of,
+    lower_exchange,
+    lower_gather,
+    node_pieces,
+    own_pieces,
+    sent_as,
+)
 from flexengine.schedule.shares import Share
 
 _INTERRUPTIBLE_S = 0.05  # how long Python waits for a thread before it looks for Ctrl-C
@@ -33,17 +44,24 @@ _INTERRUPTIBLE_S = 0.05  # how long Python waits for a thread before it looks fo
 class NodeGradients:
     """The stored gradients of one layout, in the order in which backward leaves them.
 
-    link: to the other nodes, by calls that all ranks make. errors: what rounding loses, where that is kept.
+    link: to the other nodes, by calls that all ranks make. failed: ends the run on all ranks. errors: what rounding
+    loses, where that is kept.
     """
 
     def __init__(
-        self, layout: Layout, arenas: Arenas, ranks: Ranks, link: NodeLink, errors: KeptErrors | None = None
-    ) -> None:
-        self._layout, self._arenas, self._ranks = layout, arenas, ranks
+        self, layout: Layout, arenas: Arenas, ranks: Ranks, link: NodeLink,
+        failed: Callable[[BaseException], None], errors: KeptErrors | None = None,
+    ) -> None:  # fmt: skip
+        self._layout, self._arenas, self._ranks, self._failed = layout, arenas, ranks, failed
         self._link, self._control, self._errors = link, link.control, errors
         self._pieces = list(node_pieces(layout))
-        self._own = lower_exchange(layout, Share(ranks.local_rank, ranks.local_size))
+        share = Share(ranks.local_rank, ranks.local_size, node=ranks.node)
+        self._own, self._gather = lower_exchange(layout, share), lower_gather(layout, share)
+        self._divided = divided_pieces(layout, share)
+        self._kept = [piece.group in self._divided for piece in share.every(self._pieces)]
         self._thread: threading.Thread | None = None
+        self._adds = False  # whether the last thread that has begun adds gradients
+        self._stale = False  # whether this node lacks masters that others have updated
         self._squares: list[float] = []  # of the pieces that this rank has added
         self._failure: BaseException | None = None
 
@@ -53,13 +71,43 @@ class NodeGradients:
         num_rounds: of the step; loss_weight: by which its update divides them. before: waits for what a command awaits
         of the node's last round. All ranks of all nodes make this call in a step, each when it comes to it.
         """
-        if self._thread is None:
-            self._squares, self._failure = [], None
+        if not self._adds:
+            self._squares, self._failure, self._adds = [], None, True
             factor = 1.0 if self._errors is None else self._errors.factor(loss_weight)
-            add = partial(self._add, givers_of(num_rounds, self._link.nodes), factor, before)
-            # no daemon: at the end of the process Python waits for it, before the arenas go
-            self._thread = threading.Thread(target=add, name="flexengine-nodes")
-            self._thread.start()
+            self._start(partial(self._add, givers_of(num_rounds, self._link.nodes), factor, before))
+
+    def give_weights(self, hooks: CommandHooks) -> None:
+        """Start to give all nodes the weights that each has updated, where they divide states.
+
+        hooks: as of the update, which is issued. All ranks of all nodes make this call.
+        """
+        if self._divided:
+            self._stale = True
+            self._start(partial(self._give, hooks))
+
+    def _start(self, work: Callable[[], None]) -> None:
+        """Have a thread do some work when the one before has ended."""
+        earlier = self._thread
+
+        def run() -> None:
+            if earlier is not None:
+                earlier.join()
+            with _threads(max(1, host_threads() // 2)):  # the others issue the round at work
+                work()
+
+        # no daemon: at the end of the process Python waits for it, before the arenas go
+        self._thread = threading.Thread(target=run, name="flexengine-nodes")
+        self._thread.start()
+
+    def give_masters(self) -> None:
+        """Give all nodes the masters' lower halves that each has updated, as whoever reads masters needs them.
+
+        All ranks of all nodes make this call, when nothing runs.
+        """
+        self.join()
+        if self._stale:
+            self._link.give(self._masters())
+            self._stale = False
 
     def end(self) -> Tensor:
         """Wait until the node's memory holds the sums; returns the sums of squares by run, float64 on the CPU.
@@ -67,6 +115,7 @@ class NodeGradients:
         All ranks make this call together. Raises what went wrong on the thread.
         """
         self.join()
+        self._adds = False
         if self._failure is not None:
             raise self._failure
         return self._by_run(self._control.gather(self._squares))
@@ -80,11 +129,41 @@ class NodeGradients:
 
     def _add(self, givers: range, error_factor: float, before: Callable[[Command], None]) -> None:
         try:
-            with _threads(max(1, host_threads() // 2)):  # the others issue the round at work
-                sent = sent_gradients(sent_as(self._layout), error_factor)
-                self._squares = self._link.add(self._stored(before), givers, wide_dtype(self._layout), sent)
+            sent = sent_gradients(sent_as(self._layout), error_factor)
+            self._squares = self._link.add(self._stored(before), givers, wide_dtype(self._layout), sent, self._kept)
         except BaseException as failure:
             self._failure = failure
+
+    def _give(self, hooks: CommandHooks) -> None:
+        """Give weights, group by group as the node's ranks have updated them; streams wait for what this signals."""
+        dtype = DTYPES[self._layout.plan.request.numerics.compute]
+        try:
+            for command in self._gather.commands:
+                hooks.before(command)
+                slot, pieces = self._layout.slots[command.args.slot], self._divided[command.args.group]
+                views = (self._arenas.view(slot, p.first * dtype.itemsize, (p.numel,), dtype) for p in pieces)
+                self._link.give((view, self._cuts(piece, piece)) for view, piece in zip(views, pieces, strict=True))
+                hooks.after(command)
+        except BaseException as failure:
+            self._failed(failure)
+
+    def _masters(self) -> Iterator[tuple[Tensor, list[int]]]:
+        """This rank's pieces of what masters have beside weights, segment by segment, and where nodes' shares begin."""
+        for group, pieces in self._divided.items():
+            segments = self._layout.groups[group].segments
+            for segment, plane in ((s, p) for s in segments for p in s.planes if p.kind == "remainder"):
+                slot = self._layout.slots[self._layout.plane_slot("remainder", group)]
+                for piece in pieces:
+                    inside = within(piece, segment)
+                    if inside is not None:
+                        start = plane.start + plane.num_bytes(inside.first - segment.first_element)
+                        view = self._arenas.view(slot, start, (inside.numel,), DTYPES[plane.dtype])
+                        yield view, self._cuts(piece, inside)
+
+    def _cuts(self, piece: GroupPiece, inside: GroupPiece) -> list[int]:
+        """The elements of what lies inside a piece with which the nodes' shares begin, and the end."""
+        first, end = inside.first, inside.first + inside.numel
+        return [min(max(cut, first), end) - first for cut in piece.cuts(self._link.nodes)]
 
     def _stored(self, before: Callable[[Command], None]) -> Iterator[Piece]:
         """This rank's pieces in the node's memory, each when the node's last round has stored it."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
@@ -95,7 +96,8 @@ def _write_all(descriptor: int, context: SeveralRanks, begins: Mapping[tuple[int
     count = max(1, WRITTEN_BYTES // (_DTYPE.itemsize * context.ranks.nodes))
     for piece in context.errors.pieces:
         for start, data in enumerate(context.errors.of(piece).split(count)):
-            for node, of_node in enumerate(context.link.gather(data)):
+            sizes = [data.numel() * _DTYPE.itemsize] * context.ranks.nodes
+            for node, of_node in enumerate(context.link.collect(data.view(torch.uint8), sizes)):
                 at = begins[node, piece.group] + (piece.first + start * count) * _DTYPE.itemsize
                 failure = failure or _failure_of(descriptor, of_node, at)
     if failure is not None:
@@ -104,7 +106,7 @@ def _write_all(descriptor: int, context: SeveralRanks, begins: Mapping[tuple[int
 
 def _failure_of(descriptor: int, data: Tensor, at: int) -> OSError | None:
     try:
-        write_at(descriptor, data, at)
+        write_at(descriptor, at, data)
     except OSError as error:
         return error
     return None

@@ -47,7 +47,7 @@ def state_tensors(weights: WeightStore, gathered: Mapping[str, Tensor] | None = 
         for plane in () if run.frozen else run.segment.planes:
             if plane.kind == "grad":
                 continue
-            if weights.layout.is_dealt(plane.kind, run.group):
+            if weights.layout.is_divided(plane.kind, run.group):
                 stored = _divided_tensor(weights, name, run, plane, gathered or {})
             elif plane.block == 1:
                 data = weights.plane(plane.kind, run)
@@ -80,7 +80,7 @@ def _dealt_tensor(weights: WeightStore, name: str, run: SourceRun, plane: Plane)
 def dealt_tensors(weights: WeightStore) -> list[DealtTensor]:
     """The tensors of a checkpoint that ranks divide, in the order of the model."""
     rows = ((name, run, plane) for name, run in weights.runs.items() if not run.frozen for plane in run.segment.planes)
-    dealt = (_dealt_tensor(weights, *row) for row in rows if weights.layout.is_dealt(row[2].kind, row[1].group))
+    dealt = (_dealt_tensor(weights, *row) for row in rows if weights.layout.is_divided(row[2].kind, row[1].group))
     return list({tensor.name: tensor for tensor in dealt}.values())
 
 
@@ -106,9 +106,8 @@ def load_tensors(weights: WeightStore, reader: CheckpointReader, more: Sequence[
     shared = [tensor for tensor in state_tensors(weights) if tensor.name not in divided]
     requests = [*more, *(ReadRequest(tensor.name, tensor.data) for tensor in weights.share.every(shared))]
     for tensor in dealt:
-        first, data = tensor.own(weights)
-        if data.numel():
-            requests.append(ReadRequest(tensor.name, data, first_element=first))
+        own = tensor.own(weights)
+        requests += [ReadRequest(tensor.name, data, first_element=first) for first, data in own if data.numel()]
     elsewhere = [request for request in requests if not on_host(request)]
     with reader.verifying() if weights.share.rank == 0 else nullcontext():
         reader.read_many([request for request in requests if on_host(request)])

@@ -146,7 +146,7 @@ class WeightStore:
 
     def own(self) -> dict[str, SourceRun]:
         """The tensors that this rank fills: every `size`-th of those that ranks share, and all that it has alone."""
-        groups, (rank, size, _) = range(len(self.layout.groups)), self.share
+        groups, (rank, size) = range(len(self.layout.groups)), self.share[:2]
         places = (self.layout.slots[self.layout.stored_slot("weights", group)].memory for group in groups)
         shared = [memory in ("node", "drive") for memory in places]
         numbered = enumerate(self.runs.items())
@@ -160,7 +160,7 @@ class WeightStore:
     def plane(self, kind: PlaneKind, run: SourceRun) -> Tensor | None:
         """Flat view of one plane of a source's elements, or None when the format has no such plane."""
         assert run.whole, "what lies in spans is written and read span by span"
-        assert not self.layout.is_dealt(kind, run.group), "a rank has only its share of what ranks divide"
+        assert not self.layout.is_divided(kind, run.group), "a rank has only its share of what ranks divide"
         plane = next((p for p in run.segment.planes if p.kind == kind), None)
         if plane is None:
             return None
