@@ -125,7 +125,8 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     for place, (_, count) in enumerate(parts):
         if count > 1:
             step_s += (count - 1) * max(rank[place].end_s - rank[place - 1].end_s for rank in ranks)
-    network_s = sum(max((t.timing.busy_s.get(Stream.CPU, 0.0) for t in each), default=0.0) for each in (exchanges, gathers))
+    busy = [[timed.timing.busy_s.get(Stream.CPU, 0.0) for timed in each] for each in (exchanges, gathers)]
+    network_s = sum(max(seconds, default=0.0) for seconds in busy)
     return RanksStep(ranks, step_s + max(0.0, wait_s), network_s, max(0.0, wait_s))
 
 
