@@ -95,6 +95,33 @@ def test_nodes_that_exchange_fewer_bytes_train_to_the_same_bits(exchange):
         check_same(shown, first)
 
 
+def shown_steps(rank: int, size: int, case: Case) -> tuple[list[float], list[bool], list[Any]]:
+    """Losses of steps, which of them were skipped, and the weights at the end."""
+    engine = opened(rank, size, case)
+    steps = [engine.train_step(calls[0]) for calls in case.steps]
+    weights = [tensor.numpy() for tensor in engine.state_dict().values()]
+    engine.close()
+    return [output.loss for output, _ in steps], [update.skipped for _, update in steps], weights
+
+
+def test_losses_with_fp8_stay_near_and_a_step_that_is_not_finite_is_skipped():
+    """Beside one rank, of which the second of seven steps on two batches is skipped as well."""
+    case = not_finite()
+    case = case._replace(steps=[*case.steps[:2], *[case.steps[step % 2 * 2] for step in range(5)]])
+    request = replace(case.plan.request, exchange="fp8")
+    told, other = values_of(
+        run_ranks(shown_steps, 2, 2, case._replace(plan=replace(case.plan, request=request)), nodes=2)
+    )
+    losses, skipped, weights = shown_steps(0, 1, case)
+    assert told[1] == skipped == [False, True, *[False] * 5]
+    np.testing.assert_allclose(told[0], losses, rtol=0.01)
+    assert told[0][-1] != losses[-1]
+    for found, same, alone in zip(told[2], other[2], weights, strict=True):
+        np.testing.assert_array_equal(found, same)
+        assert np.isfinite(found).all()
+        assert not np.array_equal(found, alone)
+
+
 def go_on(rank: int, size: int, case: Case, folder: Path, resumed: bool) -> tuple[list[str], dict[str, Any], float]:
     """Steps after the first, behind which a checkpoint is saved, or from which the run goes on; what is kept then."""
     engine = opened(rank, size, case)
