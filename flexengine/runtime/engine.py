@@ -286,6 +286,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         try:
             self._finish_save()
             self.executor.synchronize()
+            self.context.end_nodes(alone=True)
         except DriveError as error:
             if not error.again:  # else whoever called before knows
                 raise

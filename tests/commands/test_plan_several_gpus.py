@@ -134,6 +134,28 @@ def test_states_are_divided_over_gpus_where_the_host_is_too_small_for_them(tmp_p
     assert "divided" in (tmp_path / "plan.html").read_text()
 
 
+@pytest.mark.usefixtures("quick_search")
+def test_states_are_divided_over_nodes_where_one_host_is_too_small_for_them(tmp_path, capsys):
+    nodes, files = ["--nodes", "4"], ["--plan-json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
+    planned(capsys, *nodes, "--host-mem-gib", "12", *files)
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert {(home.states, home.update) for home in plan.groups} == {("nodes", "cpu")}
+    assert plan.predicted.host_bytes <= 11 * GIB, "one of the 12 GiB is left to the system"
+    spec = open_model(MODEL).spec
+    moments, halves = 8 * spec.num_parameters, 2 * spec.num_parameters
+    assert plan.predicted.host_categories["optimizer states"] == pytest.approx(moments / 4 + halves, rel=0.01)
+    described = describe(plan, None)
+    assert "30 of 30 groups divided over the nodes" in described
+    assert "nodes add up gradients and give each other weights" in described
+    assert "divided over the nodes" in (tmp_path / "plan.html").read_text()
+    assert main([*ARGUMENTS, *nodes, "--host-mem-gib", "8"]) == 2
+    told = capsys.readouterr().err
+    assert "it divides the optimizer states over 4 nodes" in told
+    advised = re.search(r"--max-host-mem-gib ([0-9.]+) .*planned: ", told)
+    assert advised, told
+    assert 7 < float(advised[1]) < 9
+
+
 def test_gpus_of_a_node_share_host_memory():
     card = preset("rtx4090")
     assert with_gpus(card, 1) == card

@@ -173,6 +173,25 @@ def test_ranks_that_exchange_nothing_between_nodes_are_priced():
     assert simulate_ranks(layout, rates()._replace(network_bytes_per_s=1e6)).exchange_s > 0
 
 
+@pytest.mark.parametrize("transport", ["relay", "split"])
+def test_nodes_give_each_other_weights_under_the_next_forward(transport, monkeypatch):
+    """Where they divide states: as many bytes cross, and forward waits for what comes late."""
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1201)
+    model = small_model(blocks=4)
+    plan = random_plan(Random(5), model, sliced=False)
+    request = replace(plan.request, ranks=2, nodes=4, max_global_batch_tokens=24 * plan.round_tokens)
+    homes = [(GroupPlan(update="cpu", states=states),) * len(plan.groups) for states in ("host", "nodes")]
+    changes = {"request": request, "transport": transport, "touched_only": False}
+    whole, divided = (Layout(model, replace(plan, groups=each, **changes)) for each in homes)
+    alone = simulate_ranks(divided, rates()).step_s
+    network = sum(c.args.network_bytes for c in lower_exchange(whole, Share(0, 2)).commands) / (0.01 * alone)
+    found, others = (simulate_ranks(each, rates()._replace(network_bytes_per_s=network)) for each in (divided, whole))
+    assert found.exchange_s == pytest.approx(others.exchange_s, rel=0.05)
+    assert found.step_s < 1.01 * alone
+    slow = simulate_ranks(divided, rates()._replace(network_bytes_per_s=network / 200))
+    assert slow.step_s > alone + 0.9 * slow.exchange_s / 2  # at least the gathered weights of the first group, and sums
+
+
 # -- as it runs ------------------------------------------------------------------------------------------------------
 
 LENGTHS = [30, 17, 24, 32, 9, 28, 31]

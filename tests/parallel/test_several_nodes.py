@@ -41,6 +41,11 @@ def tied_in_calls() -> Case:
     return Case(source, streamed(source), steps_of(67, LENGTHS, [30], [31, 12, 5, 29]))
 
 
+def streamed_by_cpu() -> Case:
+    source = random_weights(tiny_config())
+    return Case(source, streamed(source), steps_of(67, LENGTHS, count=3))
+
+
 def check_close(shown: Shown, expected: Shown) -> None:
     numbers = [[float(x) for x in found.numbers if x not in ("True", "False")] for found in (shown, expected)]
     np.testing.assert_allclose(*numbers, rtol=1e-6)
@@ -87,11 +92,12 @@ def exchanging(case: Case, exchange: Literal["bfloat16", "fp8"]) -> Case:
 
 @pytest.mark.parametrize("exchange", ["bfloat16", "fp8"])
 def test_nodes_that_exchange_fewer_bytes_train_to_the_same_bits(exchange):
-    """Whatever their ranks; two steps with FP8, so that what the first loses counts in the second."""
+    """Whatever their ranks; two steps with FP8, so that what the first loses counts in the second, and nodes that divide
+    states."""
     case = exchanging(bf16(), exchange)
     case = case._replace(steps=case.steps[: 2 if exchange == "fp8" else 1])
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
-    for shown in values_of(run_ranks(train, 6, 6, case, nodes=2)):
+    for shown in values_of(run_ranks(train, 6, 6, case._replace(by_nodes=exchange == "fp8"), nodes=2)):
         check_same(shown, first)
 
 
@@ -259,7 +265,9 @@ DEATHS = [pytest.param(4, "rank 3 (process", marks=pytest.mark.thorough), (2, "n
 
 @pytest.mark.parametrize(("size", "message"), DEATHS)
 def test_the_death_of_a_rank_ends_all_nodes(size, message):
-    outcomes = run_ranks(train_until_one_dies, size, float32(), size - 1, nodes=2)
+    """Also where the others wait for the weights that its node has updated."""
+    case = streamed_by_cpu()._replace(by_nodes=True)
+    outcomes = run_ranks(train_until_one_dies, size, case, size - 1, nodes=2)
     assert outcomes.pop().error == "ended"
     assert all(told.startswith(message) and seconds < 10 for told, seconds in values_of(outcomes)), outcomes
 

@@ -86,6 +86,19 @@ def test_a_larger_layout_is_refused():
         relocation(old, new, {"gpu": 1 << 40, "host": new.host_bytes - 1})
 
 
+def test_states_that_nodes_would_divide_otherwise_are_refused():
+    model = small_model()
+    plan = random_plan(Random(0), model, sliced=False)
+    request, groups = replace(plan.request, nodes=2), tuple(GroupPlan(update="cpu") for _ in plan.groups)
+    whole = replace(plan, request=request, groups=groups)
+    divided = replace(whole, groups=tuple(replace(home, states="nodes") for home in groups))
+    old, new = Layout(model, divided), Layout(model, whole)
+    capacity = {"gpu": 1 << 40, "host": 1 << 40, "node": 1 << 40}
+    assert relocation(old, Layout(model, divided), capacity) == ()
+    with pytest.raises(ValueError, match="nodes would divide the optimizer states otherwise than now; save"):
+        relocation(old, new, capacity)
+
+
 def test_gaps_are_found_before_between_and_after():
     taken = [ByteRange("gpu", 10, 10), ByteRange("gpu", 30, 10), ByteRange("host", 0, 99)]
     room = _Room({"gpu": 100, "node": 100}, cuts=[15])

@@ -110,8 +110,9 @@ class RankContext:
         one node. All ranks make this call together."""
         return None
 
-    def end_nodes(self) -> None:
-        """Wait until the node's memory holds the weights that other nodes have updated. All ranks make this call."""
+    def end_nodes(self, alone: bool = False) -> None:
+        """Wait until the node's memory holds the weights that other nodes have updated. All ranks make this call, or
+        with `alone` this one, for what it moves itself."""
 
     def gradients(self, weights: WeightStore, num_rounds: int, scale: float) -> dict[str, Tensor]:
         """The gradients that a step of so many rounds has stored, times `scale`, by Hugging Face name, on the CPU.
@@ -262,10 +263,11 @@ class SeveralRanks(RankContext):
         self.begin_nodes(num_rounds, loss_weight)
         return self._over_nodes.end()
 
-    def end_nodes(self) -> None:
+    def end_nodes(self, alone: bool = False) -> None:
         if self._over_nodes is not None:
             self._over_nodes.join()
-            self.barrier()
+            if not alone:
+                self.barrier()
 
     def gradients(self, weights: WeightStore, num_rounds: int, scale: float) -> dict[str, Tensor]:
         if self.link is None:
