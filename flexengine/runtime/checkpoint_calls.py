@@ -115,6 +115,7 @@ class CheckpointCalls(EngineParts):
             raise ValueError("a checkpoint between fwd_bwd and step would lose the gradients; call step() first")
         self._finish_save()
         self.executor.synchronize()
+        self.context.end_nodes()
         gathered = gather_states(self.weights, self.context, dealt_tensors(self.weights), Path(folder))
         errors = gather_errors(self.weights.layout, self.context, Path(folder))
         with self.context.while_nobody_writes():

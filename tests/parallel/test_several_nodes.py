@@ -92,8 +92,8 @@ def exchanging(case: Case, exchange: Literal["bfloat16", "fp8"]) -> Case:
 
 @pytest.mark.parametrize("exchange", ["bfloat16", "fp8"])
 def test_nodes_that_exchange_fewer_bytes_train_to_the_same_bits(exchange):
-    """Whatever their ranks; two steps with FP8, so that what the first loses counts in the second, and nodes that divide
-    states."""
+    """Whatever their ranks; two steps with FP8, so that what the first loses counts in the second, by nodes that divide
+    states, too."""
     case = exchanging(bf16(), exchange)
     case = case._replace(steps=case.steps[: 2 if exchange == "fp8" else 1])
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
