@@ -138,6 +138,8 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         with self.context.together():  # adapters begin with what all ranks have loaded of the base
             start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
             self.executor.synchronize()
+        if self.context.over_nodes is not None:
+            self.context.over_nodes.keep_masters()
         self.planes.fetch()
         self.arenas.reserve_workspace(self.layout.workspace_bytes)
         if self.plan.request.nodes > 1:

@@ -201,7 +201,7 @@ class Layout(PlannedSizes):
 
     def is_divided(self, kind: PlaneKind, group: int) -> bool:
         """Whether ranks or nodes divide a plane of a group, so that nobody has it whole."""
-        return self.is_dealt(kind, group) or (group in self.node_states and kind in self.groups[group].rule_states)
+        return self.is_dealt(kind, group) or (group in self.node_states and kind in self.groups[group].state_kinds)
 
     def run_place(self, kind: PlaneKind, group: int, run: Run) -> tuple[int, int]:
         """The slot of a run within a plane, and its first element there.

@@ -1,7 +1,8 @@
 """Pieces in which nodes exchange a group's gradient, and the optimizer states that a node keeps of what they divide.
 
 Each node adds up a share of every piece. Where nodes divide the states of a group, a node keeps those of its shares
-alone, updates these elements, and gives their weights to the others.
+alone, with the lower halves of their masters, updates these elements, and gives their weights to the others. While
+somebody reads or writes masters, all lower halves lie in the place of the group's gradient, element by element.
 """
 
 from __future__ import annotations
@@ -122,5 +123,8 @@ def why_no_node_states(stored: GroupStorage) -> str:
     """Why nodes cannot divide the states of a trained group; empty if they can."""
     if stored.on_gpu_only:
         return "whole matrices are updated at once"
-    blocks = {plane.block for segment in stored.segments for plane in segment.planes}
+    planes = [plane for segment in stored.segments for plane in segment.planes]
+    if any(plane.kind == "remainder" and plane.dtype != "int16" for plane in planes):
+        return "its masters lie beside its weights in whole"
+    blocks = {plane.block for plane in planes}
     return f"its optimizer states lie in blocks of {max(blocks)} elements" if max(blocks) > 1 else ""

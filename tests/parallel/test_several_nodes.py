@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from engine_helpers import FLOAT32, random_batch, random_weights, tiny_config
-from rank_cases import LENGTHS, Case, balanced_experts, bf16, float32, not_finite, one_round, steps_of, streamed
+from rank_cases import BF16, LENGTHS, Case, balanced_experts, bf16, float32, not_finite, one_round, steps_of, streamed
 from ranks_helper import run_ranks, values_of
 from test_from_pretrained import JOB, profile
 from test_several_ranks import Shown, change_plans, check_same, opened, several_plans, train
@@ -43,7 +43,7 @@ def tied_in_calls() -> Case:
 
 def streamed_by_cpu() -> Case:
     source = random_weights(tiny_config())
-    return Case(source, streamed(source), steps_of(67, LENGTHS, count=3))
+    return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS, count=3))
 
 
 def check_close(shown: Shown, expected: Shown) -> None:
@@ -252,6 +252,10 @@ def test_nodes_change_plans_between_steps():
 def train_until_one_dies(rank: int, case: Case, dies: int) -> tuple[str, float]:
     engine = opened(rank, 2, case, watched=True)
     engine.train_step(case.steps[0][0])
+    engine.fwd_bwd(case.steps[1][0])
+    with pytest.raises(ValueError, match="nodes divide the masters, which would take the place of the gradients"):
+        engine.state_dict()
+    engine.step()
     if rank == dies:
         os.kill(os.getpid(), signal.SIGKILL)
     start_s = time.monotonic()

@@ -42,8 +42,8 @@ def states_of_nodes(model: ModelSpec, request: Request) -> tuple[list[int], int]
     divided, spared = list[int](), 0
     for index, group in enumerate(model.groups if request.nodes > 1 else ()):
         stored = group_storage(group, request.numerics)
-        if not group.frozen and stored.rule_states and not why_no_node_states(stored):
+        if not group.frozen and stored.state_kinds and not why_no_node_states(stored):
             states = NodeStates(stored, request.nodes)
-            spared += sum(align(stored.plane_bytes[k]) - align(states.num_bytes(k)) for k in stored.rule_states)
+            spared += sum(align(stored.plane_bytes[k]) - align(states.num_bytes(k)) for k in stored.state_kinds)
             divided.append(index)
     return divided, max(0, spared) // request.ranks

@@ -59,7 +59,8 @@ class RankContext:
 
     rank: its number among those of all nodes. share: what it updates, loads and fills of its node's memory.
     collectives: with the other ranks of the node, where their GPUs reach each other. cuts: offsets in the node's memory
-    that no copy of CUDA may cross. writes_files: this rank is the one that does. errors: kept of exchanges of nodes.
+    that no copy of CUDA may cross. over_nodes: what nodes add and share. writes_files: this rank is the
+    one that does. errors: kept of exchanges of nodes.
     """
 
     seat = Seat()
@@ -68,6 +69,7 @@ class RankContext:
     share: Share = ALONE
     collectives: Collectives | None = None
     cuts: Sequence[int] = ()
+    over_nodes: NodeGradients | None = None
     writes_files = True
 
     def __init__(self, layout: Layout) -> None:
@@ -207,7 +209,6 @@ class SeveralRanks(RankContext):
         self.errors = kept_errors(layout, self.share)
         self._device, self._write_back, self._settle = device, nothing_newer, nothing_newer
         self._gpu: Tensor | None = None
-        self._over_nodes: NodeGradients | None = None
         self._connect_gpus(layout)
         if self._watch is not None:
             self._watch.follow(self._signals)
@@ -229,7 +230,7 @@ class SeveralRanks(RankContext):
     def use(self, layout: Layout, arenas: Arenas, write_back: Callable[[], None]) -> None:
         self._write_back = write_back
         if self.link is not None:
-            self._over_nodes = NodeGradients(layout, arenas, self.ranks, self.link, self._abort, self.errors)
+            self.over_nodes = NodeGradients(layout, arenas, self.ranks, self.link, self._abort, self.errors)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -249,23 +250,23 @@ class SeveralRanks(RankContext):
         return self.last == self.ranks.local_rank
 
     def count_update(self) -> None:
-        if self._over_nodes is not None:
-            self._over_nodes.give_weights(self.hooks())
+        if self.over_nodes is not None:
+            self.over_nodes.give_weights(self.hooks())
         self.updates += 1
 
     def begin_nodes(self, num_rounds: int, loss_weight: float) -> None:
-        if self._over_nodes is not None:
-            self._over_nodes.begin(num_rounds, loss_weight, self.hooks().before)
+        if self.over_nodes is not None:
+            self.over_nodes.begin(num_rounds, loss_weight, self.hooks().before)
 
     def add_nodes(self, num_rounds: int, loss_weight: float) -> Tensor | None:
-        if self._over_nodes is None:
+        if self.over_nodes is None:
             return None
         self.begin_nodes(num_rounds, loss_weight)
-        return self._over_nodes.end()
+        return self.over_nodes.end()
 
     def end_nodes(self, alone: bool = False) -> None:
-        if self._over_nodes is not None:
-            self._over_nodes.join()
+        if self.over_nodes is not None:
+            self.over_nodes.join()
             if not alone:
                 self.barrier()
 
@@ -314,8 +315,7 @@ class SeveralRanks(RankContext):
     @contextmanager
     def while_nobody_writes(self) -> Iterator[None]:
         self._write_back()
-        if self._over_nodes is not None:
-            self._over_nodes.give_masters()
+        self.end_nodes(alone=True)
         self.barrier()
         with self.together():
             yield
@@ -375,8 +375,8 @@ class SeveralRanks(RankContext):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        if self._over_nodes is not None:
-            self._over_nodes.join()  # while it still notices that a rank is lost
+        if self.over_nodes is not None:
+            self.over_nodes.join()  # while it still notices that a rank is lost
         self.control.check_lost = self._check_others
         if self.collectives is not None:
             self.collectives.close()

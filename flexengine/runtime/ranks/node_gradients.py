@@ -8,7 +8,7 @@ Where nodes divide optimizer states, the thread also gives the others what this 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,7 +26,7 @@ from flexengine.runtime.ranks.sent_gradients import sent_gradients
 from flexengine.runtime.weights.weight_store import WeightStore
 from flexengine.schedule.commands import Command
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.node_states import GroupPiece, within
+from flexengine.schedule.node_states import GroupPiece
 from flexengine.schedule.ranks.node_exchange import (
     divided_pieces,
     givers_of,
@@ -37,6 +37,7 @@ from flexengine.schedule.ranks.node_exchange import (
     sent_as,
 )
 from flexengine.schedule.shares import Share
+from flexengine.schedule.slots import PlaneKind
 
 _INTERRUPTIBLE_S = 0.05  # how long Python waits for a thread before it looks for Ctrl-C
 
@@ -55,13 +56,12 @@ class NodeGradients:
         self._layout, self._arenas, self._ranks, self._failed = layout, arenas, ranks, failed
         self._link, self._control, self._errors = link, link.control, errors
         self._pieces = list(node_pieces(layout))
-        share = Share(ranks.local_rank, ranks.local_size, node=ranks.node)
+        self._share = share = Share(ranks.local_rank, ranks.local_size, node=ranks.node)
         self._own, self._gather = lower_exchange(layout, share), lower_gather(layout, share)
         self._divided = divided_pieces(layout, share)
         self._kept = [piece.group in self._divided for piece in share.every(self._pieces)]
         self._thread: threading.Thread | None = None
         self._adds = False  # whether the last thread that has begun adds gradients
-        self._stale = False  # whether this node lacks masters that others have updated
         self._squares: list[float] = []  # of the pieces that this rank has added
         self._failure: BaseException | None = None
 
@@ -82,7 +82,6 @@ class NodeGradients:
         hooks: as of the update, which is issued. All ranks of all nodes make this call.
         """
         if self._divided:
-            self._stale = True
             self._start(partial(self._give, hooks))
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -99,15 +98,30 @@ class NodeGradients:
         self._thread = threading.Thread(target=run, name="flexengine-nodes")
         self._thread.start()
 
-    def give_masters(self) -> None:
-        """Give all nodes the masters' lower halves that each has updated, as whoever reads masters needs them.
+    @property
+    def divides_masters(self) -> bool:
+        """Whether nodes divide lower halves of masters."""
+        return any("remainder" in self._layout.groups[group].plane_bytes for group in self._divided)
 
-        All ranks of all nodes make this call, when nothing runs.
+    def show_masters(self) -> None:
+        """Have every node hold the lower halves of all masters, in the place of gradients, until it stores some.
+
+        All ranks of all nodes make this call, when nothing runs and there are no gradients.
         """
         self.join()
-        if self._stale:
-            self._link.give(self._masters())
-            self._stale = False
+        for own, whole in self._halves():
+            whole.copy_(own)
+        self._control.barrier()
+        for group, pieces in self._divided.items():
+            if "remainder" in self._layout.groups[group].plane_bytes:
+                self._link.give(self._views("grad", group, pieces, torch.int16))
+        self._control.barrier()
+
+    def keep_masters(self) -> None:
+        """Take this rank's lower halves of masters from there, where they have been loaded. Order: gradients come when
+        all ranks have done so."""
+        for own, whole in self._halves():
+            own.copy_(whole)
 
     def end(self) -> Tensor:
         """Wait until the node's memory holds the sums; returns the sums of squares by run, float64 on the CPU.
@@ -140,30 +154,38 @@ class NodeGradients:
         try:
             for command in self._gather.commands:
                 hooks.before(command)
-                slot, pieces = self._layout.slots[command.args.slot], self._divided[command.args.group]
-                views = (self._arenas.view(slot, p.first * dtype.itemsize, (p.numel,), dtype) for p in pieces)
-                self._link.give((view, self._cuts(piece, piece)) for view, piece in zip(views, pieces, strict=True))
+                group = command.args.group
+                self._link.give(self._views("weights", group, self._divided[group], dtype))
                 hooks.after(command)
         except BaseException as failure:
             self._failed(failure)
 
-    def _masters(self) -> Iterator[tuple[Tensor, list[int]]]:
-        """This rank's pieces of what masters have beside weights, segment by segment, and where nodes' shares begin."""
-        for group, pieces in self._divided.items():
-            segments = self._layout.groups[group].segments
-            for segment, plane in ((s, p) for s in segments for p in s.planes if p.kind == "remainder"):
-                slot = self._layout.slots[self._layout.plane_slot("remainder", group)]
-                for piece in pieces:
-                    inside = within(piece, segment)
-                    if inside is not None:
-                        start = plane.start + plane.num_bytes(inside.first - segment.first_element)
-                        view = self._arenas.view(slot, start, (inside.numel,), DTYPES[plane.dtype])
-                        yield view, self._cuts(piece, inside)
+    def _views(
+        self, kind: PlaneKind, group: int, pieces: Sequence[GroupPiece], dtype: torch.dtype
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """Pieces of a plane with an entry for each element of a group, and where in each the nodes' shares begin."""
+        slot, width = self._layout.slots[self._layout.plane_slot(kind, group)], dtype.itemsize
+        for piece in pieces:
+            cuts = [cut - piece.first for cut in piece.cuts(self._link.nodes)]
+            yield self._arenas.view(slot, piece.first * width, (piece.numel,), dtype), cuts
 
-    def _cuts(self, piece: GroupPiece, inside: GroupPiece) -> list[int]:
-        """The elements of what lies inside a piece with which the nodes' shares begin, and the end."""
-        first, end = inside.first, inside.first + inside.numel
-        return [min(max(cut, first), end) - first for cut in piece.cuts(self._link.nodes)]
+    def _halves(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's lower halves of masters, and their places where all lie in the place of the gradient."""
+        layout, arenas = self._layout, self._arenas
+        for group, states in layout.node_states.items():
+            segments = layout.groups[group].segments
+            for segment, plane in ((s, p) for s in segments for p in s.planes if p.kind == "remainder"):
+                slots = [layout.slots[layout.plane_slot(kind, group)] for kind in ("remainder", "grad")]
+                for span in states.spans(segment, self._share):
+                    places = (
+                        states.offset(segment, plane, span.place),
+                        plane.num_bytes(segment.first_element + span.start),
+                    )
+                    own, whole = (
+                        arenas.view(slot, place, (span.count,), torch.int16)
+                        for slot, place in zip(slots, places, strict=True)
+                    )
+                    yield own, whole
 
     def _stored(self, before: Callable[[Command], None]) -> Iterator[Piece]:
         """This rank's pieces in the node's memory, each when the node's last round has stored it."""

@@ -108,7 +108,7 @@ def _pieces(layout: Layout, group: int, share: Share) -> Iterator[tuple[Segment,
 
 def _offset(layout: Layout, group: int, segment: Segment, plane: Plane, start: int, place: int | None) -> int:
     """Where an element lies in the slot of a plane; place: of its states where nodes divide them."""
-    if place is not None and plane.kind in layout.groups[group].rule_states:
+    if place is not None and plane.kind in layout.groups[group].state_kinds:
         return layout.node_states[group].offset(segment, plane, place)
     return plane.start + plane.num_bytes(start)
 

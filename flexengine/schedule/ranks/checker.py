@@ -139,7 +139,7 @@ def check_node_states(layout: Layout, runs: Sequence[Sequence[RankRun]], node: i
             slot, offset = tile.planes[plane.kind]
             place, within = layout.slots[layout.plane_slot(plane.kind, tile.group)], plane.num_bytes(tile.start)
             expected = place.offset + plane.start + within
-            if plane.kind in layout.groups[tile.group].rule_states:
+            if plane.kind in layout.groups[tile.group].state_kinds:
                 expected = place.offset + states.offset(segment, plane, span.place + tile.start - span.start)
             if (program.slots[slot].memory, program.slots[slot].offset + offset) != (place.memory, expected):
                 raise ProgramError(f"{command.label} takes {plane.kind} from where the node has that of other elements")
