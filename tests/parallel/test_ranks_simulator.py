@@ -162,6 +162,17 @@ def test_nodes_add_up_gradients_beside_the_last_round(transport, monkeypatch):
         assert found.step_s == pytest.approx(alone.step_s + found.exchange_wait_s)
 
 
+def test_ranks_that_exchange_nothing_between_nodes_are_priced():
+    """More ranks of a node than there are pieces."""
+    model = small_model()
+    plan = random_plan(Random(5), model, sliced=False)
+    request = replace(plan.request, ranks=9, nodes=2, max_global_batch_tokens=18 * plan.round_tokens)
+    groups = tuple(GroupPlan() for _ in plan.groups)
+    layout = Layout(model, replace(plan, groups=groups, request=request, transport="relay", touched_only=False))
+    assert not lower_exchange(layout, Share(8, 9)).commands
+    assert simulate_ranks(layout, rates()._replace(network_bytes_per_s=1e6)).exchange_s > 0
+
+
 @pytest.mark.parametrize("transport", ["relay", "split"])
 def test_nodes_give_each_other_weights_under_the_next_forward(transport, monkeypatch):
     """Where they divide states: as many bytes cross, and forward waits for what comes late."""

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -91,12 +92,73 @@ def exchanging(case: Case, exchange: Literal["bfloat16", "fp8"]) -> Case:
 
 @pytest.mark.parametrize("exchange", ["bfloat16", "fp8"])
 def test_nodes_that_exchange_fewer_bytes_train_to_the_same_bits(exchange):
-    """Whatever their ranks; two steps with FP8, so that what the first loses counts in the second."""
+    """Whatever their ranks; two steps with FP8, so that what the first loses counts in the second, by nodes that divide
+    states, too."""
     case = exchanging(bf16(), exchange)
     case = case._replace(steps=case.steps[: 2 if exchange == "fp8" else 1])
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
-    for shown in values_of(run_ranks(train, 6, 6, case, nodes=2)):
+    for shown in values_of(run_ranks(train, 6, 6, case._replace(by_nodes=exchange == "fp8"), nodes=2)):
         check_same(shown, first)
+
+
+def shown_steps(rank: int, size: int, case: Case) -> tuple[list[float], list[bool], list[Any]]:
+    """Losses of steps, which of them were skipped, and the weights at the end."""
+    engine = opened(rank, size, case)
+    steps = [engine.train_step(calls[0]) for calls in case.steps]
+    weights = [tensor.numpy() for tensor in engine.state_dict().values()]
+    engine.close()
+    return [output.loss for output, _ in steps], [update.skipped for _, update in steps], weights
+
+
+def test_losses_with_fp8_stay_near_and_a_step_that_is_not_finite_is_skipped():
+    """Beside one rank, of which the second of seven steps on two batches is skipped as well."""
+    case = not_finite()
+    case = case._replace(steps=[*case.steps[:2], *[case.steps[step % 2 * 2] for step in range(5)]])
+    request = replace(case.plan.request, exchange="fp8")
+    told, other = values_of(
+        run_ranks(shown_steps, 2, 2, case._replace(plan=replace(case.plan, request=request)), nodes=2)
+    )
+    losses, skipped, weights = shown_steps(0, 1, case)
+    assert told[1] == skipped == [False, True, *[False] * 5]
+    np.testing.assert_allclose(told[0], losses, rtol=0.01)
+    assert told[0][-1] != losses[-1]
+    for found, same, alone in zip(told[2], other[2], weights, strict=True):
+        np.testing.assert_array_equal(found, same)
+        assert np.isfinite(found).all()
+        assert not np.array_equal(found, alone)
+
+
+def go_on(rank: int, size: int, case: Case, folder: Path, resumed: bool) -> tuple[list[str], dict[str, Any], float]:
+    """Steps after the first, behind which a checkpoint is saved, or from which the run goes on; what is kept then."""
+    engine = opened(rank, size, case)
+    if resumed:
+        engine.load_checkpoint(folder)
+    else:
+        engine.train_step(case.steps[0][0])
+        engine.save_checkpoint(folder)
+    errors = engine.context.errors
+    assert errors is not None
+    kept = sum(float(errors.of(piece).double().abs().sum()) for piece in errors.pieces)
+    updates = [engine.train_step(calls[0])[1] for calls in case.steps[1:]]
+    weights = {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
+    engine.close()
+    return [repr(update.grad_norm) for update in updates], weights, kept
+
+
+def test_a_resumed_run_has_what_fp8_lost_before(tmp_path):
+    """By other numbers of ranks in two nodes; by three nodes, which begin with nothing. Steps differ in tokens."""
+    case = exchanging(bf16(), "fp8")
+    batches = [random_batch(step, LENGTHS[: 7 - 2 * step] * 2, 67) for step in range(3)]
+    case = case._replace(steps=[[batch] for batch in batches])
+    (numbers, weights, kept), _ = values_of(run_ranks(go_on, 2, 2, case, tmp_path / "saved", False, nodes=2))
+    found = values_of(run_ranks(go_on, 6, 6, case, tmp_path / "saved", True, nodes=2))
+    assert sum(other for *_, other in found[:3]) == pytest.approx(kept)
+    assert kept > 0
+    for told, arrays, _ in found:
+        check_same(Shown(told, {}, arrays), Shown(numbers, {}, weights))
+    others = values_of(run_ranks(go_on, 3, 3, case, tmp_path / "saved", True, nodes=3))
+    assert [other for *_, other in others] == [0.0] * 3
+    assert others[0][0] != numbers
 
 
 def added(rank: int, stored: torch.dtype, sent: str) -> list[tuple[Any, float]]:

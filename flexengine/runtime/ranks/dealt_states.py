@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -70,14 +70,36 @@ def gather_states(
 ) -> dict[str, Tensor]:
     """Gather tensors that ranks divide, by name, where the rank that writes files can read them; none on the others.
 
-    The file has no name once all ranks of its node have opened it, and goes with the last tensor. All ranks make this
-    call, when nothing of them runs. Raises: CheckpointError where the disk is too small; OSError.
+    All ranks make this call, when nothing of them runs. Raises: CheckpointError where the disk is too small; OSError.
     """
     if not tensors or not isinstance(context, SeveralRanks):
         return {}
-    writes, found = context.writes_files, dict[str, Tensor]()
+
+    begins, link = dict(_places(tensors)), context.link
+
+    def write(descriptor: int) -> None:
+        for begin, tensor in begins.items() if descriptor >= 0 else ():
+            for first, data in tensor.own(weights):
+                write_at(descriptor, begin + first * data.element_size(), data)
+        if link is not None and weights.layout.node_states:
+            _write_of_nodes(descriptor, weights, tensors, link)
+
+    raw = file_of_ranks(context, folder, max(begin + tensor.num_bytes for begin, tensor in begins.items()), write)
+    if raw is None:
+        return {}
+    return {t.name: raw[begin : begin + t.num_bytes].view(t.dtype) for begin, t in begins.items()}
+
+
+def file_of_ranks(context: SeveralRanks, folder: Path, num_bytes: int, write: Callable[[int], None]) -> Tensor | None:
+    """The bytes of a file beside a checkpoint, as the rank that writes files reads them; None on the others.
+
+    Their pages are the system's, which may drop and read them again. write: called by all ranks together with the
+    file's descriptor, -1 on the other nodes. The file has no name once it is open, and goes with the last tensor.
+    Raises: CheckpointError where the disk is too small; OSError; what `write` raises.
+    """
+    writes, found = context.writes_files, None
     with context.together():
-        new = _new_file(folder, sum(tensor.num_bytes for tensor in tensors)) if writes else ""
+        new = _new_file(folder, num_bytes) if writes else ""
     path, descriptor = context.control.broadcast(new), -1
     try:
         try:
@@ -87,14 +109,12 @@ def gather_states(
             if writes:
                 os.unlink(path)
         with context.together():
-            if descriptor >= 0:
-                for begin, tensor in _places(tensors):
-                    for first, data in tensor.own(weights):
-                        _write(descriptor, begin + first * data.element_size(), data)
-            if context.link is not None and weights.layout.node_states:
-                _write_of_nodes(descriptor, weights, tensors, context.link)
+            write(descriptor)
         with context.together():
-            found = _mapped(descriptor, tensors) if writes else found
+            if writes:
+                os.truncate(descriptor, num_bytes)
+                raw = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+                found = torch.frombuffer(raw, dtype=torch.uint8)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -137,23 +157,17 @@ def _write_of_nodes(descriptor: int, weights: WeightStore, tensors: Sequence[Dea
             for part, found in list(zip(parts, given, strict=True))[1:] if given else ():
                 try:
                     if part is not None and failure is None:
-                        _write(descriptor, begin + part[0] * width, found)
+                        write_at(descriptor, begin + part[0] * width, found)
                 except OSError as error:
                     failure = error
     if failure is not None:
         raise failure
 
 
-def _write(descriptor: int, offset: int, data: Tensor) -> None:
+def write_at(descriptor: int, offset: int, data: Tensor) -> None:
     """Write entries; a full disk raises here, where one behind mapped memory would kill the process."""
     for values in data.split(WRITTEN_BYTES // data.element_size()):
         piece = values.cpu().view(torch.uint8).numpy().data
         while piece:
             written = os.pwrite(descriptor, piece, offset)
             piece, offset = piece[written:], offset + written
-
-
-def _mapped(descriptor: int, tensors: Sequence[DealtTensor]) -> dict[str, Tensor]:
-    """View the file's tensors by name; their pages are the system's, which may drop and read them again."""
-    raw = torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    return {tensor.name: raw[begin : begin + tensor.num_bytes].view(tensor.dtype) for begin, tensor in _places(tensors)}

@@ -16,11 +16,12 @@ class KeptErrors:
 
     Gradients are those of a sum over tokens, of which a step's update takes the mean: what is kept of one step counts
     in the next one by the ratio of what the sums are divided by. weight: by what the kept ones would be, 0 at first.
+    pieces: of this rank, in order.
     """
 
     def __init__(self, layout: Layout, share: Share) -> None:
         pieces = own_pieces(layout, share)
-        self._pieces = set(pieces)
+        self.pieces = pieces
         self._flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=DTYPES[ERROR_DTYPE])
         found = self._flat.split([piece.numel for piece in pieces])
         self._of = {(piece.group, piece.first): error for piece, error in zip(pieces, found, strict=True)}
@@ -32,7 +33,7 @@ class KeptErrors:
 
     def check_takes(self, layout: Layout, share: Share) -> None:
         """Raise ValueError unless another layout gives this rank the same pieces."""
-        if self._pieces != set(own_pieces(layout, share)):
+        if set(self.pieces) != set(own_pieces(layout, share)):
             raise ValueError("the new plan divides what ranks exchange between nodes otherwise")
 
     def factor(self, weight: float) -> float:
@@ -41,10 +42,11 @@ class KeptErrors:
         self.weight = weight
         return factor
 
-    def forget(self) -> None:
-        """Keep nothing."""
-        self._flat.zero_()
-        self.weight = 0.0
+    def begin(self, weight: float | None) -> None:
+        """Go on from a checkpoint: with the errors of that weight, which have been read, or None with nothing kept."""
+        if weight is None:
+            self._flat.zero_()
+        self.weight = weight or 0.0
 
 
 def kept_errors(layout: Layout, share: Share) -> KeptErrors | None:

@@ -6,7 +6,7 @@ Neither depends on where the plan puts a plane, so an engine under another plan,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.runtime.arena import DTYPES
 from flexengine.runtime.ranks.dealt_states import DealtTensor
+from flexengine.runtime.ranks.saved_errors import PREFIX
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.staging import load_staged, on_host
 from flexengine.runtime.weights.weight_store import SourceRun, WeightStore
@@ -92,18 +93,18 @@ def _whole_plane(weights: WeightStore, run: SourceRun, plane: Plane) -> Tensor:
     return weights.arenas.view(slot, start, (count,), dtype)
 
 
-def load_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
+def load_tensors(weights: WeightStore, reader: CheckpointReader, more: Sequence[ReadRequest] = ()) -> None:
     """Read all planes of a checkpoint to where the plan puts them, and compare the files with their checksums.
 
     Of several ranks, each reads some of the planes and its own part of what ranks divide, and the first compares the
-    files.
+    files. more: what this rank reads besides.
 
     Raises: CheckpointError where a file differs from its checksum, when all is read.
     """
     dealt = dealt_tensors(weights)
     divided = {tensor.name for tensor in dealt}
     shared = [tensor for tensor in state_tensors(weights) if tensor.name not in divided]
-    requests = [ReadRequest(tensor.name, tensor.data) for tensor in weights.share.every(shared)]
+    requests = [*more, *(ReadRequest(tensor.name, tensor.data) for tensor in weights.share.every(shared))]
     for tensor in dealt:
         own = tensor.own(weights)
         requests += [ReadRequest(tensor.name, data, first_element=first) for first, data in own if data.numel()]
@@ -117,10 +118,12 @@ def load_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
 def check_same_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
     """Raise ValueError unless a checkpoint holds exactly the tensors that are trained here, in their shapes and dtypes.
 
-    One that holds more was saved by a run that trained more, whose work would be lost without a word.
+    One that holds more was saved by a run that trained more, whose work would be lost without a word. What exchanges
+    between nodes have lost is left to the caller.
     """
     wanted = {tensor.name: (list(tensor.shape), str(tensor.data.dtype)) for tensor in state_tensors(weights)}
     found = {name: (list(entry.shape), str(entry.dtype)) for name, entry in reader.tensors.items()}
+    found = {name: entry for name, entry in found.items() if not name.startswith(PREFIX)}
     differing = [name for name in (*wanted, *found) if wanted.get(name) != found.get(name)]
     if differing:
         name = differing[0]

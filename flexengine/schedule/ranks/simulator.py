@@ -125,7 +125,8 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     for place, (_, count) in enumerate(parts):
         if count > 1:
             step_s += (count - 1) * max(rank[place].end_s - rank[place - 1].end_s for rank in ranks)
-    network_s = sum(max((t.timing.busy_s[Stream.CPU] for t in each), default=0.0) for each in (exchanges, gathers))
+    busy = [[timed.timing.busy_s.get(Stream.CPU, 0.0) for timed in each] for each in (exchanges, gathers)]
+    network_s = sum(max(seconds, default=0.0) for seconds in busy)
     return RanksStep(ranks, step_s + max(0.0, wait_s), network_s, max(0.0, wait_s))
 
 
@@ -230,8 +231,8 @@ class _Simulation:
         self._changed: set[int] = set()  # ranks
 
     def timed(self, number: int, run: RunEvents) -> TimedRankRun:
-        """The times of a run, from its begin on."""
-        begin, busy_s = self._begin[number], dict.fromkeys(streams_of(run.run.program), 0.0)
+        """The times of a run, from its begin on; of one without commands, from 0."""
+        begin, busy_s = self._begin.get(number, 0.0), dict.fromkeys(streams_of(run.run.program), 0.0)
         of_run = slice(run.events.start, run.events.stop)
         starts, ends = ([at_s - begin for at_s in times[of_run]] for times in (self.start, self.end))
         for command, start_s, end_s in zip(run.run.program.commands, starts, ends, strict=True):
