@@ -1,6 +1,7 @@
 """How fast are several nodes, by simulation? Plans steps of Llama 3.1 8B on nodes of eight H200 and on one of them.
 
 python -m bench.node_tables --json bench/results/ranks_tables.json   # replaces the rows of nodes in that file
+python -m bench.node_tables --exchanges --json bench/results/ranks_tables.json   # those of what two nodes send, alone
 
 The share is of what the nodes would do if each were as fast as one alone, under the plan that is fastest there: what
 nodes cost altogether, what they wait for and what they may not do. Rates of a network are what it is called.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import preset
@@ -20,18 +21,23 @@ from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Plan, Request
 from flexengine.planner.ranks.plan import plan_for_ranks
 
+Exchange = Literal["float32", "bfloat16", "fp8"]
+
 MODEL, CARD, GPUS = "llama-3.1-8b", "h200", 8
 GPU_GIB, HOST_GIB = 24, 110  # of each GPU
 TOKENS = (131072, 32768)
 NODES = (2, 16, 128)
 GBIT_PER_S = (25, 100, 400)
+EXCHANGES: tuple[Exchange, ...] = ("float32", "bfloat16", "fp8")
+SLOW_GBIT_PER_S = (10, 25, 100)
 
 
-def planned(nodes: int, tokens: int, gbit_per_s: float = 100.0) -> Plan:
+def planned(nodes: int, tokens: int, gbit_per_s: float = 100.0, exchange: Exchange = "bfloat16") -> Plan:
     """The fastest plan of so many nodes, each GPU of which has so many tokens of a step."""
+    numerics = Numerics(state="bfloat16", grad="float32" if exchange == "float32" else "bfloat16")
     request = Request(
-        2048, nodes * GPUS * tokens, GPU_GIB * GIB, GPUS * HOST_GIB * GIB, numerics=Numerics(state="bfloat16"),
-        ranks=GPUS, nodes=nodes, whole_steps=True,
+        2048, nodes * GPUS * tokens, GPU_GIB * GIB, GPUS * HOST_GIB * GIB, numerics=numerics,
+        ranks=GPUS, nodes=nodes, whole_steps=True, exchange="fp8" if exchange == "fp8" else None,
     )  # fmt: skip
     model = open_model(f"preset:{MODEL}", needs_weights=False).spec
     return plan_for_ranks(model, request, with_gpus(preset(CARD), GPUS), gbit_per_s * 1e9 / 8)
@@ -54,14 +60,30 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
+def rows_of_exchanges() -> list[list[Any]]:
+    """What two nodes send, Gbit/s, seconds of a step and those that all else waits, and the share of what two nodes
+    would do if each were as fast as one alone that stores bfloat16."""
+    tokens, found = TOKENS[-1], []
+    alone_s = planned(1, tokens).predicted.step_s
+    for exchange in EXCHANGES:
+        for gbit_per_s in SLOW_GBIT_PER_S:
+            told = planned(2, tokens, gbit_per_s, exchange).predicted
+            figures = (told.step_s, told.exchange_wait_s, alone_s / told.step_s)
+            found.append([exchange, gbit_per_s, *(round(figure, 3) for figure in figures)])
+            print(found[-1], flush=True)
+    return found
+
+
 def main() -> None:
     """Plan all rows, and replace those of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=None, help="the file whose rows of nodes are replaced")
-    path = parser.parse_args().json
-    found = rows()
-    if path is not None:
-        path.write_text(json.dumps({**json.loads(path.read_text()), "nodes": found}, separators=(",", ":")) + "\n")
+    parser.add_argument("--json", type=Path, default=None, help="the file whose rows are replaced")
+    parser.add_argument("--exchanges", action="store_true", help="plan two nodes that send gradients in several dtypes")
+    flags = parser.parse_args()
+    found = {"exchanges": rows_of_exchanges()} if flags.exchanges else {"nodes": rows()}
+    if flags.json is not None:
+        told = {**json.loads(flags.json.read_text()), **found}
+        flags.json.write_text(json.dumps(told, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m bench.random_runs --seeds 0 2000 --minutes 30 --json out.json
     python -m bench.random_runs --seeds 17 18          # look into one
+    python -m bench.random_runs --seeds 0 25 --nodes 2 --exchange fp8     # all variants on so many nodes
 
 A job (`bench.random_cases`) is trained for two steps with all the memory that it could use, with about as little as it
 can do with, and with a share between, on one rank or on two or three that relay, split or have stages. Losses, norms
@@ -39,6 +40,7 @@ from flexengine.optim import OPTIMIZERS
 from flexengine.parallel.team import leave
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.problem import Problem
+from flexengine.schedule import node_states
 from tests.parallel.ranks_helper import run_ranks
 
 MIB = 2**20
@@ -102,9 +104,9 @@ def _batch(case: Case, step: int, vocab_size: int) -> Batch:
     return Batch(ids, ids)
 
 
-def on_ranks(train_one: Callable[[], Outcome], ranks: int) -> Outcome:
-    """What ranks found, which has to be one thing; each is a process that is forked. Raises: ValueError for what they
-    refuse, RuntimeError for other errors of theirs."""
+def on_ranks(train_one: Callable[[], Outcome], ranks: int, nodes: int = 1) -> Outcome:
+    """What ranks of each node found, which has to be one thing; each is a process that is forked. Raises: ValueError
+    for what they refuse, RuntimeError for other errors of theirs."""
 
     def as_rank(_: int) -> Outcome:
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
@@ -113,7 +115,7 @@ def on_ranks(train_one: Callable[[], Outcome], ranks: int) -> Outcome:
         finally:
             leave()
 
-    found = run_ranks(as_rank, ranks)
+    found = run_ranks(as_rank, ranks * nodes, nodes=nodes)
     errors = [outcome.error for outcome in found if outcome.error is not None]
     refused = [error for error in errors if error.startswith(REFUSALS)]
     if errors:
@@ -125,9 +127,11 @@ def on_ranks(train_one: Callable[[], Outcome], ranks: int) -> Outcome:
 # ---- one case ---------------------------------------------------------------------------------------------------
 
 
+@patch.object(node_states, "PIECE_ELEMENTS", 301)
 @patch.object(blocks, "PART_ELEMENTS", 1)
-def run_case(case: Case, folder: Path) -> Result:
-    """Train a case in all variants and compare them. Every expert may cross the link by itself."""
+def run_case(case: Case, folder: Path, nodes: int = 1, exchange: str | None = None) -> Result:
+    """Train a case in all variants and compare them. Every expert may cross the link by itself, and nodes exchange
+    gradients in small pieces."""
     start_s, told = time.perf_counter(), list[str]()
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(case.config))
@@ -146,7 +150,8 @@ def run_case(case: Case, folder: Path) -> Result:
     for variant in case.variants:
         gpu_bytes = budget_of(planned, variant)
         try:
-            found = train(case, planned) if first is None else _found(folder, case, variant, gpu_bytes)
+            alone = first is None and nodes == 1
+            found = train(case, planned) if alone else _found(folder, case, variant, gpu_bytes, nodes, exchange)
         except ValueError as error:
             if variant.ranks == 1:
                 return result("refused a budget", f"{variant}, {gpu_bytes} bytes: {error}")
@@ -161,11 +166,17 @@ def run_case(case: Case, folder: Path) -> Result:
     return result("same")
 
 
-def _found(folder: Path, case: Case, variant: Variant, gpu_bytes: int) -> Outcome:
+def _found(
+    folder: Path, case: Case, variant: Variant, gpu_bytes: int, nodes: int, exchange: str | None
+) -> Outcome:  # fmt: skip
+    if nodes > 1:
+        transport = {"transport": "relay"} if variant.options.get("transport") == "stages" else {}
+        variant = variant._replace(options={**variant.options, **transport, "exchange_dtype": exchange})
+
     def train_one() -> Outcome:
         return train(case, planned_run(folder, case, variant, gpu_bytes))
 
-    return train_one() if variant.ranks == 1 else on_ranks(train_one, variant.ranks)
+    return train_one() if variant.ranks * nodes == 1 else on_ranks(train_one, variant.ranks, nodes)
 
 
 def budget_of(planned: PlannedRun, variant: Variant) -> int:
@@ -178,14 +189,17 @@ def budget_of(planned: PlannedRun, variant: Variant) -> int:
     return int(least + variant.share * max(0, planned.plan.predicted.gpu_bytes - least))
 
 
-def run_cases(seeds: Iterable[int], most_ranks: int = 3, until_s: float = float("inf")) -> list[Result]:
+def run_cases(
+    seeds: Iterable[int], most_ranks: int = 3, until_s: float = float("inf"), nodes: int = 1,
+    exchange: str | None = None,
+) -> list[Result]:  # fmt: skip
     """The results of cases, until the clock says so."""
     results = []
     with tempfile.TemporaryDirectory() as name:
         for seed in seeds:
             if time.monotonic() > until_s:
                 break
-            results.append(run_case(draw_case(seed, most_ranks), Path(name) / "model"))
+            results.append(run_case(draw_case(seed, most_ranks), Path(name) / "model", nodes, exchange))
             if results[-1].outcome not in ("same", "refused"):
                 print(results[-1], flush=True)
     return results
@@ -214,10 +228,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 300), help="first seed, and the one after the last")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after so long")
     parser.add_argument("--ranks", type=int, default=3, help="most ranks of a case")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that all variants run on")
+    parser.add_argument("--exchange", default=None, help="dtype in which nodes exchange gradients")
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = run_cases(range(*args.seeds), args.ranks, time.monotonic() + 60 * args.minutes)
+    results = run_cases(range(*args.seeds), args.ranks, time.monotonic() + 60 * args.minutes, args.nodes, args.exchange)
     found = summary(results)
     print(json.dumps(found["outcomes"]))
     write_json(args.json, found)

@@ -123,6 +123,11 @@ def _check_engine(engine: Fields) -> None:
         engine.whole(name, least)
     if "round_multiple" in engine.values:
         engine.whole("round_multiple", 1)
+    if "exchange" in engine.values:
+        exchange = engine.fields("exchange")
+        exchange.text("sent")
+        exchange.whole("nodes", 2)
+        exchange.number("weight")
     if engine.values.get("lora") is not None:
         engine.fields("lora").whole("rank", 1)
         engine.fields("lora").number("scale")

@@ -20,12 +20,13 @@ class GroupPlan:
     a drive, from which the CPU's update brings them. weights "drive": they are read from a drive whenever the GPU uses
     them. grads "drive": by way of the host what a round leaves goes there. Of what is trained both need states on the
     drive, too, as the update brings and writes all. "shard": each of several ranks keeps its share of weights,
-    gradients and states on its GPU, which updates it there; of what is frozen, of the weights.
+    gradients and states on its GPU, which updates it there; of what is frozen, of the weights. states "nodes": each of
+    several nodes keeps the rule's states of the elements whose gradients it adds up, and its CPU updates these.
     """
 
     weights: Literal["gpu", "host", "drive", "shard"] = "host"
     grads: Literal["gpu", "host", "none", "drive", "shard"] = "host"
-    states: Literal["gpu", "host", "dealt", "drive", "shard"] = "host"
+    states: Literal["gpu", "host", "nodes", "dealt", "drive", "shard"] = "host"
     update: Literal["gpu", "cpu", "none"] = "gpu"
     speculative: bool = False
 
@@ -50,6 +51,8 @@ class GroupPlan:
             raise ValueError("what is not updated has no gradients, so none on a drive")
         if self.states == "dealt" and (self.update != "gpu" or "gpu" in (self.weights, self.grads)):
             raise ValueError("dealt optimizer states need an update on the GPU, and weights and gradients on the host")
+        if self.states == "nodes" and (self.update != "cpu" or self.speculative or self.uses_drive):
+            raise ValueError("nodes divide optimizer states that the CPU updates once the norm is known, on no drive")
         sharded = [place == "shard" for place in (self.weights, self.grads, self.states)]
         frozen = self.update == "none" and not any(sharded[1:])
         if any(sharded) and not frozen and not (all(sharded) and self.update == "gpu"):
@@ -97,7 +100,7 @@ class GroupPlan:
             return self.grads
         if self.states == "dealt":  # masters stay whole on the host, so that weights are loaded and exported as ever
             return "host" if kind == "remainder" else "gpu"
-        return self.states
+        return "host" if self.states == "nodes" else self.states
 
     def of_frozen(self) -> GroupPlan:
         """The same home for weights that are not trained."""

@@ -103,6 +103,8 @@ class Plan:
         slots = self.weight_slots, self.grad_slots, self.save_slots, self.optimizer_slots, self.drive_slots
         if min(*slots, self.window_slots) < 1:
             raise ValueError("every kind of slot needs at least one")
+        if self.request.nodes == 1 and any(home.states == "nodes" for home in self.groups):
+            raise ValueError("several nodes divide optimizer states, but the plan is for one")
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if self.uses_drive and self.shares_node:
@@ -181,8 +183,8 @@ class Plan:
 
     @property
     def deals_states(self) -> bool:
-        """True when ranks divide the optimizer states of some group over their GPUs."""
-        return any(home.states == "dealt" for home in self.groups)
+        """True when ranks divide the optimizer states of some group over their GPUs, or nodes over their hosts."""
+        return any(home.states in ("dealt", "nodes") for home in self.groups)
 
     @property
     def shards(self) -> bool:

@@ -130,7 +130,7 @@ class Request:
     round_multiple: int | None = None
     nodes: int = 1
     transport: Literal["auto", "relay", "split", "stages", "context"] = "auto"
-    exchange: Literal["bfloat16"] | None = None
+    exchange: Literal["bfloat16", "fp8"] | None = None
     graphs: Literal["auto", "never", "always"] = "auto"
     reproducible: bool = False
     whole_sequences: bool = False
@@ -233,7 +233,7 @@ class Request:
 
     @property
     def exchanged(self) -> str:
-        """The dtype in which nodes send each other gradients."""
+        """What nodes send each other of gradients: a dtype, or `fp8`, codes whose errors are kept for the next step."""
         return self.exchange or self.numerics.grad
 
     @property

@@ -23,7 +23,7 @@ class GroupData(NamedTuple):
     name: str
     field: str
 
-    def home(self, group: GroupPlan) -> Home | Literal["dealt", "shard"] | None:
+    def home(self, group: GroupPlan) -> Home | Literal["nodes", "dealt", "shard"] | None:
         """Where a group's data of this kind live; None for gradients and states that a frozen group does not have."""
         return getattr(group, self.field) if self.field == "weights" or group.trained else None
 
@@ -39,6 +39,7 @@ class GroupData(NamedTuple):
 PLACES = (
     ("gpu", "on the GPU"),
     ("shard", "in shards on all GPUs"),
+    ("nodes", "divided over the nodes, each of which updates its share on the CPU"),
     ("dealt", "divided over the GPUs, masters streamed from the host"),
     ("host", "streamed from the host"),
     ("drive", "on the drive"),
@@ -101,8 +102,14 @@ def gpu_lines(plan: Plan) -> list[str]:
         share = f"{100 * p.exchange_wait_s / max(p.step_s, 1e-30):.1f}% of the step"
         at_work, waits = format_seconds(p.exchange_s), format_seconds(p.exchange_wait_s)
         beside = f"for {at_work} beside the last backward pass; {waits} of it, {share}, all else waits"
-        lines.append(f"network: nodes add up gradients {beside}")
+        does = "add up gradients and give each other weights" if _over_nodes(plan) else "add up gradients"
+        lines.append(f"network: nodes {does} {beside}")
     return lines
+
+
+def _over_nodes(plan: Plan) -> bool:
+    """Whether nodes divide the optimizer states of some group."""
+    return any(home.states == "nodes" for home in plan.groups)
 
 
 def _owners(plan: Plan) -> str:

@@ -24,8 +24,8 @@ from flexengine.reports.text_format import join_words, largest_first, number_ran
 from flexengine.schedule.save_sets import savable_ops
 
 HOME_WORDS = {
-    "gpu": "GPU", "host": "host", "drive": "drive", "dealt": "divided", "shard": "shards", "none": "not stored",
-    None: "frozen",
+    "gpu": "GPU", "host": "host", "drive": "drive", "dealt": "divided", "shard": "shards", "nodes": "nodes",
+    "none": "not stored", None: "frozen",
 }  # fmt: skip
 SOURCE_WORDS = {"preset": "published (preset)", "measured": "measured on this machine"}
 

@@ -14,9 +14,11 @@ from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.state_files import STATE_FILE, Fields, read_description
 from flexengine.options.option import flag_of, options_of
 from flexengine.options.train_config import TrainConfig
+from flexengine.plan import Request
 from flexengine.run.state import LOGS, DataPlace, LogRecord, RunState
 from flexengine.run.training_data import TrainingData
 from flexengine.runtime.engine import Engine
+from flexengine.runtime.ranks.saved_errors import are_taken
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +164,16 @@ def check_same_data(point: ResumePoint, data: TrainingData, num_steps: int) -> N
         )
 
 
-def describe_resumption(point: ResumePoint, config: TrainConfig, num_steps: int) -> str:
-    """Say where a run goes on, and which options differ from those of the run that saved the checkpoint."""
+def describe_resumption(point: ResumePoint, config: TrainConfig, num_steps: int, request: Request) -> str:
+    """Say where a run goes on, which options differ from those of the run that saved the checkpoint, and what of it is
+    lost."""
     text = f"resumed after step {point.step} of {num_steps} from {point.checkpoint.folder}"
-    differing = differing_options(point, config)
+    differing, saved = differing_options(point, config), point.engine.get("exchange")
+    if saved is not None and not are_taken(point.engine, request):
+        text += (
+            f"\n  dropped: what {saved['nodes']} nodes had lost of gradients to {saved['sent']} in the last step; now"
+            f" {request.nodes} exchange {request.exchanged}"
+        )
     return f"{text}\n  other options than before: {differing}" if differing else text
 
 

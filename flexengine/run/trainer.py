@@ -321,7 +321,7 @@ def watchers_of(
         saver.parts["evaluation"] = evaluator
     if point is not None:
         saver.restore(point)
-        print(describe_resumption(point, config, num_steps))
+        print(describe_resumption(point, config, num_steps, engine.plan.request))
     return watchers
 
 

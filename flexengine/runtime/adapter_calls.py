@@ -54,7 +54,7 @@ class AdapterCalls(EngineParts):
 
     def _rewrite(self, values: dict) -> None:
         """Give weights new values, each rank those that it fills."""
-        self.executor.synchronize()
+        self._show_masters("merge()")
         self.planes.write_back()
         self.state.unusable = HALF_MERGED
         with self.context.together():

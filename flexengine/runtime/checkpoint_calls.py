@@ -14,6 +14,7 @@ from flexengine.optim.loss_scale import LossScale
 from flexengine.runtime.engine_parts import EngineParts
 from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.ranks.dealt_states import gather_states
+from flexengine.runtime.ranks.saved_errors import are_taken, describe_errors, error_requests, gather_errors
 from flexengine.runtime.step_state import nobody_reads
 from flexengine.runtime.weights.training_state import (
     check_same_tensors,
@@ -79,12 +80,17 @@ class CheckpointCalls(EngineParts):
             check_same_training(found["engine"], folder, self._training())
             self._finish_save()
             self.executor.synchronize()
+        self.context.end_nodes()
         with CheckpointReader.open(folder, STATE_INDEX_FILE) as reader:
+            taken = are_taken(found["engine"], self.plan.request)
             with self.context.together():
                 self._check_tensors(reader)
+                errors = error_requests(self.weights.layout, self.context, reader) if taken else []
             self.state.unusable = HALF_LOADED
             with self.context.together(), self.executor.on_compute_stream():
-                load_tensors(self.weights, reader)
+                load_tensors(self.weights, reader, errors)
+        if self.context.errors is not None:
+            self.context.errors.begin(found["engine"]["exchange"]["weight"] if taken else None)
         self.executor.synchronize()
         self.planes.fetch()
         self.state.start_accumulation()
@@ -109,12 +115,15 @@ class CheckpointCalls(EngineParts):
             raise ValueError("a checkpoint between fwd_bwd and step would lose the gradients; call step() first")
         self._finish_save()
         self.executor.synchronize()
+        self.context.end_nodes()
         gathered = gather_states(self.weights, self.context, dealt_tensors(self.weights), Path(folder))
+        errors = gather_errors(self.weights.layout, self.context, Path(folder))
         with self.context.while_nobody_writes():
             if self.context.writes_files:
                 text = self._describe(run_state)
                 made = made_by("checkpoint", self.weights.layout.plan.to_json(), self.state.step_count, self.made_from)
-                self._save = StateSave(folder, state_tensors(self.weights, gathered), {STATE_FILE: text}, after, made)
+                tensors = [*state_tensors(self.weights, gathered), *errors]
+                self._save = StateSave(folder, tensors, {STATE_FILE: text}, after, made)
         self.state.before_update = self._release_save
         return self._save
 
@@ -132,7 +141,8 @@ class CheckpointCalls(EngineParts):
             self._save = None
 
     def _describe(self, run_state: Mapping[str, Any] | None = None) -> str:
-        return describe_state(self.plan, self._training(), self.state, run_state)
+        kept = describe_errors(self.context.errors, self.plan.request)
+        return describe_state(self.plan, {**self._training(), **kept}, self.state, run_state)
 
     def _training(self) -> dict[str, Any]:
         """What a checkpoint of this engine must have been saved with."""

@@ -138,6 +138,8 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         with self.context.together():  # adapters begin with what all ranks have loaded of the base
             start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
             self.executor.synchronize()
+        if self.context.over_nodes is not None:
+            self.context.over_nodes.keep_masters()
         self.planes.fetch()
         self.arenas.reserve_workspace(self.layout.workspace_bytes)
         if self.plan.request.nodes > 1:
@@ -250,6 +252,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         with self.context.together():
             self._finish_save()
             self.executor.synchronize()
+        self.context.end_nodes()
         self.planes.write_back()
         with self.context.together():
             self.arenas.relink(regions)
@@ -285,6 +288,7 @@ class Engine(CheckpointCalls, ReadingCalls, ForwardCalls):
         try:
             self._finish_save()
             self.executor.synchronize()
+            self.context.end_nodes(alone=True)
         except DriveError as error:
             if not error.again:  # else whoever called before knows
                 raise

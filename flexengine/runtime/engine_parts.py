@@ -78,3 +78,19 @@ class EngineParts:
     layers: LayerRunner
     rounds: RoundRunner
     steps: StepRunner
+
+    def _show_masters(self, call: str) -> None:
+        """Have this rank's node hold all masters, for a call that reads or writes them. Waits until nothing runs.
+
+        Raises: ValueError where nodes divide masters and there are gradients, whose place they would take.
+        """
+        self.executor.synchronize()
+        nodes = self.context.over_nodes
+        if nodes is None or not nodes.divides_masters:
+            return
+        if self.state.has_gradients:
+            raise ValueError(
+                f"{call} between fwd_bwd and step: nodes divide the masters, which would take the place of the"
+                " gradients; call step() first"
+            )
+        nodes.show_masters()

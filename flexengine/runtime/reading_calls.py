@@ -92,7 +92,7 @@ class ReadingCalls(EngineParts):
         checkpoint. Raises ValueError after an interrupted step.
         """
         self.state.require_usable()
-        self.executor.synchronize()
+        self._show_masters("state_dict()")
         with self.context.while_nobody_writes():
             return {name: self.weights.read(name) for name in self.weights.runs} | magnitudes(self.weights)
 
@@ -124,9 +124,9 @@ class ReadingCalls(EngineParts):
         infinity.
         """
         self.state.require_usable()
-        self.executor.synchronize()
         if merged is not None and self.model.lora is None:
             raise ValueError(f"merged={merged}, but {self.model.name} has no adapters; leave it out")
+        self._show_masters("save_pretrained()")
         with self.context.while_nobody_writes():
             if not self.context.writes_files:
                 return

@@ -66,14 +66,14 @@ class RoundRunner:
             self._count_tokens_of_experts(batch, rounds, balance)
         losses = list[Tensor]()
         for turn in self._context.turns(first, len(rounds)):
-            if ends_step and turn.ends_batch:
-                self._context.begin_nodes(first + len(rounds))
+            if ends_step and settings is not None and turn.ends_batch:
+                self._context.begin_nodes(first + len(rounds), settings.loss_weight)
             if turn.rounds:
                 self._take_turn(batch, rounds, turn, first, balance, settings, updates if turn.ends_batch else "none")
                 if turn.own is not None:
                     losses.append(self._losses(self._told_of(rounds, turn)))
-        if ends_step:  # also of nodes that have no turn in this batch
-            self._context.begin_nodes(first + len(rounds))
+        if ends_step and settings is not None:  # also of nodes that have no turn in this batch
+            self._context.begin_nodes(first + len(rounds), settings.loss_weight)
         self._state.num_rounds, self._state.has_gradients = first + len(rounds), True
         if self._may_warn and self._state.num_rounds > MOST_ROUNDED:
             self._may_warn = False

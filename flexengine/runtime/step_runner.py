@@ -114,6 +114,7 @@ class StepRunner:
     def between_steps(self, call: Callable[[], Result]) -> Result:
         """Run a call that uses memory between steps: nothing of a step runs before, meanwhile and after."""
         self._executor.synchronize()
+        self._context.end_nodes()
         with interruptible(self._state, self._executor, train=False), deterministic_kernels(self._deterministic):
             self._planes.write_back("weights")  # every rank runs forward with all weights
             result = call()
@@ -147,7 +148,7 @@ class StepRunner:
         self._state.before_update()
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
-            squares = self._context.add_nodes(self._state.num_rounds)
+            squares = self._context.add_nodes(self._state.num_rounds, settings.loss_weight)
             if squares is not None:
                 self._updates.norm_squares().copy_(squares)
             way: UpdateWay = "after_norm" if updates == "none" else "in_round"

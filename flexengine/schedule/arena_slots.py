@@ -133,6 +133,8 @@ class _HostSlots:
                 if kind == "grad" and self._sizes.plan.shares_node:
                     self._homes.add(kind, num_bytes, category, spec.name)
                     self._homes.add_pieces(self._places_of_pieces(group))
+                elif group in self._sizes.node_states and kind in stored.state_kinds:
+                    self._homes.add(kind, self._sizes.node_states[group].num_bytes(kind), category, spec.name)
                 else:
                     self._homes.add_plane(kind, spec.name, stored, category)
             if home.speculative and self._sizes.plan.speculates and home.states == "host":

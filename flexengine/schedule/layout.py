@@ -148,6 +148,14 @@ class Layout(PlannedSizes):
             return plane.start, 0
         return self.dealt_states(self.groups[group]).place(segment, plane, share)[:2]
 
+    def parts_of_states(self, group: int, segment: Segment, plane: Plane, share: Share) -> list[tuple[int, int, int]]:
+        """Where a rank keeps its parts of a segment's plane of divided states: first byte in the plane's slot, first
+        element, elements. The ranks of a node share what nodes divide."""
+        if group not in self.node_states:
+            return [self.dealt_states(self.groups[group]).place(segment, plane, share)]
+        states = self.node_states[group]
+        return [(states.offset(segment, plane, span.place), *span[:2]) for span in states.spans(segment, share)]
+
     def drive_slot(self, kind: PlaneKind, group: int, segment: str, start: int) -> int:
         """The slot on a drive of a tile of a plane."""
         return self._index[SlotKey(kind, self.model.groups[group].name, memory="drive", within=(segment, start))]
@@ -190,6 +198,10 @@ class Layout(PlannedSizes):
     def is_dealt(self, kind: PlaneKind, group: int) -> bool:
         """Whether ranks divide a plane of a group over their GPUs."""
         return self.plan.groups[group].states == "dealt" and kind in self.groups[group].rule_states
+
+    def is_divided(self, kind: PlaneKind, group: int) -> bool:
+        """Whether ranks or nodes divide a plane of a group, so that nobody has it whole."""
+        return self.is_dealt(kind, group) or (group in self.node_states and kind in self.groups[group].state_kinds)
 
     def run_place(self, kind: PlaneKind, group: int, run: Run) -> tuple[int, int]:
         """The slot of a run within a plane, and its first element there.

@@ -15,6 +15,7 @@ from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_s
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
+from flexengine.schedule.node_states import NodeStates, why_no_node_states
 from flexengine.schedule.parts import Part
 from flexengine.schedule.pieces import Piece, pieces_of
 from flexengine.schedule.ranks.chunk_shares import most_kept
@@ -35,6 +36,7 @@ class PlannedSizes:
 
     given: the model as it was given. model: as the plan streams it, with experts whole or in parts. homes: where this
     rank finds what it needs of each group between uses, and what it updates; all ranks find the same but in stages.
+    node_states: of groups whose states nodes divide, what a node keeps of these.
     pieces: by group and part, the pieces in which its gradient moves: of several ranks cut, of one the whole part.
     """
 
@@ -50,6 +52,11 @@ class PlannedSizes:
         self.acc_bytes = 8 if numerics.compute == "float64" else 4
         self.groups = tuple(group_storage(g, numerics) for g in model.groups)
         check_updates(model, self.groups, plan)
+        self.node_states = {
+            i: NodeStates(self.groups[i], plan.request.nodes)
+            for i, home in enumerate(plan.groups)
+            if home.states == "nodes"
+        }
         self._check_shards()
         self.pieces = tuple(tuple(self._pieces_of(i, part) for part in g.parts) for i, g in enumerate(self.groups))
         self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
@@ -272,6 +279,8 @@ def check_updates(model: ModelSpec, groups: Iterable[GroupStorage], plan: Plan) 
             raise ValueError(f"{group.name} has matrices that are updated by products on the GPU, not by the CPU")
         if home.speculative and not may_speculate(stored, home):
             raise ValueError(f"{group.name} cannot be updated speculatively: its states are in blocks")
+        if home.states == "nodes" and (reason := why_no_node_states(stored)):
+            raise ValueError(f"nodes cannot divide the optimizer states of {group.name}: {reason}")
 
 
 def check_frozen(model: ModelSpec, plan: Plan) -> None:

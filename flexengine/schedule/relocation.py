@@ -125,6 +125,10 @@ def relocation(
         has = capacity.get(memory, 0)
         if needed > has:
             raise ValueError(f"the new plan needs {needed} bytes of the {memory} arena, which has {has}")
+    if {i: states.placed for i, states in old.node_states.items()} != {
+        i: states.placed for i, states in new.node_states.items()
+    }:
+        raise ValueError(f"nodes would divide the optimizer states otherwise than now{SAVE_AND_RESUME}")
     planes, room = _planes(old, new), _Room(capacity, cuts)
     for plane in planes:
         if "drive" in (plane.now.memory, plane.goal.memory) and plane.now.memory != plane.goal.memory:

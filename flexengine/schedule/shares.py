@@ -23,11 +23,13 @@ class Share(NamedTuple):
     """The part of every segment that one of `size` ranks updates.
 
     cuts: of a group with shards, the first element of each rank's, and the end; else ranks cut each segment alike.
+    node: the rank's, by which it finds what its node updates where nodes divide the optimizer states.
     """
 
     rank: int = 0
     size: int = 1
     cuts: tuple[int, ...] = ()
+    node: int = 0
 
     def every(self, things: Sequence[Thing]) -> Sequence[Thing]:
         """Every `size`-th thing, from the `rank`-th on."""

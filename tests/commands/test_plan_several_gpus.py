@@ -17,7 +17,8 @@ from flexengine.plan import Plan, Request
 from flexengine.planner.planner import make_plan
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.plan_text import describe, fewer_gpus_lines
-from flexengine.schedule.ranks.node_exchange import PIECE_ELEMENTS, WIDENED_BYTES
+from flexengine.schedule.node_states import PIECE_ELEMENTS
+from flexengine.schedule.ranks.node_exchange import WIDENED_BYTES
 from flexengine.schedule.timeline import SIMULATED
 from flexengine.schedule.trace_reader import read_trace
 
@@ -131,6 +132,30 @@ def test_states_are_divided_over_gpus_where_the_host_is_too_small_for_them(tmp_p
     assert found["predicted"]["tokens_per_s"] > 0
     assert "groups divided over the GPUs" in describe(plan, None)
     assert "divided" in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_states_are_divided_over_nodes_where_one_host_is_too_small_for_them(tmp_path, capsys):
+    nodes = ["--gpus", "2", "--nodes", "4", "--gpu", "h100-80", "--transport", "split"]
+    files = ["--plan-json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
+    planned(capsys, *nodes, "--host-mem-gib", "14.5", *files)
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert {(home.states, home.update) for home in plan.groups} == {("nodes", "cpu")}
+    assert plan.transport == "split"
+    assert plan.predicted.host_bytes <= 13.5 * GIB, "one GiB is left to the system"
+    spec = open_model(MODEL).spec
+    moments, halves = 8 * spec.num_parameters, 2 * spec.num_parameters
+    assert plan.predicted.host_categories["optimizer states"] == pytest.approx((moments + halves) / 4, rel=0.01)
+    described = describe(plan, None)
+    assert "30 of 30 groups divided over the nodes" in described
+    assert "nodes add up gradients and give each other weights" in described
+    assert "divided over the nodes" in (tmp_path / "plan.html").read_text()
+    assert main([*ARGUMENTS, "--nodes", "4", "--host-mem-gib", "8"]) == 2
+    told = capsys.readouterr().err
+    assert "it divides the optimizer states over 4 nodes" in told
+    advised = re.search(r"--max-host-mem-gib ([0-9.]+) .*planned: ", told)
+    assert advised, told
+    assert 7 < float(advised[1]) < 9
 
 
 def test_gpus_of_a_node_share_host_memory():

@@ -38,7 +38,8 @@ class Case(NamedTuple):
     dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
     shards: so, and keep shards on their GPUs of all groups but every third.
     stages: so, and each has blocks of its own. context: each runs some chunks of every round. bold: the CPU updates
-    before the norm is known what it updates. drive: so much of what may lie there lies on the node's drive.
+    before the norm is known what it updates. drive: so much of what may lie there lies on the node's drive. by_nodes:
+    nodes divide the optimizer states of what the CPU updates.
     """
 
     source: ModelSource
@@ -53,6 +54,7 @@ class Case(NamedTuple):
     context: bool = False
     bold: bool = False
     drive: bool = False
+    by_nodes: bool = False
 
 
 def steps_of(vocab_size: int, *lengths: list[int], count: int = 2) -> list[list[Any]]:
@@ -359,6 +361,9 @@ def planned(case: Case, ranks: Ranks) -> Plan:
         homes = [replace(home, speculative=home.update == "cpu") for home in plan.groups]
         if case.stages:  # the second block of two would be on a GPU
             homes = [plan.groups[0], homes[1], *[BOLD] * (len(homes) - 3), plan.groups[-1]]
+        plan = replace(plan, groups=tuple(homes))
+    if case.by_nodes and ranks.nodes > 1:
+        homes = (replace(home, states="nodes") if home.update == "cpu" else home for home in plan.groups)
         plan = replace(plan, groups=tuple(homes))
     if case.drive and ranks.size > 1:
         return on_drive(plan)

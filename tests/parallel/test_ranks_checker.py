@@ -17,11 +17,10 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, Plan
-from flexengine.schedule import fixed_slots, pieces
+from flexengine.schedule import fixed_slots, node_states, pieces
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Command, SlotOffset, UpdateTile
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks import node_exchange
 from flexengine.schedule.ranks.checker import check_ranks, check_runs
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import runs_of_ranks
@@ -37,10 +36,11 @@ def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
 def of_ranks(plan: Plan, size: int, update: str = "", nodes: int = 1, states: str = "host") -> Plan:
     """The plan with what ranks share on the host; update: by which processor, "" = as it was.
 
-    states: where the optimizer states lie of what the GPU updates.
+    states: where the optimizer states lie of what the GPU updates, or the CPU where nodes divide them.
     """
     homes = [GroupPlan(update=update or g.update) if g.trained else g for g in plan.groups]
-    groups = tuple(replace(home, states=states) if home.update == "gpu" else home for home in homes)
+    by = "cpu" if states == "nodes" else "gpu"
+    groups = tuple(replace(home, states=states) if home.update == by else home for home in homes)
     return replace(plan, groups=groups, request=replace(plan.request, ranks=size, nodes=nodes))
 
 
@@ -53,13 +53,14 @@ def test_random_plans_are_proven(seed, size, monkeypatch):
     models = [small_model(), small_model(tied=True), divided_model(), with_frozen(small_model(), ["embed", "block.1"])]
     model, parts, sliced = models[seed % 4], seed % 4 == 2, random.random() < 0.5
     plan = random_plan(random, in_parts(model) if parts else model, sliced)
-    nodes, states = 1 + seed % 2 * 2, "dealt" if seed // 2 % 2 else "host"  # one node or three
+    nodes = 1 + seed % 2 * 2
+    states = "dealt" if seed // 2 % 2 else "nodes" if nodes > 1 else "host"
     plan = of_ranks(replace(plan, in_parts=parts), size, nodes=nodes, states=states)
     layout = Layout(model, plan)
     for num_rounds in (1, size, size + 1):
         runs = runs_of_ranks(layout, full_round(layout), num_rounds)
         check_runs(layout, runs, num_rounds)
-    for run in (run for rank in runs for run in rank if not run.exchanges):
+    for run in (run for rank in runs for run in rank if not run.is_of_nodes):
         check_program(run.program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
 
 
@@ -118,9 +119,9 @@ def signalling(which: int, **other: object) -> Change:
     return lambda c: replace(c, signals=tuple(s._replace(**other) if s.semaphore == which else s for s in c.signals))
 
 
-def is_rejected(layout: Layout, runs: list[list[RankRun]]) -> bool:
+def is_rejected(layout: Layout, runs: list[list[RankRun]], node: int = 0) -> bool:
     try:
-        check_runs(layout, runs, 4)
+        check_runs(layout, runs, 4, node)
     except ProgramError:
         return True
     return False
@@ -243,11 +244,11 @@ def test_a_tied_gradient_that_is_relayed_twice_a_round_is_noticed():
         check_runs(layout, changed(runs, relayed_at_once), 4)
 
 
-def of_exchange(change: Callable[[Command], Command | None]) -> Callable[[RankRun], RankRun]:
-    """Change, or drop, commands of every exchange."""
+def of_exchange(change: Callable[[Command], Command | None], kind: str = "exchanges") -> Callable[[RankRun], RankRun]:
+    """Change, or drop, commands of every exchange, or of every run of another kind."""
 
     def of_run(run: RankRun) -> RankRun:
-        if not run.exchanges:
+        if not getattr(run, kind):
             return run
         commands = tuple(c for c in map(change, run.program.commands) if c is not None)
         return run._replace(program=replace(run.program, commands=commands))
@@ -292,7 +293,7 @@ CHANGED_EXCHANGES = (
 
 
 def test_what_nodes_exchange_is_proven_and_changes_are_noticed(monkeypatch):
-    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 1201)
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1201)
     for update in ("cpu", "gpu"):
         layout, runs = small_runs(update, nodes=2)
         check_runs(layout, runs, 4)
@@ -305,6 +306,61 @@ def test_what_nodes_exchange_is_proven_and_changes_are_noticed(monkeypatch):
         shares = next(run for run in runs[1] if run.exchanges)
         twice = [run for rank in runs[:1] for own in rank for run in ((own, shares) if own.exchanges else (own,))]
         assert is_rejected(layout, [twice, *runs[1:]]), "the share of another rank, too"
+
+
+def keeping_less(command: Command) -> Command:
+    """The node's share of the first piece begins later."""
+    (offset, num_bytes), *others = command.args.kept
+    return replace(command, args=command.args._replace(kept=((offset + 4, num_bytes - 4), *others)))
+
+
+def signalling_nothing(command: Command) -> Command:
+    return replace(command, signals=())
+
+
+def awaiting_the_step_before(command: Command) -> Command:
+    return replace(command, awaits=tuple(s._replace(lag=1) for s in command.awaits))
+
+
+def plane_elsewhere(kind: str) -> Callable[[Command], Command]:
+    def change(command: Command) -> Command:
+        if not isinstance(command.args, UpdateTile) or command.args.group:
+            return command
+        slot, offset = command.args.planes[kind]
+        planes = {**command.args.planes, kind: SlotOffset(slot, offset + 64)}
+        return replace(command, args=command.args._replace(planes=planes))
+
+    return change
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["relayed", "split"])
+def test_what_nodes_divide_is_proven_and_changes_are_noticed(split, monkeypatch):
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1201)
+    layout, _ = small_runs("cpu", nodes=3, states="nodes")
+    layout = Layout(layout.model, replace(layout.plan, transport="split" if split else "relay"))
+    check_ranks(layout, full_round(layout), 4)
+    runs = runs_of_ranks(layout, full_round(layout), 4, node=1)
+    check_runs(layout, runs, 4, node=1)
+    gathers = (
+        first_dropped, awaiting_nothing, awaiting_the_step_before, of_another_row, shorter, keeping_less,
+        signalling_nothing,
+    )  # fmt: skip
+    changes = [(change, "gathers") for change in gathers]
+    changes += [(change, "exchanges") for change in (first_dropped, awaiting_nothing, shorter, keeping_less)]
+    changes += [(plane_elsewhere(kind), "updates") for kind in ("weights", "grad", "exp_avg", "exp_avg_sq")]
+    for change, kind in changes:
+        changed_run = of_exchange(change, kind)
+        found = [[changed_run(run) for run in rank] for rank in runs]
+        assert is_rejected(layout, found, node=1), f"{change.__name__} of {kind}"
+    assert is_rejected(layout, runs, node=2), "the updates of another node"
+    assert is_rejected(layout, [[run for run in rank if not run.gathers] for rank in runs], node=1), "no gather"
+    whole = of_exchange(lambda c: replace(c, args=c.args._replace(kept=c.args.pieces)), "gathers")
+    assert is_rejected(layout, [[whole(run) for run in rank] for rank in runs], node=1), "nothing gathered"
+    fetched_early = [s for rank in runs for run in rank for c in run.program.commands for s in c.awaits]
+    gathered = {s.semaphore for s in fetched_early if s.clock == "update" and s.lag == 1}
+    for semaphore in gathered:
+        for change in (without_awaits(semaphore), awaiting(semaphore, lag=2), awaiting(semaphore, of="own")):
+            assert is_rejected(layout, changed(runs, change), node=1), f"semaphore {semaphore}"
 
 
 def exchanged_late(runs: list[RankRun]) -> list[RankRun]:

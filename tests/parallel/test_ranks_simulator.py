@@ -22,13 +22,13 @@ from flexengine.parallel.signals import Signals
 from flexengine.plan import GroupPlan, Numerics, Plan
 from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.ranks.context import RankGroup
+from flexengine.schedule import node_states
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.packing import pack, packed_shape
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.programs import lower_round, lower_update
-from flexengine.schedule.ranks import node_exchange
 from flexengine.schedule.ranks.node_exchange import lower_exchange, node_pieces
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import step_of_rank
@@ -141,7 +141,7 @@ def test_rounds_that_repeat_are_counted():
 @pytest.mark.parametrize("transport", ["relay", "split"])
 def test_nodes_add_up_gradients_beside_the_last_round(transport, monkeypatch):
     """What the network takes beyond the last round's backward is waited for, at most all of it."""
-    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 1201)
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1201)
     model = small_model(blocks=4)
     plan = random_plan(Random(5), model, sliced=False)
     request = replace(plan.request, ranks=2, nodes=4, max_global_batch_tokens=24 * plan.round_tokens)
@@ -160,6 +160,36 @@ def test_nodes_add_up_gradients_beside_the_last_round(transport, monkeypatch):
         assert found.exchange_s == pytest.approx(seconds, rel=0.1)
         assert sent[-1] / network <= found.exchange_wait_s < 0.9 * found.exchange_s
         assert found.step_s == pytest.approx(alone.step_s + found.exchange_wait_s)
+
+
+def test_ranks_that_exchange_nothing_between_nodes_are_priced():
+    """More ranks of a node than there are pieces."""
+    model = small_model()
+    plan = random_plan(Random(5), model, sliced=False)
+    request = replace(plan.request, ranks=9, nodes=2, max_global_batch_tokens=18 * plan.round_tokens)
+    groups = tuple(GroupPlan() for _ in plan.groups)
+    layout = Layout(model, replace(plan, groups=groups, request=request, transport="relay", touched_only=False))
+    assert not lower_exchange(layout, Share(8, 9)).commands
+    assert simulate_ranks(layout, rates()._replace(network_bytes_per_s=1e6)).exchange_s > 0
+
+
+@pytest.mark.parametrize("transport", ["relay", "split"])
+def test_nodes_give_each_other_weights_under_the_next_forward(transport, monkeypatch):
+    """Where they divide states: as many bytes cross, and forward waits for what comes late."""
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1201)
+    model = small_model(blocks=4)
+    plan = random_plan(Random(5), model, sliced=False)
+    request = replace(plan.request, ranks=2, nodes=4, max_global_batch_tokens=24 * plan.round_tokens)
+    homes = [(GroupPlan(update="cpu", states=states),) * len(plan.groups) for states in ("host", "nodes")]
+    changes = {"request": request, "transport": transport, "touched_only": False}
+    whole, divided = (Layout(model, replace(plan, groups=each, **changes)) for each in homes)
+    alone = simulate_ranks(divided, rates()).step_s
+    network = sum(c.args.network_bytes for c in lower_exchange(whole, Share(0, 2)).commands) / (0.01 * alone)
+    found, others = (simulate_ranks(each, rates()._replace(network_bytes_per_s=network)) for each in (divided, whole))
+    assert found.exchange_s == pytest.approx(others.exchange_s, rel=0.05)
+    assert found.step_s < 1.01 * alone
+    slow = simulate_ranks(divided, rates()._replace(network_bytes_per_s=network / 200))
+    assert slow.step_s > alone + 0.9 * slow.exchange_s / 2  # at least the gathered weights of the first group, and sums
 
 
 # -- as it runs ------------------------------------------------------------------------------------------------------

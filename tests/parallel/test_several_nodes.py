@@ -11,31 +11,39 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from engine_helpers import FLOAT32, random_batch, random_weights, tiny_config
-from rank_cases import LENGTHS, Case, balanced_experts, bf16, float32, not_finite, one_round, steps_of, streamed
+from rank_cases import BF16, LENGTHS, Case, balanced_experts, bf16, float32, not_finite, one_round, steps_of, streamed
 from ranks_helper import run_ranks, values_of
 from test_from_pretrained import JOB, profile
 from test_several_ranks import Shown, change_plans, check_same, opened, several_plans, train
 
 from flexengine import from_pretrained
 from flexengine.parallel.control import Control
-from flexengine.parallel.nodes import NodeLink
+from flexengine.parallel.nodes import NodeLink, Piece
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import leave
 from flexengine.runtime.execution.in_order import InOrder
+from flexengine.runtime.ranks.sent_gradients import Fp8, sent_gradients
+from flexengine.schedule import node_states
 from flexengine.schedule.commands import Command
-from flexengine.schedule.ranks import node_exchange
+from flexengine.schedule.ranks.node_exchange import SentAs
 
 
 def tied_in_calls() -> Case:
     source = random_weights(tiny_config(tie_word_embeddings=True))
     return Case(source, streamed(source), steps_of(67, LENGTHS, [30], [31, 12, 5, 29]))
+
+
+def streamed_by_cpu() -> Case:
+    source = random_weights(tiny_config())
+    return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS, count=3))
 
 
 def check_close(shown: Shown, expected: Shown) -> None:
@@ -49,7 +57,7 @@ def check_close(shown: Shown, expected: Shown) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 301)
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 301)
 
 
 @pytest.mark.parametrize(
@@ -75,23 +83,90 @@ def test_nodes_of_one_rank_train_close_to_one(make):
     check_close(first, train(0, 1, case))
 
 
-def test_nodes_that_exchange_bf16_train_to_the_same_bits():
+def exchanging(case: Case, exchange: Literal["bfloat16", "fp8"]) -> Case:
     """Of gradients that each node stores in float32."""
-    case = bf16()
     numerics = replace(case.plan.request.numerics, grad="float32")
-    request = replace(case.plan.request, numerics=numerics, exchange="bfloat16")
-    case = case._replace(steps=case.steps[:1], plan=replace(case.plan, request=request))
+    request = replace(case.plan.request, numerics=numerics, exchange=exchange)
+    return case._replace(plan=replace(case.plan, request=request))
+
+
+@pytest.mark.parametrize("exchange", ["bfloat16", "fp8"])
+def test_nodes_that_exchange_fewer_bytes_train_to_the_same_bits(exchange):
+    """Whatever their ranks; two steps with FP8, so that what the first loses counts in the second, by nodes that divide
+    states, too."""
+    case = exchanging(bf16(), exchange)
+    case = case._replace(steps=case.steps[: 2 if exchange == "fp8" else 1])
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
-    for shown in values_of(run_ranks(train, 6, 6, case, nodes=2)):
+    for shown in values_of(run_ranks(train, 6, 6, case._replace(by_nodes=exchange == "fp8"), nodes=2)):
         check_same(shown, first)
 
 
-def added(rank: int, stored: torch.dtype, sent: torch.dtype) -> list[tuple[Any, float]]:
+def shown_steps(rank: int, size: int, case: Case) -> tuple[list[float], list[bool], list[Any]]:
+    """Losses of steps, which of them were skipped, and the weights at the end."""
+    engine = opened(rank, size, case)
+    steps = [engine.train_step(calls[0]) for calls in case.steps]
+    weights = [tensor.numpy() for tensor in engine.state_dict().values()]
+    engine.close()
+    return [output.loss for output, _ in steps], [update.skipped for _, update in steps], weights
+
+
+def test_losses_with_fp8_stay_near_and_a_step_that_is_not_finite_is_skipped():
+    """Beside one rank, of which the second of seven steps on two batches is skipped as well."""
+    case = not_finite()
+    case = case._replace(steps=[*case.steps[:2], *[case.steps[step % 2 * 2] for step in range(5)]])
+    request = replace(case.plan.request, exchange="fp8")
+    told, other = values_of(
+        run_ranks(shown_steps, 2, 2, case._replace(plan=replace(case.plan, request=request)), nodes=2)
+    )
+    losses, skipped, weights = shown_steps(0, 1, case)
+    assert told[1] == skipped == [False, True, *[False] * 5]
+    np.testing.assert_allclose(told[0], losses, rtol=0.01)
+    assert told[0][-1] != losses[-1]
+    for found, same, alone in zip(told[2], other[2], weights, strict=True):
+        np.testing.assert_array_equal(found, same)
+        assert np.isfinite(found).all()
+        assert not np.array_equal(found, alone)
+
+
+def go_on(rank: int, size: int, case: Case, folder: Path, resumed: bool) -> tuple[list[str], dict[str, Any], float]:
+    """Steps after the first, behind which a checkpoint is saved, or from which the run goes on; what is kept then."""
+    engine = opened(rank, size, case)
+    if resumed:
+        engine.load_checkpoint(folder)
+    else:
+        engine.train_step(case.steps[0][0])
+        engine.save_checkpoint(folder)
+    errors = engine.context.errors
+    assert errors is not None
+    kept = sum(float(errors.of(piece).double().abs().sum()) for piece in errors.pieces)
+    updates = [engine.train_step(calls[0])[1] for calls in case.steps[1:]]
+    weights = {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
+    engine.close()
+    return [repr(update.grad_norm) for update in updates], weights, kept
+
+
+def test_a_resumed_run_has_what_fp8_lost_before(tmp_path):
+    """By other numbers of ranks in two nodes; by three nodes, which begin with nothing. Steps differ in tokens."""
+    case = exchanging(bf16(), "fp8")
+    batches = [random_batch(step, LENGTHS[: 7 - 2 * step] * 2, 67) for step in range(3)]
+    case = case._replace(steps=[[batch] for batch in batches])
+    (numbers, weights, kept), _ = values_of(run_ranks(go_on, 2, 2, case, tmp_path / "saved", False, nodes=2))
+    found = values_of(run_ranks(go_on, 6, 6, case, tmp_path / "saved", True, nodes=2))
+    assert sum(other for *_, other in found[:3]) == pytest.approx(kept)
+    assert kept > 0
+    for told, arrays, _ in found:
+        check_same(Shown(told, {}, arrays), Shown(numbers, {}, weights))
+    others = values_of(run_ranks(go_on, 3, 3, case, tmp_path / "saved", True, nodes=3))
+    assert [other for *_, other in others] == [0.0] * 3
+    assert others[0][0] != numbers
+
+
+def added(rank: int, stored: torch.dtype, sent: str) -> list[tuple[Any, float]]:
     """What a node of three has of pieces that all have added, and its squares; the last node has run no round."""
     ranks = Ranks.of_environment()
-    link = NodeLink(Control.open(ranks))
+    link, crosses = NodeLink(Control.open(ranks)), sent_gradients(SentAs(sent, str(stored).removeprefix("torch.")))
     pieces = [piece.to(stored) for piece in pieces_of_node(rank)]
-    squares = link.add(pieces, range(2), torch.float32, sent)
+    squares = link.add([Piece(piece) for piece in pieces], range(2), torch.float32, crosses)
     return [(piece.float().numpy(), square) for piece, square in zip(pieces, squares, strict=True)]
 
 
@@ -103,12 +178,41 @@ def pieces_of_node(rank: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["stored in bf16", "in float32"])
 def test_sums_are_those_of_what_nodes_send(stored):
     """Copies and sums are rounded to bf16, and nothing else."""
-    told = values_of(run_ranks(added, 3, stored, torch.bfloat16, nodes=3))
+    told = values_of(run_ranks(added, 3, stored, "bfloat16", nodes=3))
     for number, (first, second) in enumerate(zip(pieces_of_node(0), pieces_of_node(1), strict=True)):
         expected = (first.bfloat16().float() + second.bfloat16().float()).bfloat16().float()
         for found in told:
             np.testing.assert_array_equal(found[number][0], expected.numpy())
         assert sum(found[number][1] for found in told) == pytest.approx(float(expected.double().square().sum()))
+
+
+def repeated(rank: int, steps: int) -> tuple[list[list[Any]], list[Any]]:
+    """Sums of each step in which nodes exchange equal pieces in FP8, and what this node has lost at the end."""
+    link = NodeLink(Control.open(Ranks.of_environment()))
+    errors = [torch.zeros(len(piece), dtype=torch.bfloat16) for piece in pieces_of_node(rank)]
+    found = []
+    for _ in range(steps):
+        pieces = pieces_of_node(rank)
+        link.add(list(map(Piece, pieces, errors)), range(2), torch.float32, Fp8())
+        found.append([piece.double().numpy() for piece in pieces])
+    return found, [error.double().numpy() for error in errors]
+
+
+def test_what_fp8_loses_in_a_step_comes_in_the_next():
+    """Sums of many steps, and what is left, are those of what nodes hold, but for the rounding of what is left; the
+    last node has run no round."""
+    steps = 16
+    told = values_of(run_ranks(repeated, 3, steps, nodes=3))
+    for number, (first, second) in enumerate(zip(pieces_of_node(0), pieces_of_node(1), strict=True)):
+        sums = [[step[number] for step in found] for found, _ in told]
+        np.testing.assert_array_equal(sums[0], sums[1])
+        np.testing.assert_array_equal(sums[0], sums[2])
+        expected, largest = (first.double() + second.double()).numpy(), torch.maximum(first.abs(), second.abs()).numpy()
+        assert len(first) < 100 or (sums[0][0] != expected).mean() > 0.9, "each step rounds"
+        assert np.all(np.abs(sums[0][0] - expected) <= (2 * largest + np.abs(expected)) / 16 + 1e-4)
+        left = np.sum([lost[number] for _, lost in told], axis=0)
+        bound = steps * 2.0**-13 * (2 * largest + np.abs(expected)) + 1e-4
+        assert np.all(np.abs(np.sum(sums[0], axis=0) + left - steps * expected) <= bound)
 
 
 def adds_meanwhile(rank: int, case: Case) -> bool:
@@ -148,6 +252,10 @@ def test_nodes_change_plans_between_steps():
 def train_until_one_dies(rank: int, case: Case, dies: int) -> tuple[str, float]:
     engine = opened(rank, 2, case, watched=True)
     engine.train_step(case.steps[0][0])
+    engine.fwd_bwd(case.steps[1][0])
+    with pytest.raises(ValueError, match="nodes divide the masters, which would take the place of the gradients"):
+        engine.state_dict()
+    engine.step()
     if rank == dies:
         os.kill(os.getpid(), signal.SIGKILL)
     start_s = time.monotonic()
@@ -161,7 +269,9 @@ DEATHS = [pytest.param(4, "rank 3 (process", marks=pytest.mark.thorough), (2, "n
 
 @pytest.mark.parametrize(("size", "message"), DEATHS)
 def test_the_death_of_a_rank_ends_all_nodes(size, message):
-    outcomes = run_ranks(train_until_one_dies, size, float32(), size - 1, nodes=2)
+    """Also where the others wait for the weights that its node has updated."""
+    case = streamed_by_cpu()._replace(by_nodes=True)
+    outcomes = run_ranks(train_until_one_dies, size, case, size - 1, nodes=2)
     assert outcomes.pop().error == "ended"
     assert all(told.startswith(message) and seconds < 10 for told, seconds in values_of(outcomes)), outcomes
 
@@ -190,7 +300,7 @@ def train_job(rank: int) -> tuple[tuple[float, float], tuple[int, int]]:
 
 
 def test_nodes_plan_and_train_by_from_pretrained(monkeypatch):
-    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1 << 17)
     profile()
     found = values_of(run_ranks(train_job, 2, nodes=2))
     [(alone, _)] = values_of(run_ranks(train_job, 1))

@@ -12,15 +12,21 @@ from flexengine import cli
 from flexengine.checkpoint import state_writer
 from flexengine.checkpoint.atomic import sha256_of
 from flexengine.checkpoint.manifest import FileRecord, read_manifest, verify_manifest, write_manifest
-from flexengine.checkpoint.run_checkpoints import checkpoint_folder, checkpoints_of, whole_checkpoints
+from flexengine.checkpoint.run_checkpoints import (
+    RunCheckpoint,
+    checkpoint_folder,
+    checkpoints_of,
+    whole_checkpoints,
+)
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.state_files import STATE_FILE, read_description
 from flexengine.hardware.presets import preset
 from flexengine.options.train_config import TrainConfig
+from flexengine.plan import Request
 from flexengine.run import saver as run_saver
 from flexengine.run import trainer
-from flexengine.run.resuming import ResumePoint
-from flexengine.run.state import RunState
+from flexengine.run.resuming import ResumePoint, describe_resumption
+from flexengine.run.state import DataPlace, RunState
 from flexengine.runtime.engine import Engine
 from tests.failures.provoke import arguments, fingerprint, half_written, write_model
 
@@ -82,6 +88,26 @@ def test_a_checkpoint_pins_what_gradients_are_stored_in(saved, options, grad):
     many = {"max_seq_len": 64, "max_global_batch_tokens": 65 * 64}
     config = TrainConfig(model="preset:demo", data_source="synthetic", **many, **options)
     assert point.pinned(config).numerics.grad == grad
+
+
+@pytest.mark.parametrize(
+    ("nodes", "exchange", "says"),
+    [
+        (2, "fp8", ""),
+        (3, "fp8", "now 3 exchange fp8"),
+        (2, None, "now 2 exchange bfloat16"),
+        (1, None, "now 1 exchange"),
+    ],
+    ids=str,
+)
+def test_what_fp8_had_lost_is_said_to_be_dropped(nodes, exchange, says):
+    run = RunState(3, 5, DataPlace(0, 3, 0, "batches"), 0.0, 0, {})
+    engine = {"exchange": {"sent": "fp8", "nodes": 2, "weight": 64.0}}
+    point = ResumePoint(RunCheckpoint(3, Path("step-3")), engine, run)
+    config = TrainConfig(model="preset:demo", data_source="synthetic")
+    text = describe_resumption(point, config, 5, Request(64, 64, 1, 1, nodes=nodes, exchange=exchange))
+    assert ("dropped: what 2 nodes had lost of gradients to fp8 in the last step; " in text) is bool(says)
+    assert says in text
 
 
 def logged(folder):

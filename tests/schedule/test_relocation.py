@@ -12,6 +12,7 @@ from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import ByteRange, _Plane, _Room, _step_aside, relocation
 from flexengine.schedule.shares import Share
+from flexengine.schedule.slots import Memory
 from tests.schedule.small_plans import FLOAT32, random_plan, resident_plan, small_model
 
 STREAMED, RESIDENT = GroupPlan(), GroupPlan("gpu", "gpu", "gpu")
@@ -84,6 +85,19 @@ def test_a_larger_layout_is_refused():
     old, new = changed_places()
     with pytest.raises(ValueError, match=f"of the host arena, which has {new.host_bytes - 1}"):
         relocation(old, new, {"gpu": 1 << 40, "host": new.host_bytes - 1})
+
+
+def test_states_that_nodes_would_divide_otherwise_are_refused():
+    model = small_model()
+    plan = random_plan(Random(0), model, sliced=False)
+    request, groups = replace(plan.request, nodes=2), tuple(GroupPlan(update="cpu") for _ in plan.groups)
+    whole = replace(plan, request=request, groups=groups)
+    divided = replace(whole, groups=tuple(replace(home, states="nodes") for home in groups))
+    old, new = Layout(model, divided), Layout(model, whole)
+    capacity: dict[Memory, int] = {"gpu": 1 << 40, "host": 1 << 40, "node": 1 << 40}
+    assert relocation(old, Layout(model, divided), capacity) == ()
+    with pytest.raises(ValueError, match="nodes would divide the optimizer states otherwise than now; save"):
+        relocation(old, new, capacity)
 
 
 def test_gaps_are_found_before_between_and_after():

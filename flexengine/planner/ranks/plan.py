@@ -1,6 +1,6 @@
 """A plan of several ranks: the planner plans one of them, with its tokens of a step and its share of the host's memory;
 the plan that it finds is priced by simulating all ranks of a node together. Where the host is too small for the
-optimizer states, ranks divide these over their GPUs.
+optimizer states, several nodes divide these, or ranks over their GPUs.
 
 What ranks share on the host counts once for the node: every rank counts an equal part of it. Nodes add up their
 gradients while the last round goes on, and a step ends when both have ended.
@@ -26,6 +26,7 @@ from flexengine.planner.planner import find_plan, make_plan
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.context import may_cut, nothing_fits, plans_in_context, why_not
 from flexengine.planner.ranks.dealt import with_dealt_states
+from flexengine.planner.ranks.over_nodes import with_node_states
 from flexengine.planner.ranks.price import bytes_planned, predicted_together
 from flexengine.planner.ranks.refusal import refusal
 from flexengine.planner.ranks.shards import Sharded, plans_with_shards, searched_in_full
@@ -76,7 +77,8 @@ class NodeProblem(Problem):
         """The fastest plan of one rank that relays, on a drive where nothing fits without. Raises: ShortageError, of
         all ranks, when nothing fits."""
         alone = self.of_rank.without_drive
-        plan = with_dealt_states(alone) if self.searched is None else self.searched.plan
+        plan = None if self.searched is None else self.searched.plan
+        plan = plan or with_node_states(alone) or with_dealt_states(alone)
         plan = plan or (find_plan(self.of_rank) if self.request.max_drive_bytes else None)
         if plan is None:
             error = shortage(replace(self.of_rank, model=in_parts(self.model)))
@@ -191,8 +193,9 @@ def _may_gain_early(plan: Plan | None) -> bool:
 
 
 def _as_split(node: NodeProblem) -> Plan | None:
+    divided = any(home.states == "nodes" for home in node.of_one.groups)
     try:
-        split = as_split(node.of_rank, node.of_one)
+        split = as_split(node.of_rank, node.of_one, with_node_states if divided else find_plan)
     except PlanError:
         if node.split_again is None:
             raise

@@ -13,6 +13,7 @@ from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, 
 from flexengine.planner.feasibility.shortage import Needs, ShortageError, shortage_message
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.dealt import dealt_groups, with_dealt_states
+from flexengine.planner.ranks.over_nodes import states_of_nodes, with_node_states
 from flexengine.planner.ranks.price import times
 
 
@@ -32,29 +33,31 @@ def refusal(of_rank: Problem, request: Request, profile: HardwareProfile, error:
     )
     asked = f"{ranks} GPUs" + (f" on each of {request.nodes} nodes" if request.nodes > 1 else "")
     budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
-    found = f"found no plan of {asked} with {budgets} of host memory for all\n"
+    by_nodes = bool(states_of_nodes(of_rank.model, request)[0])
+    beside = ", also with optimizer states divided over the nodes" if by_nodes else ""
+    found = f"found no plan of {asked} with {budgets} of host memory for all{beside}\n"
     return ShortageError(error.reason, found + shortage_message(request, needs, remedies), request, needs, remedies)
 
 
 def _with_states_divided(
     of_rank: Problem, request: Request, profile: HardwareProfile, error: ShortageError
 ) -> tuple[Needs, Remedy] | None:
-    """The host memory that suffices where GPUs divide the optimizer states, and a rank's plan with it.
+    """The host memory that suffices where nodes or GPUs divide the optimizer states, and a rank's plan with it.
 
-    One budget is tried; None where it does not suffice.
+    One budget is tried for each; None where none suffices.
     """
     choices = dealt_groups(of_rank.model, request.of_rank)
-    spared = max((on_host for _, on_gpu, on_host in choices if on_gpu < request.max_gpu_bytes), default=0)
-    if not spared:
-        return None
-    gib = gib_text(request.ranks * (error.required_bytes - spared))
-    changed = replace(request, max_host_bytes=bytes_of(gib))
-    changed_rank = replace(of_rank, request=changed.of_rank)
-    plan = with_dealt_states(changed_rank)
-    if plan is None:
-        return None
-    needs = Needs(plan, *process_bytes(changed_rank.layout(plan), of_rank.profile))
-    return needs, Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, profile))
+    on_gpus = max((on_host for _, on_gpu, on_host in choices if on_gpu < request.max_gpu_bytes), default=0)
+    ways = [(states_of_nodes(of_rank.model, request)[1], with_node_states), (on_gpus, with_dealt_states)]
+    for spared, divided in sorted(ways, key=lambda way: -way[0]):  # what needs the least comes first
+        gib = gib_text(request.ranks * (error.required_bytes - spared))
+        changed = replace(request, max_host_bytes=bytes_of(gib))
+        changed_rank = replace(of_rank, request=changed.of_rank)
+        plan = divided(changed_rank) if spared else None
+        if plan is not None:
+            needs = Needs(plan, *process_bytes(changed_rank.layout(plan), of_rank.profile))
+            return needs, Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, profile))
+    return None
 
 
 def _remedy_for_all(remedy: Remedy, of_rank: Request, request: Request, profile: HardwareProfile) -> Remedy:

@@ -50,7 +50,7 @@ def fitted(
             return Fitted(plan, room, asked)
         gpu, host = room.lacks(of_rank.limits.spare_bytes)
         left = (asked.max_gpu_bytes - gpu, asked.max_host_bytes - host)
-        if found.deals_states or min(left) <= 0:
+        if any(home.states == "dealt" for home in found.groups) or min(left) <= 0:
             break
         asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
     return Fitted(None, room, asked)
@@ -61,15 +61,15 @@ def laid_out_as_split(of_rank: Problem, plan: Plan) -> Plan:
     return replace(plan, request=of_rank.request, transport="split", touched_only=False)
 
 
-def as_split(of_rank: Problem, plan: Plan) -> Plan | None:
+def as_split(of_rank: Problem, plan: Plan, again: Callable[[Problem], Plan | None] = find_plan) -> Plan | None:
     """The split plan of one rank that is nearest to `plan`; None if none fits, unless the request asks for one.
 
-    plan: of one rank, with relays. Raises: PlanError.
+    plan: of one rank, with relays. again: finds such a plan with less memory. Raises: PlanError.
     """
     request = of_rank.request
 
     def find(asked: Request) -> Plan | None:
-        return plan if asked is request else find_plan(replace(of_rank, request=asked))
+        return plan if asked is request else again(replace(of_rank, request=asked))
 
     split, room, _ = fitted(of_rank, request, find, lambda found: laid_out_as_split(of_rank, found))
     if split is not None:

@@ -9,10 +9,13 @@ from html import escape
 from flexengine.reports.charts.svg import RIGHT, TOP, legend, svg
 
 PLACE_FILLS = {
-    "gpu": "#1f9d55", "shard": "#2a9d8f", "dealt": "#8fc74a", "host": "#e0a526", "drive": "#c2562d",
-    "recomputed": "rgba(139,147,161,0.4)",
+    "gpu": "#1f9d55", "shard": "#2a9d8f", "dealt": "#8fc74a", "host": "#e0a526", "nodes": "#e8c871",
+    "drive": "#c2562d", "recomputed": "rgba(139,147,161,0.4)",
 }  # fmt: skip
-WHERE_USED = {"dealt": "divided over the GPUs", "shard": "in shards on all GPUs", "drive": "on the drive"}
+WHERE_USED = {
+    "dealt": "divided over the GPUs", "shard": "in shards on all GPUs", "nodes": "divided over the nodes",
+    "drive": "on the drive",
+}  # fmt: skip
 """Words of places that the legend names where a plan has them."""
 ROW_HEIGHT, NAMES_WIDTH = 17, 150
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flexengine.models.spec import ModelSpec
-from flexengine.native.transfer_operations import WordValue
 from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
@@ -27,11 +26,12 @@ from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch_input import Sequences, read_call
 from flexengine.runtime.execution.executor import CommandHooks
 from flexengine.runtime.ranks.batches import Batches, read_on_ranks
+from flexengine.runtime.ranks.kept_errors import KeptErrors, kept_errors
 from flexengine.runtime.ranks.losses import added, added_of_ranks
 from flexengine.runtime.ranks.node_gradients import NodeGradients, gradients_of_nodes
+from flexengine.runtime.ranks.semaphore_hooks import semaphore_hooks
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.weight_store import WeightStore
-from flexengine.schedule.commands import Command, Signal
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.transports import Seat, Turn, transport_of
 from flexengine.schedule.shares import ALONE, Share
@@ -59,14 +59,17 @@ class RankContext:
 
     rank: its number among those of all nodes. share: what it updates, loads and fills of its node's memory.
     collectives: with the other ranks of the node, where their GPUs reach each other. cuts: offsets in the node's memory
-    that no copy of CUDA may cross. writes_files: this rank is the one that does.
+    that no copy of CUDA may cross. over_nodes: what nodes add and share. writes_files: this rank is the
+    one that does. errors: kept of exchanges of nodes.
     """
 
     seat = Seat()
+    errors: KeptErrors | None = None
     rank = 0
     share: Share = ALONE
     collectives: Collectives | None = None
     cuts: Sequence[int] = ()
+    over_nodes: NodeGradients | None = None
     writes_files = True
 
     def __init__(self, layout: Layout) -> None:
@@ -100,16 +103,18 @@ class RankContext:
     def count_update(self) -> None:
         """Count an update that has been issued."""
 
-    def begin_nodes(self, num_rounds: int) -> None:
-        """Start to add the stored gradients of several nodes in a step of so many rounds, in place.
+    def begin_nodes(self, num_rounds: int, loss_weight: float) -> None:
+        """Start to add the stored gradients of nodes, in place, in a step whose update divides them by a weight. Order:
+        this rank has come to its node's last turn of the step, or past it."""
 
-        Order: this rank has come to its node's last turn of the step, or past it.
-        """
-
-    def add_nodes(self, num_rounds: int) -> Tensor | None:
+    def add_nodes(self, num_rounds: int, loss_weight: float) -> Tensor | None:
         """End that, having started it if need be; returns the sums of squares by run, float64 on the CPU, or None for
         one node. All ranks make this call together."""
         return None
+
+    def end_nodes(self, alone: bool = False) -> None:
+        """Wait until the node's memory holds the weights that other nodes have updated. All ranks make this call, or
+        with `alone` this one, for what it moves itself."""
 
     def gradients(self, weights: WeightStore, num_rounds: int, scale: float) -> dict[str, Tensor]:
         """The gradients that a step of so many rounds has stored, times `scale`, by Hugging Face name, on the CPU.
@@ -187,7 +192,7 @@ class SeveralRanks(RankContext):
         super().__init__(layout)
         self.ranks, self.control, self._watch = group
         self.seat = Seat(self.ranks.local_rank, self.ranks.local_size, self.ranks.node, self.ranks.nodes)
-        self.share = Share(self.ranks.local_rank, self.ranks.local_size)
+        self.share = Share(self.ranks.local_rank, self.ranks.local_size, node=self.ranks.node)
         self.rank, self.writes_files = self.ranks.rank, self.ranks.rank == 0
         self._semaphores = self._transport.semaphores(layout)
         self.rounds = self.updates = self.last = 0
@@ -201,9 +206,9 @@ class SeveralRanks(RankContext):
         self._signals = Signals.over(table, size, num_semaphores, self.ranks.local_rank)
         self._check_others, self.control.check_lost = self.control.check_lost, self._check
         self.link = NodeLink(self.control) if self.ranks.nodes > 1 else None
+        self.errors = kept_errors(layout, self.share)
         self._device, self._write_back, self._settle = device, nothing_newer, nothing_newer
         self._gpu: Tensor | None = None
-        self._over_nodes: NodeGradients | None = None
         self._connect_gpus(layout)
         if self._watch is not None:
             self._watch.follow(self._signals)
@@ -225,7 +230,7 @@ class SeveralRanks(RankContext):
     def use(self, layout: Layout, arenas: Arenas, write_back: Callable[[], None]) -> None:
         self._write_back = write_back
         if self.link is not None:
-            self._over_nodes = NodeGradients(layout, arenas, self.ranks, self.link, self.control)
+            self.over_nodes = NodeGradients(layout, arenas, self.ranks, self.link, self._abort, self.errors)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -245,17 +250,25 @@ class SeveralRanks(RankContext):
         return self.last == self.ranks.local_rank
 
     def count_update(self) -> None:
+        if self.over_nodes is not None:
+            self.over_nodes.give_weights(self.hooks())
         self.updates += 1
 
-    def begin_nodes(self, num_rounds: int) -> None:
-        if self._over_nodes is not None:
-            self._over_nodes.begin(num_rounds, self.hooks().before)
+    def begin_nodes(self, num_rounds: int, loss_weight: float) -> None:
+        if self.over_nodes is not None:
+            self.over_nodes.begin(num_rounds, loss_weight, self.hooks().before)
 
-    def add_nodes(self, num_rounds: int) -> Tensor | None:
-        if self._over_nodes is None:
+    def add_nodes(self, num_rounds: int, loss_weight: float) -> Tensor | None:
+        if self.over_nodes is None:
             return None
-        self.begin_nodes(num_rounds)
-        return self._over_nodes.end()
+        self.begin_nodes(num_rounds, loss_weight)
+        return self.over_nodes.end()
+
+    def end_nodes(self, alone: bool = False) -> None:
+        if self.over_nodes is not None:
+            self.over_nodes.join()
+            if not alone:
+                self.barrier()
 
     def gradients(self, weights: WeightStore, num_rounds: int, scale: float) -> dict[str, Tensor]:
         if self.link is None:
@@ -302,6 +315,7 @@ class SeveralRanks(RankContext):
     @contextmanager
     def while_nobody_writes(self) -> Iterator[None]:
         self._write_back()
+        self.end_nodes(alone=True)
         self.barrier()
         with self.together():
             yield
@@ -313,10 +327,10 @@ class SeveralRanks(RankContext):
         needed, has = transport_of(layout.plan).semaphores(layout).count, self._signals.num_semaphores
         if needed > has:
             raise ValueError(f"the new plan needs {needed} semaphores of each rank, which has {has}")
+        if self.errors is not None:
+            self.errors.check_takes(layout, self.share)
         if not set(self.cuts) <= set(borders_of_slots(layout.slots, "node")):
-            raise ValueError(
-                "the new plan has planes across borders of page-locked memory, over which CUDA copies none"
-            )
+            raise ValueError("the new plan has planes across borders of page-locked memory, where CUDA copies none")
 
     def start_again(self, layout: Layout) -> None:
         self._transport = transport_of(layout.plan)
@@ -331,30 +345,10 @@ class SeveralRanks(RankContext):
     def hooks(self) -> CommandHooks:
         """For the run of a program that is issued now. The CPU's commands may call them when later ones are."""
         clocks, last = {"round": self.rounds, "update": self.updates + 1}, self.last
-        ours, size, signals = self.ranks.local_rank, self.ranks.local_size, self._signals
+        ours, size = self.ranks.local_rank, self.ranks.local_size
         rows = {"own": ours, "previous": (ours - 1) % size, "last": last, "all": None}
-
-        def value(signal: Signal) -> int:
-            return clocks[signal.clock] - signal.lag
-
-        def row(signal: Signal) -> int | None:
-            return signal.of if isinstance(signal.of, int) else rows[signal.of]
-
-        def before(command: Command) -> None:
-            for signal in command.awaits:
-                if value(signal) > 0:  # semaphores begin at 0
-                    signals.wait(signal.semaphore, row(signal), value(signal))
-
-        def after(command: Command) -> None:
-            for signal in command.signals:
-                signals.signal(signal.semaphore, value(signal))
-
-        def words(signal: Signal) -> list[WordValue]:
-            reached = max(0, value(signal))  # semaphores begin at 0
-            return [WordValue(address, reached) for address in signals.addresses(signal.semaphore, row(signal))]
-
-        signals.check()  # streams do not notice that a rank has given up
-        return CommandHooks(before, after, words)
+        self._signals.check()  # streams do not notice that a rank has given up
+        return semaphore_hooks(self._signals, clocks, rows)
 
     def _check(self) -> None:
         """Raise RankLost when a rank has given up, here or elsewhere."""
@@ -367,19 +361,22 @@ class SeveralRanks(RankContext):
 
         What another rank has told is passed on as it is: a third may see this rank's message first.
         """
+        self._abort(error)
+        state.unusable = ABORTED
+
+    def _abort(self, error: BaseException) -> None:
         own = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
         message = str(error) if isinstance(error, RankLost) else own
         if self.collectives is not None:
             self.collectives.abort(message)
         end = self._signals if self._watch is None else self._watch
         end.abort(message)
-        state.unusable = ABORTED
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        if self._over_nodes is not None:
-            self._over_nodes.join()  # while it still notices that a rank is lost
+        if self.over_nodes is not None:
+            self.over_nodes.join()  # while it still notices that a rank is lost
         self.control.check_lost = self._check_others
         if self.collectives is not None:
             self.collectives.close()

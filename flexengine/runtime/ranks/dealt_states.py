@@ -1,7 +1,7 @@
-"""Optimizer states that several ranks divide, as whole tensors of a checkpoint.
+"""Optimizer states that several ranks or nodes divide, as whole tensors of a checkpoint.
 
-A rank has those of the elements that it updates. To be saved, they are gathered in a file beside the checkpoint, since
-the host has no room for all of them: that is why ranks divide them.
+A rank has those of the elements that it updates, in its GPU's memory or in its node's. To be saved, they are gathered
+in a file beside the checkpoint, since the host has no room for all of them: that is why ranks divide them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 
 from flexengine.checkpoint.shards import check_disk
+from flexengine.parallel.nodes import NodeLink
 from flexengine.runtime.arena import DTYPES
 from flexengine.runtime.ranks.context import RankContext, SeveralRanks
 from flexengine.runtime.weights.weight_store import SourceRun, WeightStore
 from flexengine.schedule.group_storage import Plane
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.shares import Share
 
 WRITTEN_BYTES = 32 << 20
 """Bytes that pass through the host's memory at once. More would hardly be faster, and the budget has no room for it."""
@@ -45,18 +49,20 @@ class DealtTensor(NamedTuple):
         """Type of its entries."""
         return DTYPES[self.plane.dtype]
 
-    def own(self, weights: WeightStore) -> tuple[int, Tensor]:
-        """This rank's part of the tensor: the number of its first entry, and a flat view of its entries."""
-        layout, (run, plane) = weights.layout, (self.run, self.plane)
-        dealt = layout.dealt_states(layout.groups[run.group])
-        begin, first, count = dealt.place(run.segment, plane, weights.share)
-        start, end = max(first, self.start), min(first + count, self.start + self.count)
-        if start >= end:
-            return 0, torch.empty(0, dtype=self.dtype)
-        slot, width = layout.slots[layout.plane_slot(plane.kind, run.group)], self.dtype.itemsize
-        offset, num_bytes = begin + plane.num_bytes(start - first), plane.num_bytes(end - start)
-        data = weights.arenas.view(slot, offset, (num_bytes // width,), self.dtype)
-        return plane.num_bytes(start - self.start) // width, data
+    def own(self, weights: WeightStore) -> Iterator[tuple[int, Tensor]]:
+        """This rank's parts of the tensor: the number of the first entry of each, and a flat view of its entries."""
+        slot = weights.layout.slots[weights.layout.plane_slot(self.plane.kind, self.run.group)]
+        for first, count, offset in self.parts(weights.layout, weights.share):
+            yield first, weights.arenas.view(slot, offset, (count,), self.dtype)
+
+    def parts(self, layout: Layout, share: Share) -> Iterator[tuple[int, int, int]]:
+        """A rank's parts of the tensor: first entry, entries, and the first byte in its plane's slot."""
+        run, plane, width = self.run, self.plane, self.dtype.itemsize
+        for begin, first, count in layout.parts_of_states(run.group, run.segment, plane, share):
+            start, end = max(first, self.start), min(first + count, self.start + self.count)
+            if start < end:
+                entries = plane.num_bytes(start - self.start) // width, plane.num_bytes(end - start) // width
+                yield *entries, begin + plane.num_bytes(start - first)
 
 
 def gather_states(
@@ -64,14 +70,36 @@ def gather_states(
 ) -> dict[str, Tensor]:
     """Gather tensors that ranks divide, by name, where the rank that writes files can read them; none on the others.
 
-    The file has no name once all ranks of its node have opened it, and goes with the last tensor. All ranks make this
-    call, when nothing of them runs. Raises: CheckpointError where the disk is too small; OSError.
+    All ranks make this call, when nothing of them runs. Raises: CheckpointError where the disk is too small; OSError.
     """
     if not tensors or not isinstance(context, SeveralRanks):
         return {}
-    writes, found = context.writes_files, dict[str, Tensor]()
+
+    begins, link = dict(_places(tensors)), context.link
+
+    def write(descriptor: int) -> None:
+        for begin, tensor in begins.items() if descriptor >= 0 else ():
+            for first, data in tensor.own(weights):
+                write_at(descriptor, begin + first * data.element_size(), data)
+        if link is not None and weights.layout.node_states:
+            _write_of_nodes(descriptor, weights, tensors, link)
+
+    raw = file_of_ranks(context, folder, max(begin + tensor.num_bytes for begin, tensor in begins.items()), write)
+    if raw is None:
+        return {}
+    return {t.name: raw[begin : begin + t.num_bytes].view(t.dtype) for begin, t in begins.items()}
+
+
+def file_of_ranks(context: SeveralRanks, folder: Path, num_bytes: int, write: Callable[[int], None]) -> Tensor | None:
+    """The bytes of a file beside a checkpoint, as the rank that writes files reads them; None on the others.
+
+    Their pages are the system's, which may drop and read them again. write: called by all ranks together with the
+    file's descriptor, -1 on the other nodes. The file has no name once it is open, and goes with the last tensor.
+    Raises: CheckpointError where the disk is too small; OSError; what `write` raises.
+    """
+    writes, found = context.writes_files, None
     with context.together():
-        new = _new_file(folder, sum(tensor.num_bytes for tensor in tensors)) if writes else ""
+        new = _new_file(folder, num_bytes) if writes else ""
     path, descriptor = context.control.broadcast(new), -1
     try:
         try:
@@ -81,10 +109,12 @@ def gather_states(
             if writes:
                 os.unlink(path)
         with context.together():
-            if descriptor >= 0:
-                _write_own(descriptor, weights, tensors)
+            write(descriptor)
         with context.together():
-            found = _mapped(descriptor, tensors) if writes else found
+            if writes:
+                os.truncate(descriptor, num_bytes)
+                raw = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+                found = torch.frombuffer(raw, dtype=torch.uint8)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -108,20 +138,36 @@ def _places(tensors: Sequence[DealtTensor]) -> Iterator[tuple[int, DealtTensor]]
         end += -(-tensor.num_bytes // 8) * 8
 
 
-def _write_own(descriptor: int, weights: WeightStore, tensors: Sequence[DealtTensor]) -> None:
-    """Write this rank's entries; a full disk raises here, where one behind mapped memory would kill the process."""
+def _write_of_nodes(descriptor: int, weights: WeightStore, tensors: Sequence[DealtTensor], link: NodeLink) -> None:
+    """Give what this rank's node keeps to the first node, whose rank in the same place writes it; all nodes at once.
+
+    Where a disk takes nothing more, the others still give all, as they wait for each other, before this raises.
+    """
+    layout, share, failure = weights.layout, weights.share, None
     for begin, tensor in _places(tensors):
-        first, data = tensor.own(weights)
-        count = WRITTEN_BYTES // data.element_size()
-        for start in range(0, data.numel(), count):
-            piece = data[start : start + count].cpu().view(torch.uint8).numpy().data
-            offset = begin + (first + start) * data.element_size()
-            while piece:
-                written = os.pwrite(descriptor, piece, offset)
-                piece, offset = piece[written:], offset + written
+        if tensor.run.group not in layout.node_states:
+            continue
+        width, own = tensor.dtype.itemsize, tensor.own(weights)
+        of_nodes = [list(tensor.parts(layout, share._replace(node=node))) for node in range(link.nodes)]
+        for parts in zip_longest(*of_nodes):
+            mine = parts[link.node]
+            data = torch.empty(0, dtype=torch.uint8) if mine is None else next(own)[1].view(torch.uint8)
+            sizes = [0 if part is None else part[1] * width for part in parts]
+            given = link.collect(data, sizes)
+            for part, found in list(zip(parts, given, strict=True))[1:] if given else ():
+                try:
+                    if part is not None and failure is None:
+                        write_at(descriptor, begin + part[0] * width, found)
+                except OSError as error:
+                    failure = error
+    if failure is not None:
+        raise failure
 
 
-def _mapped(descriptor: int, tensors: Sequence[DealtTensor]) -> dict[str, Tensor]:
-    """View the file's tensors by name; their pages are the system's, which may drop and read them again."""
-    raw = torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    return {tensor.name: raw[begin : begin + tensor.num_bytes].view(tensor.dtype) for begin, tensor in _places(tensors)}
+def write_at(descriptor: int, offset: int, data: Tensor) -> None:
+    """Write entries; a full disk raises here, where one behind mapped memory would kill the process."""
+    for values in data.split(WRITTEN_BYTES // data.element_size()):
+        piece = values.cpu().view(torch.uint8).numpy().data
+        while piece:
+            written = os.pwrite(descriptor, piece, offset)
+            piece, offset = piece[written:], offset + written

@@ -6,7 +6,7 @@ Neither depends on where the plan puts a plane, so an engine under another plan,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.runtime.arena import DTYPES
 from flexengine.runtime.ranks.dealt_states import DealtTensor
+from flexengine.runtime.ranks.saved_errors import PREFIX
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.weights.staging import load_staged, on_host
 from flexengine.runtime.weights.weight_store import SourceRun, WeightStore
@@ -46,7 +47,7 @@ def state_tensors(weights: WeightStore, gathered: Mapping[str, Tensor] | None = 
         for plane in () if run.frozen else run.segment.planes:
             if plane.kind == "grad":
                 continue
-            if weights.layout.is_dealt(plane.kind, run.group):
+            if weights.layout.is_divided(plane.kind, run.group):
                 stored = _divided_tensor(weights, name, run, plane, gathered or {})
             elif plane.block == 1:
                 data = weights.plane(plane.kind, run)
@@ -79,7 +80,7 @@ def _dealt_tensor(weights: WeightStore, name: str, run: SourceRun, plane: Plane)
 def dealt_tensors(weights: WeightStore) -> list[DealtTensor]:
     """The tensors of a checkpoint that ranks divide, in the order of the model."""
     rows = ((name, run, plane) for name, run in weights.runs.items() if not run.frozen for plane in run.segment.planes)
-    dealt = (_dealt_tensor(weights, *row) for row in rows if weights.layout.is_dealt(row[2].kind, row[1].group))
+    dealt = (_dealt_tensor(weights, *row) for row in rows if weights.layout.is_divided(row[2].kind, row[1].group))
     return list({tensor.name: tensor for tensor in dealt}.values())
 
 
@@ -92,22 +93,21 @@ def _whole_plane(weights: WeightStore, run: SourceRun, plane: Plane) -> Tensor:
     return weights.arenas.view(slot, start, (count,), dtype)
 
 
-def load_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
+def load_tensors(weights: WeightStore, reader: CheckpointReader, more: Sequence[ReadRequest] = ()) -> None:
     """Read all planes of a checkpoint to where the plan puts them, and compare the files with their checksums.
 
     Of several ranks, each reads some of the planes and its own part of what ranks divide, and the first compares the
-    files.
+    files. more: what this rank reads besides.
 
     Raises: CheckpointError where a file differs from its checksum, when all is read.
     """
     dealt = dealt_tensors(weights)
     divided = {tensor.name for tensor in dealt}
     shared = [tensor for tensor in state_tensors(weights) if tensor.name not in divided]
-    requests = [ReadRequest(tensor.name, tensor.data) for tensor in weights.share.every(shared)]
+    requests = [*more, *(ReadRequest(tensor.name, tensor.data) for tensor in weights.share.every(shared))]
     for tensor in dealt:
-        first, data = tensor.own(weights)
-        if data.numel():
-            requests.append(ReadRequest(tensor.name, data, first_element=first))
+        own = tensor.own(weights)
+        requests += [ReadRequest(tensor.name, data, first_element=first) for first, data in own if data.numel()]
     elsewhere = [request for request in requests if not on_host(request)]
     with reader.verifying() if weights.share.rank == 0 else nullcontext():
         reader.read_many([request for request in requests if on_host(request)])
@@ -118,10 +118,12 @@ def load_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
 def check_same_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
     """Raise ValueError unless a checkpoint holds exactly the tensors that are trained here, in their shapes and dtypes.
 
-    One that holds more was saved by a run that trained more, whose work would be lost without a word.
+    One that holds more was saved by a run that trained more, whose work would be lost without a word. What exchanges
+    between nodes have lost is left to the caller.
     """
     wanted = {tensor.name: (list(tensor.shape), str(tensor.data.dtype)) for tensor in state_tensors(weights)}
     found = {name: (list(entry.shape), str(entry.dtype)) for name, entry in reader.tensors.items()}
+    found = {name: entry for name, entry in found.items() if not name.startswith(PREFIX)}
     differing = [name for name in (*wanted, *found) if wanted.get(name) != found.get(name)]
     if differing:
         name = differing[0]

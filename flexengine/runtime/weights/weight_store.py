@@ -146,7 +146,7 @@ class WeightStore:
 
     def own(self) -> dict[str, SourceRun]:
         """The tensors that this rank fills: every `size`-th of those that ranks share, and all that it has alone."""
-        groups, (rank, size, _) = range(len(self.layout.groups)), self.share
+        groups, (rank, size) = range(len(self.layout.groups)), self.share[:2]
         places = (self.layout.slots[self.layout.stored_slot("weights", group)].memory for group in groups)
         shared = [memory in ("node", "drive") for memory in places]
         numbered = enumerate(self.runs.items())
@@ -158,14 +158,22 @@ class WeightStore:
         return slot.memory == "drive" and linked is not None and linked.holds(slot.offset)
 
     def plane(self, kind: PlaneKind, run: SourceRun) -> Tensor | None:
-        """Flat view of one plane of a source's elements, or None when the format has no such plane."""
+        """Flat view of one plane of a source's elements, or None when the format has no such plane.
+
+        Lower halves of masters that nodes divide: where `show_masters` of the context has them, or `keep_masters` takes
+        them from.
+        """
         assert run.whole, "what lies in spans is written and read span by span"
-        assert not self.layout.is_dealt(kind, run.group), "a rank has only its share of what ranks divide"
+        in_gradient = kind == "remainder" and run.group in self.layout.node_states
+        divided = self.layout.is_divided(kind, run.group) and not in_gradient
+        assert not divided, "a rank has only its share of what ranks divide"
         plane = next((p for p in run.segment.planes if p.kind == kind), None)
         if plane is None:
             return None
-        slot = self.layout.slots[self.layout.stored_slot(kind, run.group)]
+        slot = self.layout.slots[self.layout.stored_slot("grad" if in_gradient else kind, run.group)]
         dtype, start = DTYPES[plane.dtype], self.layout.plane_start(run.group, run.segment, plane, ALONE)[0]
+        if in_gradient:
+            start = run.segment.first_element * dtype.itemsize
         return self.arenas.view(slot, start + run.start * dtype.itemsize, (run.count,), dtype)
 
     # -- in ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, SlotOffset, Stream, UpdateTile
 from flexengine.schedule.drive import drive_kinds, drive_tiles
-from flexengine.schedule.group_storage import Segment
+from flexengine.schedule.group_storage import Plane, Segment
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.drive import DriveTiles
 from flexengine.schedule.program_builder import ProgramBuilder
@@ -67,10 +67,10 @@ def lower_cpu_update(
             builder.holds(*access)
     updated = {kind: Access(slot, f"updated {content}") for kind, (slot, content) in held.items() if kind != "grad"}
     writes, end = [*updated.values()], len(builder.commands) - 1
-    for segment, start, count in _pieces(layout, group, share):
+    for segment, start, count, place in _pieces(layout, group, share):
         places = {kind: access.slot for kind, access in held.items()}
-        tile = {p.kind: SlotOffset(places[p.kind], p.start + p.num_bytes(start)) for p in segment.planes
-                if p.kind in places}  # fmt: skip
+        tile = {p.kind: SlotOffset(places[p.kind], _offset(layout, group, segment, p, start, place))
+                for p in segment.planes if p.kind in places}  # fmt: skip
         label = f"{name} {segment.name}"
         reads, staged = [*(access for kind, access in held.items() if kind != "grad"), *grads, scale], None
         if on_drive is not None:
@@ -88,18 +88,29 @@ def lower_cpu_update(
     return end
 
 
-def _pieces(layout: Layout, group: int, share: Share) -> Iterator[tuple[Segment, int, int]]:
-    """(segment, start, elements) of what is updated in one call."""
+def _pieces(layout: Layout, group: int, share: Share) -> Iterator[tuple[Segment, int, int, int | None]]:
+    """(segment, start, elements) of what is updated in one call, and where nodes divide states the place of its own."""
     stored = layout.groups[group]
     on_drive = drive_kinds(stored, layout.plan.groups[group])
     for segment in stored.segments:
         if on_drive:
             for start, count in drive_tiles(segment, on_drive, layout.plan.drive_tile, share):
-                yield segment, start, count
+                yield segment, start, count, None
+            continue
+        if group in layout.node_states:
+            for span in layout.node_states[group].spans(segment, share):
+                yield segment, span.start, span.count, span.place
             continue
         start, count = share.of(segment)
         if count:
-            yield segment, start, count
+            yield segment, start, count, None
+
+
+def _offset(layout: Layout, group: int, segment: Segment, plane: Plane, start: int, place: int | None) -> int:
+    """Where an element lies in the slot of a plane; place: of its states where nodes divide them."""
+    if place is not None and plane.kind in layout.groups[group].state_kinds:
+        return layout.node_states[group].offset(segment, plane, place)
+    return plane.start + plane.num_bytes(start)
 
 
 def lower_speculative_update(
@@ -141,7 +152,7 @@ def _speculate_by_tiles(builder: ProgramBuilder, layout: Layout, group: int, gra
     """The same of a group that a drive holds: tiles are read from its first planes, updated in their slots of the host,
     and written to its second ones."""
     on_drive, home = DriveTiles(builder, layout, group), layout.plan.groups[group]
-    for segment, start, count in _pieces(layout, group, ALONE):
+    for segment, start, count, _ in _pieces(layout, group, ALONE):
         staged = on_drive.fetch(segment, start)
         planes = dict(staged.planes)
         if home.grads == "host":

@@ -11,6 +11,8 @@ It looks at two steps of all ranks, who take rounds in turn, and at what touches
 - speculation: where it holds, that is so of what was updated before the norm was known and of the rest; where it does
   not, all is updated again, as if nothing had been;
 - nodes: of several, every gradient is updated as the sum of all nodes left it, which is added in the order of nodes;
+  where they divide states, each node updates the elements whose sums it keeps, once, from states in their places, and
+  weights are read when those of all nodes have come;
 - split plans: all ranks make the same collectives in the same order, owners add up gradients, and shards are gathered
   whole (`split_checker`);
 - stages: every layer runs for every chunk, and what is handed over is what the other rank left there
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from flexengine.schedule.checker import ProgramError
@@ -50,29 +53,33 @@ WAYS: tuple[tuple[UpdateWay, ...], ...] = (
 
 
 def check_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> None:
-    """Raise ProgramError unless the programs of all ranks are proven right together."""
-    check_runs(layout, runs_of_ranks(layout, shape, num_rounds), num_rounds)
+    """Raise ProgramError unless all ranks' programs are proven right together, of each node where these differ."""
+    for node in range(layout.plan.request.nodes if layout.node_states else 1):
+        check_runs(layout, runs_of_ranks(layout, shape, num_rounds, node=node), num_rounds, node)
     for ways in WAYS if layout.plan.speculates else ():
         check_runs(layout, runs_of_ranks(layout, shape, num_rounds, ways), num_rounds)
 
 
-def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: int) -> None:
-    """As `check_ranks`, of programs that are lowered already."""
-    check_shares(layout, runs)
+def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: int, node: int = 0) -> None:
+    """As `check_ranks`, of one node's programs that are lowered already."""
+    check_shares(layout, runs, node)
     check_dealt_states(layout, runs)
+    check_node_states(layout, runs, node)
+    check_given(layout, runs)
     transport_of(layout.plan).check(layout, runs)
     events = Events(runs, num_rounds)
     order = events.in_order()
     _check_memory(layout, events, order, num_rounds)
 
 
-def check_shares(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
-    """Check that the ranks' updates of a step cover each element of what is trained once."""
+def check_shares(layout: Layout, runs: Sequence[Sequence[RankRun]], node: int = 0) -> None:
+    """Check that the ranks' updates of a step cover each element of what is trained once; of what nodes divide, each of
+    this node's, when all nodes' have been found to cover all."""
     for step in range(1 + max(run.step for run in runs[0])):
-        _check_shares_of_step(layout, [[run for run in rank if run.step == step] for rank in runs])
+        _check_shares_of_step(layout, [[run for run in rank if run.step == step] for rank in runs], node)
 
 
-def _check_shares_of_step(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
+def _check_shares_of_step(layout: Layout, runs: Sequence[Sequence[RankRun]], node: int) -> None:
     """Check the updates of one step, of which speculative ones and others are two sets of their own."""
     updated: dict[bool, dict[tuple[int, str], list[tuple[int, int]]]] = {b: defaultdict(list) for b in (False, True)}
     for command in (command for rank in runs for run in rank for command in run.program.commands):
@@ -82,16 +89,60 @@ def _check_shares_of_step(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> 
             spans[tile.group, tile.segment].append((tile.start, tile.start + tile.count))
     for group, spec in enumerate(layout.model.groups):
         for segment in () if spec.frozen else layout.groups[group].segments:
-            key = group, segment.name
+            key, name, elsewhere = (group, segment.name), f"{spec.name} {segment.name}", list[tuple[int, int]]()
+            if group in layout.node_states:
+                states, nodes = layout.node_states[group], range(layout.plan.request.nodes)
+                of_nodes = [[(s, s + count) for s, count, _ in states.of_node(segment, each)] for each in nodes]
+                _check_covered(segment.numel, list(chain.from_iterable(of_nodes)), f"{name} by all nodes")
+                elsewhere = list(chain.from_iterable(of_nodes[:node] + of_nodes[node + 1 :]))
             for spans in [found for found in updated.values() if key in found] or [updated[False]]:
-                reached = 0
-                for start, end in [*sorted(spans[key]), (segment.numel, segment.numel)]:
-                    if start != reached:
-                        twice = "twice" if start < reached else "by no rank"
-                        raise ProgramError(
-                            f"elements {start}..{reached} of {spec.name} {segment.name} are updated {twice}"
-                        )
-                    reached = end
+                _check_covered(segment.numel, spans[key] + elsewhere, name)
+
+
+def _check_covered(numel: int, spans: Sequence[tuple[float, float]], name: str, done: str = "updated") -> None:
+    """Raise ProgramError unless each of so many elements lies in one of the spans (start, end)."""
+    reached = 0
+    for start, end in [*sorted(spans), (numel, numel)]:
+        if start != reached:
+            twice = "twice" if start < reached else "by no rank"
+            raise ProgramError(f"elements {start}..{reached} of {name} are {done} {twice}")
+        reached = end
+
+
+def check_given(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
+    """Check that ranks give other nodes the gradient of each element, and its weight, once a step, of what nodes
+    divide: a node's own proof needs its own shares alone."""
+    given: dict[tuple[int, bool, int], list[tuple[int, int]]] = defaultdict(list)
+    for run in (run for rank in runs for run in rank if run.is_of_nodes):
+        for args in (command.args for command in run.program.commands):
+            width = layout.groups[args.group].element_bytes("grad" if run.exchanges else "weights")
+            given[run.step, run.gathers, args.group] += [
+                (start / width, (start + n) / width) for start, n in args.pieces
+            ]
+    for step in range(1 + max(run.step for run in runs[0])):
+        for group, gathers in ((group, gathers) for group in layout.node_states for gathers in (False, True)):
+            name = layout.model.groups[group].name
+            _check_covered(layout.groups[group].numel, given[step, gathers, group], name, "exchanged")
+
+
+def check_node_states(layout: Layout, runs: Sequence[Sequence[RankRun]], node: int) -> None:
+    """Check that updates find the planes of their own elements, of groups whose states nodes divide."""
+    programs = {run.program: None for rank in runs for run in rank if run.updates} if layout.node_states else {}
+    for program, command in ((each, command) for each in programs for command in each.commands):
+        tile = command.args
+        if not isinstance(tile, UpdateTile) or tile.group not in layout.node_states:
+            continue
+        states = layout.node_states[tile.group]
+        segment = next(s for s in layout.groups[tile.group].segments if s.name == tile.segment)
+        span = next(s for s in states.of_node(segment, node) if s.start <= tile.start < s.start + s.count)
+        for plane in segment.planes:
+            slot, offset = tile.planes[plane.kind]
+            place, within = layout.slots[layout.plane_slot(plane.kind, tile.group)], plane.num_bytes(tile.start)
+            expected = place.offset + plane.start + within
+            if plane.kind in layout.groups[tile.group].state_kinds:
+                expected = place.offset + states.offset(segment, plane, span.place + tile.start - span.start)
+            if (program.slots[slot].memory, program.slots[slot].offset + offset) != (place.memory, expected):
+                raise ProgramError(f"{command.label} takes {plane.kind} from where the node has that of other elements")
 
 
 def check_dealt_states(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
@@ -167,14 +218,34 @@ def _exchange_touches(layout: Layout, event: Event) -> list[_Touch]:
     args, nodes = event.command.args, layout.plan.request.nodes
     if args.givers != tuple(range(nodes)):
         raise ProgramError(f"{event.label} adds gradients of nodes {args.givers}, not of {nodes} in their order")
+    reads, writes = args.pieces, args.pieces if args.kept is None else args.kept
+    return _touches_of_nodes(layout, event, "grad", reads, writes)
+
+
+def _gather_touches(layout: Layout, event: Event) -> list[_Touch]:
+    """The same of weights that nodes give each other: their own are read, those of others written."""
+    args, cuts = event.command.args, list[tuple[int, int]]()
+    for offset, num_bytes in args.pieces:
+        inside = [(start, size) for start, size in args.kept if offset <= start < offset + num_bytes]
+        reached = offset
+        for start, size in [*sorted(inside), (offset + num_bytes, 0)]:
+            cuts += [(reached, start - reached)] if start > reached else []
+            reached = start + size
+    return _touches_of_nodes(layout, event, "weights", args.kept, cuts)
+
+
+def _touches_of_nodes(
+    layout: Layout, event: Event, role: str, reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]]
+) -> list[_Touch]:
+    args = event.command.args
     start, name = event.run.program.slots[args.slot].offset + BEYOND["node"], layout.model.groups[args.group].name
-    places = [(start + offset, start + offset + num_bytes) for offset, num_bytes in args.pieces]
-    return [_Touch(*place, writes, "grad", name) for writes in (False, True) for place in places]
+    rows = ((begin, size, flag) for flag, found in ((False, reads), (True, writes)) for begin, size in found)
+    return [_Touch(start + begin, start + begin + size, flag, role, name) for begin, size, flag in rows]
 
 
 def _touches_of(layout: Layout, event: Event) -> list[_Touch]:
-    if event.run.exchanges:
-        return _exchange_touches(layout, event)
+    if event.run.is_of_nodes:
+        return (_exchange_touches if event.run.exchanges else _gather_touches)(layout, event)
     if event.run.drops and isinstance(event.command.args, UpdateTile):
         return []  # the rank ends or drops it before it goes on, and nobody reads what it wrote
     return _update_touches(layout, event) if event.command.stream is Stream.CPU else _touches(event)
@@ -195,8 +266,11 @@ def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: 
             elif touch.role == "norm_squares" or touch.owner in frozen:
                 held = (run.step if touch.role == "norm_squares" else 0), 0
             else:
-                held = run.step + touch.writes, 0
-            memory.touch(index, range(places[touch.start], places[touch.end]), touch, held)
+                held = run.step + (touch.writes or run.gathers), 0
+            touched = range(places[touch.start], places[touch.end])
+            if run.gathers and touch.writes:  # what other nodes have updated, and nobody here
+                memory.touch(index, touched, touch._replace(writes=False), (run.step, 0))
+            memory.touch(index, touched, touch, held)
 
 
 class _NodeBytes:

@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from flexengine.schedule.commands import DRIVE_STREAMS, DRIVE_WRITES, Command, Program, Stream
-from flexengine.schedule.ranks.node_exchange import NodeSum
+from flexengine.schedule.ranks.node_exchange import NodeSum, NodeWeights
 from flexengine.schedule.simulator import Rates
 
 WAYS = (Stream.H2D, Stream.D2H)
@@ -43,7 +43,7 @@ class CommandWork(NamedTuple):
 
 
 def _kind_and_amount(command: Command, program: Program, rates: Rates) -> tuple[int, float]:
-    if isinstance(command.args, NodeSum):
+    if isinstance(command.args, NodeSum | NodeWeights):
         return NETWORK, command.args.network_bytes / (rates.network_bytes_per_s or inf)
     if command.stream is Stream.CPU:
         return CPU, rates.cpu_s(command)

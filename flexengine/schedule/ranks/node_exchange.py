@@ -5,11 +5,14 @@ the ranks of the other nodes that have its place: on a thread, while that round 
 that before any of them updates. Which round is the last only the call that updates knows, and of ranks that take rounds
 in turn only one runs it. So this is no part of a round's program: `lower_exchange` writes it down as one of its own,
 which `ranks.checker` proves and `ranks.simulator` prices beside the rounds.
+
+Where nodes divide the optimizer states of a group, sums stay with the node that has added them and updates their
+elements. It then gives their weights to the others, piece by piece, under the next step's forward (`lower_gather`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -17,44 +20,89 @@ from typing import NamedTuple
 from flexengine.schedule.commands import Access, Command, CommandName, Program, Stream
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.node_states import GroupPiece, pieces_of_group
 from flexengine.schedule.ranks.semaphores import Semaphores
 from flexengine.schedule.shares import Share
 
-PIECE_ELEMENTS = 1 << 21
-"""Elements that cross at once. Up to three pieces of a rank are on their way, which takes 12 MiB of its memory in bf16.
-
-It sets where squares are cut into sums: changing it changes the last bits of the gradient norm.
-"""
 PIECES_UNDER_WAY = 3
 """One whose shares are sent, one that is added up, and one whose sums are sent."""
 WIDENED_BYTES = 12 * 2**20
 """What some rows of a piece take in float32 and in float64 while they are added, and what the network library takes."""
+ERROR_DTYPE = "bfloat16"
+"""Of what rounding to FP8 has lost, at most 1/16 of an element: keeping that loses at most 2^-13 of it again."""
+
+
+class SentAs(NamedTuple):
+    """What crosses the network of gradients that nodes store in a dtype: its name, the dtype or `fp8`.
+
+    block: elements of FP8 that share a scale of one byte.
+    """
+
+    name: str
+    stored: str
+    block: int = 128
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether each node keeps what rounding has lost of each element."""
+        return self.name == "fp8"
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of so many elements that follow each other."""
+        return numel + -(-numel // self.block) if self.name == "fp8" else numel * DTYPE_BYTES[self.name]
+
+    @property
+    def share(self) -> float:
+        """Bytes that are sent for each that is stored, of many elements."""
+        return self.num_bytes(self.block) / (self.block * DTYPE_BYTES[self.stored])
 
 
 class NodePiece(NamedTuple):
-    """Elements [first, first + numel) of a group's stored gradient; run: their run among those of all groups."""
+    """Elements [first, first + numel) of a group's stored gradient; run: their run among those of all groups.
+
+    of_group: the same within the group.
+    """
 
     group: int
     run: int
     first: int
     numel: int
+    of_group: GroupPiece
 
 
 class NodeSum(NamedTuple):
     """Arguments of `exchange`: pieces of a gradient in the node's memory, each `num_bytes` bytes from an offset on; the
-    nodes whose copies are added, in order. sent: the share of these bytes that is sent, where fewer are."""
+    nodes whose copies are added, in order. sent: the share of these bytes that is sent, where fewer are. kept: the
+    bytes of the node's own sums, each from an offset on, where these stay with it; None where all nodes get them."""
 
     group: int
     slot: int
     pieces: tuple[tuple[int, int], ...]
     givers: tuple[int, ...]
     sent: float = 1.0
+    kept: tuple[tuple[int, int], ...] | None = None
 
     @property
     def network_bytes(self) -> float:
         """Bytes that a rank sends, as it receives: all but the share that its node adds, then that share's sums."""
-        nodes = len(self.givers)
-        return 2 * (nodes - 1) / nodes * self.sent * sum(num_bytes for _, num_bytes in self.pieces)
+        nodes, ways = len(self.givers), 2 if self.kept is None else 1
+        return ways * (nodes - 1) / nodes * self.sent * sum(num_bytes for _, num_bytes in self.pieces)
+
+
+class NodeWeights(NamedTuple):
+    """Arguments of `gather_weights`: pieces of a group's weights in the node's memory, as of `NodeSum`, of which each
+    of `nodes` nodes has updated a share; kept: the bytes of the node's own."""
+
+    group: int
+    slot: int
+    pieces: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...]
+    nodes: int
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes that a rank sends, as it receives."""
+        return (self.nodes - 1) / self.nodes * sum(num_bytes for _, num_bytes in self.pieces)
 
 
 def node_pieces(layout: Layout) -> Iterator[NodePiece]:
@@ -62,10 +110,8 @@ def node_pieces(layout: Layout) -> Iterator[NodePiece]:
     for group in reversed(range(len(layout.groups))):
         if layout.model.groups[group].frozen:
             continue
-        for run in (run for part in layout.groups[group].parts for run in part.runs):
-            for start in range(0, run.numel, PIECE_ELEMENTS):
-                numel = min(PIECE_ELEMENTS, run.numel - start)
-                yield NodePiece(group, layout.first_run(group) + run.number, run.first + start, numel)
+        for piece in pieces_of_group(layout.groups[group]):
+            yield NodePiece(group, layout.first_run(group) + piece.run, piece.first, piece.numel, piece)
 
 
 def givers_of(num_rounds: int, nodes: int) -> range:
@@ -73,26 +119,38 @@ def givers_of(num_rounds: int, nodes: int) -> range:
     return range(min(num_rounds, nodes))
 
 
+def sent_as(layout: Layout) -> SentAs:
+    """What crosses the network of the gradients of a layout."""
+    return SentAs(layout.plan.request.exchanged, layout.plan.request.numerics.grad)
+
+
+def own_pieces(layout: Layout, share: Share) -> Sequence[NodePiece]:
+    """The pieces that a rank exchanges, in order."""
+    return share.every(list(node_pieces(layout)))
+
+
 def exchange_bytes(layout: Layout) -> int:
-    """Host bytes that a rank takes while nodes add up gradients; 0 for one node."""
-    nodes = layout.plan.request.nodes
-    if nodes == 1:
+    """Host bytes that a rank takes while nodes add up gradients, and for what it keeps of them; 0 for one node."""
+    request, sent = layout.plan.request, sent_as(layout)
+    if request.nodes == 1:
         return 0
+    pieces = own_pieces(layout, Share(0, request.ranks))  # the first has the most
     numel = max((piece.numel for piece in node_pieces(layout)), default=0)
-    request, share = layout.plan.request, -(-numel // nodes)
-    copies = nodes * share * DTYPE_BYTES[request.exchanged]
-    rounded = numel * DTYPE_BYTES[request.exchanged] if request.exchanged != request.numerics.grad else 0
-    return PIECES_UNDER_WAY * (copies + rounded) + WIDENED_BYTES
+    copies = request.nodes * sent.num_bytes(-(-numel // request.nodes))
+    rounded = sent.num_bytes(numel) + request.nodes * sent.keeps_errors if sent.name != sent.stored else 0
+    kept = DTYPE_BYTES[ERROR_DTYPE] * sum(piece.numel for piece in pieces) if sent.keeps_errors else 0
+    return PIECES_UNDER_WAY * (copies + rounded) + WIDENED_BYTES + kept
 
 
 def lower_exchange(layout: Layout, share: Share) -> Program:
     """What a rank exchanges in a step of which every node has run a round: its pieces of one group after the other."""
     semaphores, width, found = Semaphores(layout), DTYPE_BYTES[layout.plan.request.numerics.grad], list[Command]()
     givers = tuple(givers_of(layout.plan.request.nodes, layout.plan.request.nodes))
-    sent = DTYPE_BYTES[layout.plan.request.exchanged] / width
-    for group, pieces in groupby(share.every(list(node_pieces(layout))), key=attrgetter("group")):
-        slot = layout.plane_slot("grad", group)
+    sent = sent_as(layout).share
+    for group, own in groupby(own_pieces(layout, share), key=attrgetter("group")):
+        slot, pieces = layout.plane_slot("grad", group), [piece.of_group for piece in own]
         places = tuple((piece.first * width, piece.numel * width) for piece in pieces)
+        kept = _own_bytes(pieces, share.node, len(givers), width) if group in layout.node_states else None
         found.append(
             Command(
                 index=len(found),
@@ -102,8 +160,48 @@ def lower_exchange(layout: Layout, share: Share) -> Program:
                 reads=(Access(slot, "grad of the node"),),
                 writes=(Access(slot, "grad of all nodes"),),
                 waits=(),
-                args=NodeSum(group, slot, places, givers, sent),
+                args=NodeSum(group, slot, places, givers, sent, kept),
                 awaits=semaphores.stored_by_node(group),
             )
         )
     return Program("exchange", layout.slots, tuple(found))
+
+
+def divided_pieces(layout: Layout, share: Share) -> dict[int, list[GroupPiece]]:
+    """The pieces that a rank moves of each group whose states nodes divide, groups in forward order."""
+    found: dict[int, list[GroupPiece]] = {group: [] for group in sorted(layout.node_states)}
+    for piece in share.every([piece for piece in node_pieces(layout) if piece.group in found]):
+        found[piece.group].append(piece.of_group)
+    return found
+
+
+def lower_gather(layout: Layout, share: Share) -> Program:
+    """What a rank moves of weights after an update of which each node has made a share: its pieces of one group after
+    the other, as forward needs them, each group when all ranks of the node have updated it."""
+    semaphores, width, found = Semaphores(layout), DTYPE_BYTES[layout.plan.request.numerics.compute], list[Command]()
+    nodes = layout.plan.request.nodes
+    for group, pieces in divided_pieces(layout, share).items():
+        slot = layout.plane_slot("weights", group)
+        places = tuple((piece.first * width, piece.numel * width) for piece in pieces)
+        kept = _own_bytes(pieces, share.node, nodes, width)
+        found.append(
+            Command(
+                index=len(found),
+                kind="gather_weights",
+                name=CommandName("gather", "weights", layout.model.groups[group].name),
+                stream=Stream.CPU,
+                reads=(Access(slot, "weights of the node"),),
+                writes=(Access(slot, "weights of all nodes"),),
+                waits=(),
+                args=NodeWeights(group, slot, places, kept, nodes),
+                awaits=semaphores.updated_by_node(group),
+                signals=(semaphores.gathered(group),),
+            )
+        )
+    return Program("gather", layout.slots, tuple(found))
+
+
+def _own_bytes(pieces: Sequence[GroupPiece], node: int, nodes: int, width: int) -> tuple[tuple[int, int], ...]:
+    """Where a node's shares of pieces lie in a plane: offset, bytes."""
+    cuts = (piece.cuts(nodes)[node : node + 2] for piece in pieces)
+    return tuple((start * width, (end - start) * width) for start, end in cuts if start < end)

@@ -104,8 +104,8 @@ class Events:
         worked: list[int] = []  # its events of the CPU, and of a drive's streams that may outlast the program
         joined: list[int] = []  # and of the one with such work before it, which end before it begins
         for run in runs:
-            if run.exchanges:
-                self._add_exchange(rank, run)
+            if run.is_of_nodes:
+                self._add_of_nodes(rank, run)
                 continue
             first, started, left = len(self.all), set[Stream](), dict(ends)
             waits = {} if by_cpu is None else by_cpu[0].of(run.program)  # of threads of the host
@@ -131,11 +131,15 @@ class Events:
                 joined, by_cpu = worked, (CpuWaits(run.program), first)
                 worked = [first + c.index for c in run.program.commands if c.stream in LASTING_STREAMS]
 
-    def _add_exchange(self, rank: int, run: RankRun) -> None:
-        """Add what a thread of the host does beside the last round: it waits for semaphores, and for no stream."""
-        first = self._begins[run.step, rank] = len(self.all)
+    def _add_of_nodes(self, rank: int, run: RankRun) -> None:
+        """Add what a thread of the host does beside a round: it waits for semaphores, and for no stream."""
+        first = len(self.all)
+        if run.exchanges:
+            self._begins[run.step, rank] = first
         for command in run.program.commands:
-            self._exchanged[run.step][rank] = self._add(rank, run, command, [])
+            index = self._add(rank, run, command, [])
+            if run.exchanges:
+                self._exchanged[run.step][rank] = index
         self.runs.append(RunEvents(rank, run, range(first, len(self.all)), ()))
 
     def _exchanged_before(self, index: int) -> list[int]:
@@ -146,8 +150,8 @@ class Events:
 
     def _add(self, rank: int, run: RankRun, command: Command, before: list[int]) -> int:
         # the CPU takes groups in any order, and those of one group one after the other
-        group = command.args.group if command.stream is Stream.CPU and not run.exchanges else -1
-        key = (rank, run.program.name if run.exchanges else command.stream, group)
+        group = command.args.group if command.stream is Stream.CPU and not run.is_of_nodes else -1
+        key = (rank, "network" if run.is_of_nodes else command.stream, group)
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = len(self._lanes)
@@ -178,7 +182,7 @@ class Events:
         last = (self._num_rounds - 1) % self._size
         rows = {"own": [event.rank], "previous": [(event.rank - 1) % self._size], "last": [last]}
         for signal in event.command.awaits:
-            if event.command.stream is Stream.CPU and not event.run.exchanges:
+            if event.command.stream is Stream.CPU and not event.run.is_of_nodes:
                 raise ProgramError(f"{event.label} awaits a semaphore, which commands of the CPU cannot")
             value = self._value(event.run, signal.clock) - signal.lag
             named = [signal.of] if isinstance(signal.of, int) else rows.get(signal.of, range(self._size))

@@ -23,12 +23,14 @@ class Semaphores:
         self._num_groups = len(layout.groups)
         self._num_speculated = 0 if relays else self._num_groups  # also of plans that do not speculate
         self._num_stored = self._num_groups if layout.plan.request.nodes > 1 and not relays else 0
+        self._divided = frozenset(layout.node_states)  # groups of which nodes divide the optimizer states
+        self._num_gathered = self._num_groups if self._divided else 0
         self._speculative = [home.speculative and layout.plan.speculates for home in layout.plan.groups]
 
     @property
     def count(self) -> int:
         """How many semaphores there are."""
-        return self._norm + 1 + self._num_speculated + self._num_stored
+        return self._norm + 1 + self._num_speculated + self._num_stored + self._num_gathered
 
     @property
     def _norm(self) -> int:
@@ -65,12 +67,22 @@ class Semaphores:
         return Signal(self._first_pieces[-1] + group, "own", "update")
 
     def updated_before(self, group: int) -> tuple[Signal, ...]:
-        """All ranks have updated a group in the step before."""
+        """All ranks have updated a group in the step before, and have what other nodes updated of it."""
+        if group in self._divided:
+            return (self.gathered(group)._replace(of="all", lag=1),)
         semaphores = [
             self._first_pieces[-1] + group,
             *([self._of_speculation(group)] if self._speculative[group] else []),
         ]
         return tuple(Signal(semaphore, "all", "update", lag=1) for semaphore in semaphores)
+
+    def updated_by_node(self, group: int) -> tuple[Signal, ...]:
+        """All ranks of the node have updated their shares of a group in this step."""
+        return (self.updated(group)._replace(of="all"),)
+
+    def gathered(self, group: int) -> Signal:
+        """This rank has brought what other nodes have updated of its pieces of a group."""
+        return Signal(self._norm + 1 + self._num_speculated + self._num_stored + group, "own", "update")
 
     def speculated(self, group: int) -> Signal:
         """This rank has updated its part of a speculative group, before or after the norm was known.

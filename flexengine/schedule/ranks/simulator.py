@@ -114,6 +114,7 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     runs = _runs(layout, [shape for shape, _ in shapes], few, left)
     ranks = simulate_runs(runs, (1 if layout.plan.cuts_rounds else size) * len(shapes), rates)
     exchanges = [rank.pop() for rank in ranks] if layout.plan.request.nodes > 1 else []
+    gathers = [rank.pop(1) for rank in ranks] if layout.node_states else []
     parts = [(None, 1), *((transport.full_wave(shape, size), count) for shape, count in shapes)]  # the update is first
     ranks = [
         [replace(timed, repeats=count, shape=shape) for timed, (shape, count) in zip(rank, parts, strict=True)]
@@ -124,7 +125,8 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     for place, (_, count) in enumerate(parts):
         if count > 1:
             step_s += (count - 1) * max(rank[place].end_s - rank[place - 1].end_s for rank in ranks)
-    network_s = max((timed.timing.busy_s[Stream.CPU] for timed in exchanges), default=0.0)
+    busy = [[timed.timing.busy_s.get(Stream.CPU, 0.0) for timed in each] for each in (exchanges, gathers)]
+    network_s = sum(max(seconds, default=0.0) for seconds in busy)
     return RanksStep(ranks, step_s + max(0.0, wait_s), network_s, max(0.0, wait_s))
 
 
@@ -166,8 +168,8 @@ def _speculates(program: Program) -> bool:
 def _runs(
     layout: Layout, shapes: Sequence[RoundShape], simulated: int, left: Sequence[dict[int, float]] | None
 ) -> list[list[RankRun]]:
-    """What each simulated rank runs: its update at the end of step 0, then a round of each shape in step 1, and beside
-    the last one what several nodes add up.
+    """What each simulated rank runs: its update at the end of step 0, beside what nodes then gather, then a round of
+    each shape in step 1, and beside the last one what several nodes add up.
 
     left: by rank, of what the CPU updates speculatively in the last round; None = it does not.
     """
@@ -176,7 +178,8 @@ def _runs(
     for rank, one in enumerate(transport_of(layout.plan).layouts(layout, simulated)):
         way: UpdateWay = "after_norm" if left is None else "committed"
         runs = step_of_rank(one, rank, all_rounds, way, None if left is None else left[rank], lowered)
-        found.append([runs[-1], *(run._replace(step=1) for run in runs if not run.updates)])
+        rounds = [run._replace(step=1) for run in runs if not (run.updates or run.gathers)]
+        found.append([*(run for run in runs if run.updates or run.gathers), *rounds])
     return found
 
 
@@ -228,8 +231,8 @@ class _Simulation:
         self._changed: set[int] = set()  # ranks
 
     def timed(self, number: int, run: RunEvents) -> TimedRankRun:
-        """The times of a run, from its begin on."""
-        begin, busy_s = self._begin[number], dict.fromkeys(streams_of(run.run.program), 0.0)
+        """The times of a run, from its begin on; of one without commands, from 0."""
+        begin, busy_s = self._begin.get(number, 0.0), dict.fromkeys(streams_of(run.run.program), 0.0)
         of_run = slice(run.events.start, run.events.stop)
         starts, ends = ([at_s - begin for at_s in times[of_run]] for times in (self.start, self.end))
         for command, start_s, end_s in zip(run.run.program.commands, starts, ends, strict=True):
