@@ -169,11 +169,12 @@ def test_shares_of_the_fp8_rate_are_measured_by_the_passes_that_take_fp8():
         calls.append(work())
         return len(calls)
 
-    for matmul, passes in (("fp8-blockwise", 3), ("fp8-rowwise-gw-hp", 2)):
+    for matmul, whole, by_weights in (
+        ("fp8-blockwise", (1 + 2 + 3) / (4 + 5 + 6), (1 + 2) / (4 + 5)),
+        ("fp8-rowwise-gw-hp", (1 + 2) / (3 + 4), (1 + 2) / (3 + 4)),
+    ):
         calls.clear()
-        ((tokens, share),) = scaling_shares([layer], [64], matmul, buffers, timer, 0.0)
-        order = list(range(1, 2 * passes + 1))
-        assert (tokens, share) == (64, sum(order[:passes]) / sum(order[passes:]))
+        assert scaling_shares([layer], [64], matmul, buffers, timer, 0.0) == (((64, whole),), ((64, by_weights),))
 
 
 def test_rates_of_other_scales_are_shares_of_that_with_one():
