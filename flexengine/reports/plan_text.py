@@ -9,7 +9,7 @@ from flexengine.metrics import format_bytes, format_seconds, format_tflops, form
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.feasibility.remedies import budget_notes
-from flexengine.planner.feasibility.shortage import ADAPTERS, ShortageError
+from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.bits import bits_line
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
@@ -250,7 +250,7 @@ def shortage_report(error: ShortageError, planned: Sequence[Plan | None]) -> str
     lines.append("fits with one of" if error.remedies else "no change that was tried makes it fit")
     speeds = map(_speed, [*planned, *[None] * (len(error.remedies) - len(planned))])
     lines += indented_columns([(str(remedy), speed) for remedy, speed in zip(error.remedies, speeds, strict=True)])
-    lines += [ADAPTERS] if needs.could_be_adapters else []
+    lines += [needs.advice] if needs.advice else []
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 
 from flexengine.hardware.presets import preset, with_memory
+from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.keep_dtype import with_coded_inputs
 from flexengine.models.registry import open_model
-from flexengine.plan import PlanError, PlanReason, Request
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Numerics, PlanError, PlanReason, Request
 from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies
-from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
+from flexengine.planner.feasibility.shortage import ADAPTERS, FOUR_BITS, Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
 from flexengine.planner.problem import Problem
 from tests.schedule.small_plans import FLOAT32, small_model
@@ -121,6 +123,20 @@ def test_states_of_8_bits_and_adapters_are_among_the_remedies():
     with pytest.raises(ShortageError) as error:
         make_plan(frozen, less, profile)
     assert "adapters" not in str(error.value)
+
+
+def test_fewer_bits_are_advised_where_blocks_are_frozen():
+    """And adapters where nothing is; neither where what is frozen is stored in few bits, or is no block."""
+    model, tight = open_model("preset:demo").spec, Request(64, 512, 1 << 20, 1 << 20)
+    stored = replace(tight, numerics=Numerics(base="nf4"))
+    adapted = with_frozen(model, ("blocks",))
+
+    def advice(trained: ModelSpec, request: Request) -> str:
+        return Feasibility(Problem(trained, request, preset("rtx-4090"))).least_gpu().advice
+
+    assert advice(model, tight) == ADAPTERS
+    assert advice(adapted, tight) == FOUR_BITS
+    assert advice(with_base_dtype(adapted, "nf4"), stored) == advice(with_frozen(model, ("embed",)), tight) == ""
 
 
 @pytest.mark.usefixtures("quick_search")

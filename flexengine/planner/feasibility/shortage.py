@@ -28,24 +28,33 @@ from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.layer_program import align
 
 NUM_SHOWN = 4
+ADAPTERS = "adapters beside frozen weights take less: --mode lora, and --base-dtype nf4 for these weights in 4 bits"
+FOUR_BITS = "the frozen layers take about a quarter in 4 bits: --base-dtype nf4"
 
 
 class Needs(NamedTuple):
-    """A plan's exact bytes in both memories."""
+    """A plan's exact bytes in both memories. advice: what takes less beside what was tried, or ""."""
 
     plan: Plan
     gpu_bytes: int
     host_bytes: int
     gpu_categories: dict[str, int]
     host_categories: dict[str, int]
+    advice: str = ""
 
-    @property
-    def could_be_adapters(self) -> bool:
-        """Whether all weights were to be trained, of layers that take adapters."""
-        return all(group.trained for group in self.plan.groups) and not self.plan.request.whole_sequences
+    @staticmethod
+    def of(problem: Problem, plan: Plan) -> Needs:
+        """What a plan takes."""
+        return Needs(plan, *process_bytes(problem.layout(plan), problem.profile), _advice(problem))
 
 
-ADAPTERS = "adapters beside frozen weights take less: --mode lora, and --base-dtype nf4 for these weights in 4 bits"
+def _advice(problem: Problem) -> str:
+    """Adapters, where all weights of layers that take them are trained; or fewer bits for blocks that are frozen."""
+    model, request = problem.model, problem.request
+    if not any(group.frozen for group in model.groups):
+        return "" if request.whole_sequences else ADAPTERS
+    is_stored = request.numerics.base != "compute"
+    return "" if is_stored or not any(model.groups[i].frozen for b in model.blocks for i in b.groups) else FOUR_BITS
 
 
 class ShortageError(PlanError):
@@ -97,7 +106,7 @@ class Feasibility:
             best = int(num_bytes.argmin())
             found.append((int(num_bytes[best]), number, candidates.take(np.array([best]))))
         _, number, one = min(found, key=lambda entry: entry[:2])
-        return self._needs(self._memories[number].plan(one, 0))
+        return Needs.of(self.problem, self._memories[number].plan(one, 0))
 
     def least_host(self) -> Needs | None:
         """Find a plan within the GPU budget that takes the least host memory; None when none is within it."""
@@ -122,10 +131,7 @@ class Feasibility:
             host = memory.host_bytes(candidates) * 1.0
             host[memory.gpu_bytes(candidates) > self.request.max_gpu_bytes] = np.inf
             if np.isfinite(host.min()):
-                yield self._needs(memory.plan(candidates, int(host.argmin())))
-
-    def _needs(self, plan: Plan) -> Needs:
-        return Needs(plan, *process_bytes(self.problem.layout(plan), self.problem.profile))
+                yield Needs.of(self.problem, memory.plan(candidates, int(host.argmin())))
 
 
 def _uniform(memory: CandidateMemory) -> Candidates:
@@ -204,5 +210,5 @@ def shortage_message(request: Request, needs: Needs, found: tuple[Remedy, ...]) 
             shown = sorted(categories.items(), key=lambda item: -item[1])[:NUM_SHOWN]
             lines.append("  largest: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in shown))
     lines.append(f"  fits with: {', or '.join(map(str, found))}" if found else "  no change that was tried fits")
-    lines += [f"  {ADAPTERS}"] if needs.could_be_adapters else []
+    lines += [f"  {needs.advice}"] if needs.advice else []
     return "\n".join(lines)
