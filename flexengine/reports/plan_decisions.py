@@ -235,7 +235,7 @@ def _update_line(plan: Plan) -> str:
     if not plan.uses_tiles:
         return f"update: {cpu}on the GPU, in place"
     # Small models have tiles of a few thousand elements, which "0.0 M" would not tell.
-    tile = f"{plan.optimizer_tile / 1e6:.2g} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"
+    tile = f"{three_digits(plan.optimizer_tile / 1e6)} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"
     slots = f"{plan.optimizer_slots} tile(s) of {tile} elements"
     return f"update: {cpu}on the GPU, what lives on the host through {slots}"
 

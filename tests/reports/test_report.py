@@ -55,6 +55,12 @@ def error() -> ShortageError:
 # ---- words -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("elements", "told"), [(4096, "4096"), (1 << 26, "67.1 M"), (1 << 27, "134 M")], ids=str)
+def test_tiles_are_told_without_exponents(picture, elements, told):
+    plan = replace(picture.plan, optimizer_tile=elements)
+    assert f"tile(s) of {told} elements" in describe(plan, picture.model)
+
+
 def test_report_answers_first_and_holds_the_description(picture):
     text = report(picture)
     assert text.startswith("fits: ")
