@@ -75,6 +75,8 @@ def shortage_page(error: ShortageError, profile: HardwareProfile, command: str =
         if needed > budget:
             missing.append(f"{format_bytes(needed - budget)} of {place} memory")
         tables.append(f"<div>{_bytes_table(f'{place} memory by category', categories, needed, budget)}</div>")
+    if lacking := needs.lacks_drive(request):
+        missing.append(f"{format_bytes(lacking)} on the drive")
     remedies = "".join(f"<li><code>{escape(r.flags)}</code> {escape(r.note)}</li>" for r in error.remedies)
     advice = f"<p>Each of these changes was tried and fits:</p><ul>{remedies}</ul>"
     body = [

@@ -242,6 +242,7 @@ def shortage_report(error: ShortageError, planned: Sequence[Plan | None]) -> str
     for place, required, budget, categories in (
         (f"GPU memory{each}", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
         (f"host memory{node}", needs.host_bytes, request.max_host_bytes, needs.host_categories),
+        *([("on the drive", needs.drive_bytes, request.max_drive_bytes, {})] if request.max_drive_bytes else []),
     ):
         missing = f": {format_bytes(required - budget)} are missing" if required > budget else ""
         lines.append(f"the smallest plan needs {format_bytes(required)} of {format_bytes(budget)} {place}{missing}")

@@ -143,13 +143,14 @@ def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
 
 
 def _drive(request: Request, judge: Try) -> Iterator[Remedy]:
-    """A drive for planes, and for what layers keep where these are not enough, where nobody has given one."""
-    if request.max_drive_bytes or not request.may_use_drive:
+    """A drive, or more of the one that was given, for planes, and for what layers keep where these are not enough."""
+    if not request.may_use_drive:
         return
-    for gib in (gib_text(num_bytes) for num_bytes in judge.drive_bytes if num_bytes):
+    flags = "--max-disk-gib" if request.max_drive_bytes else "--offload-dir DIR --max-disk-gib"
+    for gib in (gib_text(num_bytes) for num_bytes in judge.drive_bytes if num_bytes > request.max_drive_bytes):
         changed = replace(request, max_drive_bytes=bytes_of(gib))
         if judge.fits(changed):
-            yield Remedy(f"--offload-dir DIR --max-disk-gib {gib}", changed)
+            yield Remedy(f"{flags} {gib}", changed)
             return
 
 

@@ -33,19 +33,25 @@ FOUR_BITS = "the frozen layers take about a quarter in 4 bits: --base-dtype nf4"
 
 
 class Needs(NamedTuple):
-    """A plan's exact bytes in both memories. advice: what takes less beside what was tried, or ""."""
+    """A plan's exact bytes in both memories and on a drive. advice: what takes less beside what was tried, or ""."""
 
     plan: Plan
     gpu_bytes: int
     host_bytes: int
     gpu_categories: dict[str, int]
     host_categories: dict[str, int]
+    drive_bytes: int = 0
     advice: str = ""
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> Needs:
         """What a plan takes."""
-        return Needs(plan, *process_bytes(problem.layout(plan), problem.profile), _advice(problem))
+        layout = problem.layout(plan)
+        return Needs(plan, *process_bytes(layout, problem.profile), layout.drive_bytes, _advice(problem))
+
+    def lacks_drive(self, request: Request) -> int:
+        """Bytes that the drive of a request has too few."""
+        return max(0, self.drive_bytes - request.max_drive_bytes)
 
 
 def _advice(problem: Problem) -> str:
@@ -63,9 +69,11 @@ class ShortageError(PlanError):
     def __init__(
         self, reason: PlanReason, message: str, request: Request, needs: Needs, remedies: tuple[Remedy, ...]
     ) -> None:
-        on_gpu = reason is PlanReason.INSUFFICIENT_DEVICE_MEMORY
-        required = needs.gpu_bytes if on_gpu else needs.host_bytes
-        super().__init__(reason, message, required, request.max_gpu_bytes if on_gpu else request.max_host_bytes)
+        required, budget = {
+            PlanReason.INSUFFICIENT_DEVICE_MEMORY: (needs.gpu_bytes, request.max_gpu_bytes),
+            PlanReason.INSUFFICIENT_DRIVE: (needs.drive_bytes, request.max_drive_bytes),
+        }.get(reason, (needs.host_bytes, request.max_host_bytes))
+        super().__init__(reason, message, required, budget)
         self.request, self.needs, self.remedies = request, needs, remedies
 
 
@@ -113,13 +121,16 @@ class Feasibility:
         return min(self._least_host_plans(), key=lambda n: n.host_bytes, default=None)
 
     def fits(self) -> bool:
-        """Whether there is a plan within both budgets."""
-        return next(self.fitting(), None) is not None
+        """Whether there is a plan within the budgets of both memories."""
+        return next(self.within(), None) is not None
 
     def fitting(self) -> Iterator[Plan]:
-        """Plans within both budgets, those of small chunks first."""
-        within = (n for n in self._least_host_plans() if n.host_bytes <= self.request.max_host_bytes)
-        return (needs.plan for needs in within)
+        """Plans within the budgets of both memories, those of small chunks first."""
+        return (needs.plan for needs in self.within())
+
+    def within(self) -> Iterator[Needs]:
+        """What they take."""
+        return (n for n in self._least_host_plans() if n.host_bytes <= self.request.max_host_bytes)
 
     def _least_host_plans(self) -> Iterator[Needs]:
         """For every chunk size and home of adapters the plan within the GPU budget that takes the least host memory."""
@@ -186,29 +197,37 @@ def shortage(problem: Problem) -> ShortageError:
         on_gpu, on_host = smallest(changed)
         return Least(on_gpu.gpu_bytes, None if on_host is None else on_host.host_bytes)
 
+    def fits(changed: Request) -> bool:
+        """Whether a plan fits that puts all it may on the drive, or nothing."""
+        each = (way for drive in {changed.max_drive_bytes, 0} for way in ways(replace(changed, max_drive_bytes=drive)))
+        return any(not needs.lacks_drive(way) for way in each for needs in feasibility(way).within())
+
     least_gpu, least_host = smallest(request)
-    least = Least(least_gpu.gpu_bytes, None if least_host is None else least_host.host_bytes)
-    judge = Try(lambda r: any(feasibility(way).fits() for way in ways(r)), least_bytes, drive_bytes)
-    fitting = remedies(request, least, judge)
+    needs = least_host or least_gpu
+    least = least_bytes(replace(request, max_drive_bytes=0) if needs.lacks_drive(request) else request)
+    fitting = remedies(request, least, Try(fits, least_bytes, (needs.drive_bytes, *drive_bytes)))
     found = tuple(r._replace(note=r.note or remedy_note(r.request, request, profile)) for r in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY
-    needs = least_host or least_gpu
+    if least_host is not None and least_host.host_bytes <= request.max_host_bytes and needs.lacks_drive(request):
+        reason = PlanReason.INSUFFICIENT_DRIVE
     return ShortageError(reason, shortage_message(request, needs, found), request, needs, found)
 
 
 def shortage_message(request: Request, needs: Needs, found: tuple[Remedy, ...]) -> str:
     places = [
-        ("GPU", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
-        ("host", needs.host_bytes, request.max_host_bytes, needs.host_categories),
+        ("of GPU memory", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
+        ("of host memory", needs.host_bytes, request.max_host_bytes, needs.host_categories),
+        ("on the drive", needs.drive_bytes, request.max_drive_bytes, {}),
     ]
     lines = []
     for place, required, budget, categories in places:
         if required > budget:
             start = "  and" if lines else "smallest plan needs"
             missing = f"budget is {gib_text(budget)} GiB, {gib_text(required - budget)} GiB are missing."
-            lines.append(f"{start} {gib_text(required)} GiB of {place} memory, {missing}")
+            lines.append(f"{start} {gib_text(required)} GiB {place}, {missing}")
             shown = sorted(categories.items(), key=lambda item: -item[1])[:NUM_SHOWN]
-            lines.append("  largest: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in shown))
+            largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)
+            lines += [f"  largest: {largest}"] if shown else []
     lines.append(f"  fits with: {', or '.join(map(str, found))}" if found else "  no change that was tried fits")
     lines += [f"  {needs.advice}"] if needs.advice else []
     return "\n".join(lines)
