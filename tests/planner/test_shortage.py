@@ -12,7 +12,7 @@ from flexengine.models.keep_dtype import with_coded_inputs
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, PlanError, PlanReason, Request
-from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies
+from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies, remedy_note
 from flexengine.planner.feasibility.shortage import ADAPTERS, FOUR_BITS, Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
 from flexengine.planner.problem import Problem
@@ -86,6 +86,12 @@ def test_advice_beyond_the_machine_says_so():
     assert re.fullmatch(r"more than this card's [0-9.]+ [GM]iB", first.note)
     assert f"{first.flags} ({first.note})" in str(refused(request, profile))
     assert refused(request, preset("rtx-4090")).remedies[0].note == ""
+
+
+def test_both_budgets_of_a_cpu_are_of_its_memory():
+    request = Request(64, 512, 7 * GIB, 7 * GIB, numerics=FLOAT32)
+    notes = [remedy_note(replace(request, max_host_bytes=n * GIB), request, preset("cpu-test")) for n in (8, 12)]
+    assert notes == ["", "both budgets together more than this machine's 16.00 GiB"]
 
 
 @pytest.mark.parametrize(("gpu_bytes", "advised"), [(LARGEST_CARD_BYTES, True), (LARGEST_CARD_BYTES + GIB, False)])

@@ -264,13 +264,16 @@ def _type_changes(request: Request) -> Iterator[_Change]:
 
 
 def remedy_note(changed: Request, request: Request, profile: HardwareProfile) -> str:
-    """ "more than this card's 23.50 GiB" if `changed` has a budget above that of `request` and what there is, or ""."""
-    card = (
-        ("card", profile.memory.gpu_total_bytes)
-        if profile.device_type != "cpu"
-        else ("machine", profile.memory.host_total_bytes)
-    )
-    machine = ("machine", profile.memory.host_total_bytes)
+    """ "more than this card's 23.50 GiB" if `changed` has a budget above that of `request` and what there is, or "".
+
+    On a CPU both budgets are of one memory.
+    """
+    gpu_bytes, host_bytes = profile.memory.gpu_total_bytes, profile.memory.host_total_bytes
+    if profile.device_type == "cpu":
+        new, old = (each.max_gpu_bytes + each.max_host_bytes for each in (changed, request))
+        more = f"both budgets together more than this machine's {format_bytes(host_bytes)}"
+        return more if new > max(old, host_bytes) else ""
+    card, machine = ("card", gpu_bytes), ("machine", host_bytes)
     notes = [
         f"more than this {place}'s {format_bytes(total_bytes)}"
         for (place, total_bytes), new, old in (
