@@ -141,7 +141,7 @@ def _layer_names(model: ModelSpec, members: Sequence[int]) -> str:
 def _decisions(layer: LayerSpec, kept: LayerPlan, groups: Sequence[GroupPlan]) -> tuple[str, ...]:
     """Tell what a layer keeps, and where its weights, gradients and optimizer states live."""
     homes = [join_words(dict.fromkeys(HOME_WORDS[data.home(groups[g])] for g in layer.groups)) for data in GROUP_DATA]
-    return kept_words(kept if layer.keeps else None) if layer.kind == "block" else "nothing", *homes
+    return kept_words(kept, layer) if layer.kind == "block" else "nothing", *homes
 
 
 def _layer_places(picture: Picture) -> list[tuple[str, list[str | None]]]:

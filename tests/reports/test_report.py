@@ -61,6 +61,14 @@ def test_tiles_are_told_without_exponents(picture, elements, told):
     assert f"tile(s) of {told} elements" in describe(plan, picture.model)
 
 
+@pytest.mark.parametrize(("recompute", "told"), [("none", "nothing"), ("full", "the rest")])
+def test_blocks_that_keep_all_recompute_nothing(recompute, told):
+    model, profile = small_model(), slow_link(1e9)
+    plan = make_plan(model, replace(REQUEST, recompute=recompute, segment_blocks=1), profile)
+    found = set(re.findall(r"(\w+(?: \w+)?) is recomputed", describe(plan, model)))
+    assert found == {told}
+
+
 def test_report_answers_first_and_holds_the_description(picture):
     text = report(picture)
     assert text.startswith("fits: ")
