@@ -220,15 +220,17 @@ def make_request(
     """
     check_several(job, ranks * nodes, nodes)
     if job.dtype == "bfloat16" and lacks_bfloat16(profile):
-        raise ValueError(f"dtype=bfloat16: {profile.name} multiplies no bfloat16; give --dtype float16")
+        asked, instead = (job.words.setting("dtype", name) for name in ("bfloat16", "float16"))
+        raise ValueError(f"{asked}: {profile.name} multiplies no bfloat16; give {instead}")
     if job.matmul_dtype != "compute" and not profile.matmul.fp8_flops_per_s:
         raise ValueError(
-            f"matmul_dtype={job.matmul_dtype}: {profile.name} multiplies no FP8 operands; that takes compute capability"
-            " 8.9 or more (L40S, RTX 4090, H100 and newer); leave it out"
+            f"{job.words.setting('matmul_dtype', job.matmul_dtype)}: {profile.name} multiplies no FP8 operands; that"
+            " takes compute capability 8.9 or more (L40S, RTX 4090, H100 and newer); leave it out"
         )
     if job.cuda_graphs == "always" and device_type != "cuda":
         raise ValueError(
-            f"cuda_graphs=always: {profile.name} has no CUDA graphs; they take an NVIDIA GPU, so leave it out"
+            f"{job.words.setting('cuda_graphs', 'always')}: {profile.name} has no CUDA graphs; they take an NVIDIA GPU,"
+            " so leave it out"
         )
     gpu_bytes, host_bytes = _budgets(job, profile, device_type)
     return Request(

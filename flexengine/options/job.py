@@ -120,7 +120,7 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions, RankOptions):
             " scaled per tensor; fp8-blockwise = per row and 128 columns, weights per 128 x 128, as DeepSeek-V3;"
             " fp8-rowwise-gw-hp and fp8-blockwise-gw-hp = per row and by blocks, gradients of weights in --dtype;"
             " fp8-blockwise-gw-squares = by blocks, there activations per 128 x 128;"
-            " experts always per row",
+            " experts per row, with fp8-blockwise* by blocks, gradients of their weights in --dtype",
             needs=FOR_FP8,
         ),
     ] = "compute"

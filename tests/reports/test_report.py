@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flexengine.plan import Plan, PlanReason, Request
+from flexengine.plan import GroupPlan, Plan, PlanReason, Request
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
@@ -53,6 +53,25 @@ def error() -> ShortageError:
 
 
 # ---- words -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("elements", "told"), [(4096, "4096"), (1 << 26, "67.1 M"), (1 << 27, "134 M")], ids=str)
+def test_tiles_are_told_without_exponents(picture, elements, told):
+    plan = replace(picture.plan, optimizer_tile=elements)
+    assert f"tile(s) of {told} elements" in describe(plan, picture.model)
+
+
+@pytest.mark.parametrize(("recompute", "told"), [("none", "nothing"), ("full", "the rest")])
+def test_blocks_that_keep_all_recompute_nothing(recompute, told):
+    model, profile = small_model(), slow_link(1e9)
+    plan = make_plan(model, replace(REQUEST, recompute=recompute, segment_blocks=1), profile)
+    found = set(re.findall(r"(\w+(?: \w+)?) is recomputed", describe(plan, model)))
+    assert found == {told}
+
+
+def test_no_others_are_told_where_the_cpu_updates_all(picture):
+    by_cpu = replace(picture.plan, groups=tuple(GroupPlan(update="cpu") for _ in picture.plan.groups))
+    assert "update: on the CPU" in describe(by_cpu, picture.model).splitlines()
 
 
 def test_report_answers_first_and_holds_the_description(picture):

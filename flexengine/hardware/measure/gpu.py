@@ -205,19 +205,20 @@ def _fp8_rates(
     ]
     rates = _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
     few = [tokens for tokens in counts if tokens in FP8_SHARE_TOKENS] or counts[:1]
-    modes = ("fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp")
-    return rates, *(_fp8_shares(whole, few, mode, buffers, least_s) for mode in modes)
+    (_, rows), blocks = (_fp8_shares(whole, few, m, buffers, least_s) for m in ("fp8-rowwise-gw-hp", "fp8-blockwise"))
+    return rates, rows, *blocks
 
 
 def _fp8_shares(
     layers: Sequence[LinearShape], counts: list[int], matmul: str, buffers: Buffers, least_s: float
-) -> Points:
-    """Measure shares of the FP8 rate with other scales, between products; none, and why, where the card takes none."""
+) -> tuple[Points, Points]:
+    """Measure shares of the FP8 rate with other scales, between products, as `scaling_shares` does; none, and why,
+    where the card takes none."""
     try:
         return scaling_shares(layers, counts, matmul, buffers, cuda_timer, least_s)
     except RuntimeError as error:
         logger.warning("%s is not measured: this card's libraries refuse it: %s", matmul, error)
-        return ()
+        return (), ()
 
 
 def _whole(features: int) -> int:
