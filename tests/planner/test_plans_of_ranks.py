@@ -16,7 +16,8 @@ from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.plan import Numerics, Request
 from flexengine.planner.limits import LIMITS
-from flexengine.planner.ranks.plan import AGAIN, AS_SPLIT, KINDS, NodeProblem, beside_fewer_gpus, plan_for_ranks
+from flexengine.planner.ranks.fewer import beside_fewer_gpus
+from flexengine.planner.ranks.plan import AGAIN, AS_SPLIT, KINDS, NodeProblem, plan_for_ranks
 from flexengine.planner.ranks.price import priced_together
 from flexengine.planner.variants import fastest
 from flexengine.schedule.layout import Layout
