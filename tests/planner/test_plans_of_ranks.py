@@ -17,7 +17,14 @@ from flexengine.models.registry import build_model, open_model
 from flexengine.plan import Numerics, Request
 from flexengine.planner.limits import LIMITS
 from flexengine.planner.ranks.fewer import beside_fewer_gpus
-from flexengine.planner.ranks.plan import AGAIN, AS_SPLIT, KINDS, NodeProblem, plan_for_ranks
+from flexengine.planner.ranks.plan import (
+    AGAIN,
+    AS_SPLIT,
+    OTHER_SIZES,
+    SPECULATION,
+    NodeProblem,
+    plan_for_ranks,
+)
 from flexengine.planner.ranks.price import priced_together
 from flexengine.planner.variants import fastest
 from flexengine.schedule.layout import Layout
@@ -72,9 +79,25 @@ def test_updates_before_the_norm_are_tried_in_other_sizes():
     spec = spec.with_layers([0, 1, 2, 3, 4, len(spec.layers) - 1])
     request = Request(2048, 16384, int(7.4 * GIB), 52 * GIB, round_tokens=8192, ranks=2, transport="split")
     node = NodeProblem(spec, request, with_gpus(preset("a100-40"), 2))
-    plan = KINDS["split"].planned(node, None)
+    plan = fastest((AS_SPLIT, SPECULATION, OTHER_SIZES), node)
     assert plan is not None
     assert (node.of_one.chunk_tokens, plan.chunk_tokens, plan.speculates) == (4096, 8192, True)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_ranks_update_early_what_the_search_has_the_cpu_update_where_the_host_lacks_room_for_more():
+    """It has second planes for blocks, not for embedding and head, which the CPU would update first."""
+    spec = open_model("preset:llama-3.1-8b").spec
+    spec = spec.with_layers([0, 1, 2, 3, 4, len(spec.layers) - 1])
+    request = Request(2048, 16384, int(7.4 * GIB), 36 * GIB, round_tokens=8192, ranks=2, transport="split")
+    node = NodeProblem(spec, replace(request, recompute="full"), with_gpus(preset("a100-40"), 2))
+    waits = AS_SPLIT.planned(node, None)
+    early = OTHER_SIZES.planned(node, waits)
+    assert waits is not None
+    assert early is not None
+    assert early.speculates
+    assert {home.update for home in early.groups} == {"cpu", "gpu"}
+    assert early.predicted.step_s < waits.predicted.step_s
 
 
 @pytest.mark.parametrize(("gpu_gib", "relayed"), [(4.0, True), (2.6, False)])

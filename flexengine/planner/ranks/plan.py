@@ -32,7 +32,7 @@ from flexengine.planner.ranks.split import as_split, laid_out_as_split, may_spli
 from flexengine.planner.ranks.split_again import best_again
 from flexengine.planner.ranks.stages import fastest_in_stages, may_stage, plan_in_stages
 from flexengine.planner.reproducible import with_sizes_of_rule
-from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, speculating_plans
+from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, has_second_planes, speculating_plans
 from flexengine.planner.variants import OF_ONE_RANK, Found, Variant, fastest
 from flexengine.schedule.layout import Layout
 
@@ -232,18 +232,29 @@ def _of_other_sizes(node: NodeProblem, best: Plan | None) -> Plan | None:
 
 def _speculating_s(node: NodeProblem, split: Plan) -> float:
     """Seconds of a split plan of one rank with the first share of groups updated before the norm is known; infinite
-    where there is none."""
-    layout = node.of_rank.layout(_updated_by_cpu(node.of_rank, split) or split)
-    return min((bold.predicted.step_s for bold in _speculating(node, layout, FIRST_SHARES[:1])), default=inf)
+    where there is none. The CPU updates all, or less where the host has no second planes for all of that."""
+    least_s = inf
+    for plan in (_updated_by_cpu(node.of_rank, split), split):
+        if plan is not None:
+            layout = node.of_rank.layout(plan)
+            bold = _speculating(node, layout, FIRST_SHARES[:1])
+            least_s = min((least_s, *(found.predicted.step_s for found in bold)))
+            if has_second_planes(layout, _spare_bytes(node, layout)):
+                break
+    return least_s
 
 
 def _speculating(node: NodeProblem, layout: Layout, shares: Sequence[float]) -> Iterator[Plan]:
     """Priced plans of all ranks that update shares of the groups of one rank's layout before the norm is known."""
     of_rank = node.of_rank
-    spare_bytes = of_rank.room(layout).host_bytes * node.request.ranks
-    for bold in speculating_plans(layout, spare_bytes, shares):
+    for bold in speculating_plans(layout, _spare_bytes(node, layout), shares):
         told = bytes_planned(of_rank.layout(bold), layout.plan.predicted, of_rank.profile)
         yield node.priced(replace(bold, predicted=told))
+
+
+def _spare_bytes(node: NodeProblem, layout: Layout) -> int:
+    """What the layout of one rank leaves of the node's host memory."""
+    return node.of_rank.room(layout).host_bytes * node.request.ranks
 
 
 def _all_by_cpu(node: NodeProblem, best: Plan | None) -> Plan | None:
