@@ -20,6 +20,7 @@ from flexengine.planner.ranks.fewer import beside_fewer_gpus
 from flexengine.planner.ranks.plan import (
     AGAIN,
     AS_SPLIT,
+    KINDS,
     OTHER_SIZES,
     SPECULATION,
     NodeProblem,
@@ -98,6 +99,19 @@ def test_ranks_update_early_what_the_search_has_the_cpu_update_where_the_host_la
     assert early.speculates
     assert {home.update for home in early.groups} == {"cpu", "gpu"}
     assert early.predicted.step_s < waits.predicted.step_s
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_ranks_that_reach_each_other_through_the_host_keep_adapters_in_shards():
+    spec = open_model("preset:llama-3.2-1b").spec
+    spec = with_lora(spec.with_layers([0, 1, 2, len(spec.layers) - 1]), LoRA())
+    request = Request(2048, 4096, 3 * GIB, 60 * GIB, ranks=2)
+    node = NodeProblem(spec, request, with_gpus(preset("rtx-4090"), 2))
+    plan, relayed = plan_for_ranks(spec, request, node.profile), KINDS["relay"].planned(node, None)
+    assert plan.transport == "split"
+    assert relayed is not None
+    assert [home.sharded for home in plan.groups] == [group.adapter for group in spec.groups]
+    assert plan.predicted.step_s < 0.8 * relayed.predicted.step_s
 
 
 @pytest.mark.parametrize(("gpu_gib", "relayed"), [(4.0, True), (2.6, False)])

@@ -27,7 +27,7 @@ from flexengine.planner.ranks.context import may_cut, nothing_fits, plans_in_con
 from flexengine.planner.ranks.dealt import with_dealt_states
 from flexengine.planner.ranks.price import bytes_planned, predicted_together
 from flexengine.planner.ranks.refusal import refusal
-from flexengine.planner.ranks.shards import Sharded, plans_with_shards, searched_in_full
+from flexengine.planner.ranks.shards import Sharded, has_adapters, plans_with_shards, searched_in_full
 from flexengine.planner.ranks.split import as_split, laid_out_as_split, may_split
 from flexengine.planner.ranks.split_again import best_again
 from flexengine.planner.ranks.stages import fastest_in_stages, may_stage, plan_in_stages
@@ -48,7 +48,8 @@ NEAR = 1.02
 BUSY_SHARE = 0.96
 """Where GPUs compute for more than this share of a step, other updates would gain little: they are not simulated."""
 BUSY_WITHOUT_PEERS = 0.9
-"""The same of split plans of GPUs that reach each other through the host alone, which move more bytes over links."""
+"""The same of split plans of GPUs that reach each other through the host alone, which move more bytes over links. Where
+adapters are trained, which may be shards, it is TOO_BUSY."""
 TOO_BUSY = 0.985
 """The same of updates before the norm is known, which also let forward begin at once."""
 
@@ -192,7 +193,7 @@ def _with_shards(node: NodeProblem, beside: Plan | None) -> Plan | None:
     What is far from `beside` is not searched in full.
     """
     best: tuple[Plan, Sharded] | None = None
-    for quick in plans_with_shards(node.of_rank):
+    for quick in plans_with_shards(node.of_rank, adapters_only=not _shards_all(node)):
         found = _updating_early(node, quick.plan)
         if best is not None and found.predicted.step_s > (1.0 - FEWER_GAIN) * best[0].predicted.step_s:
             break
@@ -312,14 +313,19 @@ def _may_split(node: NodeProblem) -> bool:
         return True
     asked, on_gpus = node.request, node.profile.device_type == "cuda"
     through_host = asked.transport == "auto" and asked.ranks > 1 and on_gpus
-    return through_host and not _busy(node.of_one, BUSY_WITHOUT_PEERS)
+    return through_host and not _busy(node.of_one, TOO_BUSY if has_adapters(node.model) else BUSY_WITHOUT_PEERS)
+
+
+def _shards_all(node: NodeProblem) -> bool:
+    """Not where GPUs would gather shards through the host, which has all of them, unless ranks are asked to split."""
+    return node.request.transport == "split" or node.profile.link.peer_bytes_per_s > 0
 
 
 def _may_shard(node: NodeProblem, best: Plan | None) -> bool:
-    """Not where GPUs would gather shards through the host, which has all of them, unless ranks are asked to split."""
+    """Adapters are few bytes to gather, also through the host, and their updates need no link."""
     if best is None or node.request.nodes > 1 or _busy(best, TOO_BUSY):
         return False
-    return node.request.transport == "split" or node.profile.link.peer_bytes_per_s > 0
+    return _shards_all(node) or has_adapters(node.model)
 
 
 def _may_relay(node: NodeProblem, split: Plan | None) -> bool:
