@@ -29,7 +29,8 @@ from flexengine.models.spec import ModelSpec
 from flexengine.options.job import Job
 from flexengine.plan import Numerics, Plan, PlanError, Request
 from flexengine.planner.collector import collector_paused
-from flexengine.planner.ranks.plan import KINDS, NodeProblem, beside_fewer_gpus, plan_for_ranks
+from flexengine.planner.ranks.fewer import beside_fewer_gpus
+from flexengine.planner.ranks.plan import KINDS, NodeProblem, plan_for_ranks
 from flexengine.planner.variants import Variant, fastest
 from flexengine.request import described
 

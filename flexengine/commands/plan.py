@@ -29,7 +29,8 @@ from flexengine.options.option import flag_of
 from flexengine.plan import CacheBytes, Plan, PlanError, Request
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import ShortageError
-from flexengine.planner.ranks.plan import beside_fewer_gpus, plan_for_ranks
+from flexengine.planner.ranks.fewer import beside_fewer_gpus
+from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.reports.charts.memory_file import memory_svg
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline

@@ -32,7 +32,7 @@ from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.on_drive import orders_of_kinds, planes_on_host
 from flexengine.planner.problem import Problem
 from flexengine.planner.shared_buffers import SharedBuffers
-from flexengine.planner.size_search import SizeSearch
+from flexengine.planner.size_search import SizeSearch, near_best
 from flexengine.planner.size_tables import SizeTables
 from flexengine.planner.speculation import Priced, Speculation, size_of
 from flexengine.schedule.expert_fetch import least_touched_share
@@ -144,8 +144,7 @@ class Search:
     def race(self, sizes: list[SizeSearch]) -> list[SizeSearch]:
         """Search the best sizes further and further; fewer are left after every round."""
         for race in self.limits.race:
-            ranked = sorted(sizes, key=lambda size: size.rank_s)
-            sizes = [size for size in ranked if size.rank_s <= race.near * ranked[0].rank_s][: race.num_sizes]
+            sizes = near_best(sizes, race.near)[: race.num_sizes]
             for size in sizes:
                 if race.seeds:
                     size.seed_more()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -46,10 +47,12 @@ class SizeSearch:
         """Estimated seconds of the best candidate, infinite before there is one."""
         return self.search.best_s
 
-    @property
-    def rank_s(self) -> float:
-        """Until local search from all seeds halfway from the relaxed step to the best: short rounds improve most."""
-        return (min(self.relaxed_s, self.best_s) + self.best_s) / 2
+    def rank_s(self, shorter: float = 1.0) -> float:
+        """Until local search from all seeds halfway from the relaxed step to the best: short rounds improve most.
+
+        shorter: share of the relaxed step that one may take.
+        """
+        return (min(shorter * self.relaxed_s, self.best_s) + self.best_s) / 2
 
     @property
     def best_plan(self) -> Plan:
@@ -122,3 +125,14 @@ class SizeSearch:
         wanted = memory.edge_residencies.min() if streamed else memory.edge_residencies.max()
         whole = (memory.edge_residencies == wanted).all(axis=1) & memory.share & ~memory.grads_over_weights
         return int(whole.argmax())
+
+
+def near_best(sizes: Sequence[SizeSearch], near: float) -> list[SizeSearch]:
+    """Sizes that may be within this factor of the best, by their ranks, best first.
+
+    Where phases overlap, steps are shorter than relaxed ones. All sizes are taken to be near the best that would be if
+    theirs were so by as much as that of the size whose best candidate shows most of it.
+    """
+    ranked = sorted(sizes, key=lambda size: size.rank_s())
+    shorter = min((size.best_s / size.relaxed_s for size in sizes if size.relaxed_s < np.inf), default=1.0)
+    return [size for size in ranked if size.rank_s(min(shorter, 1.0)) <= near * ranked[0].rank_s()]

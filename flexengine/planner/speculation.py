@@ -73,9 +73,8 @@ class Speculation:
     def has_room(self, plan: Plan) -> bool:
         """Whether memory is left for the second planes of all that a plan has the CPU update."""
         layout = self._problem.layout(plan)
-        room, of = self._problem.room(layout), (layout.groups, plan.groups)
-        on_host, there = (sum(map(num_bytes, *of)) for num_bytes in (second_plane_bytes, second_drive_bytes))
-        return on_host <= room.host_bytes and there <= max(0, room.drive_bytes)
+        room = self._problem.room(layout)
+        return has_second_planes(layout, room.host_bytes, room.drive_bytes)
 
     @property
     def mean_s(self) -> float:
@@ -106,6 +105,13 @@ class Speculation:
 def mean_s(speculating_s: float, waiting_s: float) -> float:
     """Mean seconds of a plan's steps, of which AFTER_CLIPPING wait for their norm."""
     return speculating_s + AFTER_CLIPPING * (waiting_s - speculating_s)
+
+
+def has_second_planes(layout: Layout, spare_bytes: int, drive_bytes: int = 0) -> bool:
+    """Whether so many bytes hold the second planes of all that the CPU updates."""
+    of = layout.groups, layout.plan.groups
+    on_host, there = (sum(map(num_bytes, *of)) for num_bytes in (second_plane_bytes, second_drive_bytes))
+    return on_host <= spare_bytes and there <= max(0, drive_bytes)
 
 
 def speculating_plans(

@@ -16,7 +16,16 @@ from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.plan import Numerics, Request
 from flexengine.planner.limits import LIMITS
-from flexengine.planner.ranks.plan import AGAIN, AS_SPLIT, KINDS, NodeProblem, beside_fewer_gpus, plan_for_ranks
+from flexengine.planner.ranks.fewer import beside_fewer_gpus
+from flexengine.planner.ranks.plan import (
+    AGAIN,
+    AS_SPLIT,
+    KINDS,
+    OTHER_SIZES,
+    SPECULATION,
+    NodeProblem,
+    plan_for_ranks,
+)
 from flexengine.planner.ranks.price import priced_together
 from flexengine.planner.variants import fastest
 from flexengine.schedule.layout import Layout
@@ -71,9 +80,38 @@ def test_updates_before_the_norm_are_tried_in_other_sizes():
     spec = spec.with_layers([0, 1, 2, 3, 4, len(spec.layers) - 1])
     request = Request(2048, 16384, int(7.4 * GIB), 52 * GIB, round_tokens=8192, ranks=2, transport="split")
     node = NodeProblem(spec, request, with_gpus(preset("a100-40"), 2))
-    plan = KINDS["split"].planned(node, None)
+    plan = fastest((AS_SPLIT, SPECULATION, OTHER_SIZES), node)
     assert plan is not None
     assert (node.of_one.chunk_tokens, plan.chunk_tokens, plan.speculates) == (4096, 8192, True)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_ranks_update_early_what_the_search_has_the_cpu_update_where_the_host_lacks_room_for_more():
+    """It has second planes for blocks, not for embedding and head, which the CPU would update first."""
+    spec = open_model("preset:llama-3.1-8b").spec
+    spec = spec.with_layers([0, 1, 2, 3, 4, len(spec.layers) - 1])
+    request = Request(2048, 16384, int(7.4 * GIB), 36 * GIB, round_tokens=8192, ranks=2, transport="split")
+    node = NodeProblem(spec, replace(request, recompute="full"), with_gpus(preset("a100-40"), 2))
+    waits = AS_SPLIT.planned(node, None)
+    early = OTHER_SIZES.planned(node, waits)
+    assert waits is not None
+    assert early is not None
+    assert early.speculates
+    assert {home.update for home in early.groups} == {"cpu", "gpu"}
+    assert early.predicted.step_s < waits.predicted.step_s
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_ranks_that_reach_each_other_through_the_host_keep_adapters_in_shards():
+    spec = open_model("preset:llama-3.2-1b").spec
+    spec = with_lora(spec.with_layers([0, 1, 2, len(spec.layers) - 1]), LoRA())
+    request = Request(2048, 4096, 3 * GIB, 60 * GIB, ranks=2)
+    node = NodeProblem(spec, request, with_gpus(preset("rtx-4090"), 2))
+    plan, relayed = plan_for_ranks(spec, request, node.profile), KINDS["relay"].planned(node, None)
+    assert plan.transport == "split"
+    assert relayed is not None
+    assert [home.sharded for home in plan.groups] == [group.adapter for group in spec.groups]
+    assert plan.predicted.step_s < 0.8 * relayed.predicted.step_s
 
 
 @pytest.mark.parametrize(("gpu_gib", "relayed"), [(4.0, True), (2.6, False)])

@@ -19,7 +19,6 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, Request
 from flexengine.plan.request import TransportName
-from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.collector import collector_paused
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError, shortage
 from flexengine.planner.planner import find_plan, make_plan
@@ -29,12 +28,12 @@ from flexengine.planner.ranks.dealt import with_dealt_states
 from flexengine.planner.ranks.over_nodes import with_node_states
 from flexengine.planner.ranks.price import bytes_planned, predicted_together
 from flexengine.planner.ranks.refusal import refusal
-from flexengine.planner.ranks.shards import Sharded, plans_with_shards, searched_in_full
+from flexengine.planner.ranks.shards import Sharded, has_adapters, plans_with_shards, searched_in_full
 from flexengine.planner.ranks.split import as_split, laid_out_as_split, may_split
 from flexengine.planner.ranks.split_again import best_again
 from flexengine.planner.ranks.stages import fastest_in_stages, may_stage, plan_in_stages
 from flexengine.planner.reproducible import with_sizes_of_rule
-from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, speculating_plans
+from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, has_second_planes, speculating_plans
 from flexengine.planner.variants import OF_ONE_RANK, Found, Variant, fastest
 from flexengine.schedule.layout import Layout
 
@@ -50,7 +49,8 @@ NEAR = 1.02
 BUSY_SHARE = 0.96
 """Where GPUs compute for more than this share of a step, other updates would gain little: they are not simulated."""
 BUSY_WITHOUT_PEERS = 0.9
-"""The same of split plans of GPUs that reach each other through the host alone, which move more bytes over links."""
+"""The same of split plans of GPUs that reach each other through the host alone, which move more bytes over links. Where
+adapters are trained, which may be shards, it is TOO_BUSY."""
 TOO_BUSY = 0.985
 """The same of updates before the norm is known, which also let forward begin at once."""
 
@@ -121,40 +121,6 @@ def plan_for_ranks(
         least_gpu_bytes=Feasibility(replace(node.of_rank, model=in_parts(model))).least_gpu().gpu_bytes,
     )
     return replace(plan, predicted=predicted)
-
-
-def beside_fewer_gpus(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan:
-    """Add to a plan how few GPUs of a node, with all of its host memory, take the same step faster, where some do.
-
-    One GPU is planned only where its bound is below the plan's seconds; half as many and so on only where they could
-    compute as fast.
-    """
-    if not plan.request.shares_node:
-        return plan
-    gpus, least_s, told = plan.request.ranks // 2, plan.predicted.step_s, plan.predicted
-    while gpus >= 1:
-        found = _on_gpus(gpus, model, plan, profile)
-        if found is not None and found.predicted.step_s < least_s:
-            least_s = found.predicted.step_s
-            told = replace(told, fewer_gpus=gpus, fewer_gpus_step_s=least_s)
-        gpus //= 2
-    return replace(plan, predicted=told)
-
-
-def _on_gpus(gpus: int, model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan | None:
-    """The plan of the same step on fewer GPUs of one node; None where none fits or none can be faster."""
-    request, predicted = replace(plan.request, ranks=gpus, nodes=1), plan.predicted
-    if gpus == 1:
-        request = replace(request, transport="auto")
-        bound_s = speed_of_light_s(model, request, profile)
-        return find_plan(Problem(model, request, profile)) if 0 < bound_s < predicted.step_s else None
-    at_work = plan.request.max_global_batch_tokens / plan.request.of_rank.max_global_batch_tokens
-    if predicted.once_s * at_work >= gpus * predicted.step_s:
-        return None
-    try:
-        return plan_for_ranks(model, request, profile)
-    except PlanError:
-        return None
 
 
 def _fastest(node: NodeProblem) -> Plan:
@@ -230,7 +196,7 @@ def _with_shards(node: NodeProblem, beside: Plan | None) -> Plan | None:
     What is far from `beside` is not searched in full.
     """
     best: tuple[Plan, Sharded] | None = None
-    for quick in plans_with_shards(node.of_rank):
+    for quick in plans_with_shards(node.of_rank, adapters_only=not _shards_all(node)):
         found = _updating_early(node, quick.plan)
         if best is not None and found.predicted.step_s > (1.0 - FEWER_GAIN) * best[0].predicted.step_s:
             break
@@ -270,18 +236,29 @@ def _of_other_sizes(node: NodeProblem, best: Plan | None) -> Plan | None:
 
 def _speculating_s(node: NodeProblem, split: Plan) -> float:
     """Seconds of a split plan of one rank with the first share of groups updated before the norm is known; infinite
-    where there is none."""
-    layout = node.of_rank.layout(_updated_by_cpu(node.of_rank, split) or split)
-    return min((bold.predicted.step_s for bold in _speculating(node, layout, FIRST_SHARES[:1])), default=inf)
+    where there is none. The CPU updates all, or less where the host has no second planes for all of that."""
+    least_s = inf
+    for plan in (_updated_by_cpu(node.of_rank, split), split):
+        if plan is not None:
+            layout = node.of_rank.layout(plan)
+            bold = _speculating(node, layout, FIRST_SHARES[:1])
+            least_s = min((least_s, *(found.predicted.step_s for found in bold)))
+            if has_second_planes(layout, _spare_bytes(node, layout)):
+                break
+    return least_s
 
 
 def _speculating(node: NodeProblem, layout: Layout, shares: Sequence[float]) -> Iterator[Plan]:
     """Priced plans of all ranks that update shares of the groups of one rank's layout before the norm is known."""
     of_rank = node.of_rank
-    spare_bytes = of_rank.room(layout).host_bytes * node.request.ranks
-    for bold in speculating_plans(layout, spare_bytes, shares):
+    for bold in speculating_plans(layout, _spare_bytes(node, layout), shares):
         told = bytes_planned(of_rank.layout(bold), layout.plan.predicted, of_rank.profile)
         yield node.priced(replace(bold, predicted=told))
+
+
+def _spare_bytes(node: NodeProblem, layout: Layout) -> int:
+    """What the layout of one rank leaves of the node's host memory."""
+    return node.of_rank.room(layout).host_bytes * node.request.ranks
 
 
 def _all_by_cpu(node: NodeProblem, best: Plan | None) -> Plan | None:
@@ -339,14 +316,19 @@ def _may_split(node: NodeProblem) -> bool:
         return True
     asked, on_gpus = node.request, node.profile.device_type == "cuda"
     through_host = asked.transport == "auto" and asked.ranks > 1 and on_gpus
-    return through_host and not _busy(node.of_one, BUSY_WITHOUT_PEERS)
+    return through_host and not _busy(node.of_one, TOO_BUSY if has_adapters(node.model) else BUSY_WITHOUT_PEERS)
+
+
+def _shards_all(node: NodeProblem) -> bool:
+    """Not where GPUs would gather shards through the host, which has all of them, unless ranks are asked to split."""
+    return node.request.transport == "split" or node.profile.link.peer_bytes_per_s > 0
 
 
 def _may_shard(node: NodeProblem, best: Plan | None) -> bool:
-    """Not where GPUs would gather shards through the host, which has all of them, unless ranks are asked to split."""
+    """Adapters are few bytes to gather, also through the host, and their updates need no link."""
     if best is None or node.request.nodes > 1 or _busy(best, TOO_BUSY):
         return False
-    return node.request.transport == "split" or node.profile.link.peer_bytes_per_s > 0
+    return _shards_all(node) or has_adapters(node.model)
 
 
 def _may_relay(node: NodeProblem, split: Plan | None) -> bool:

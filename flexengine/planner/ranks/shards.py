@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.split import fitted
@@ -37,12 +38,17 @@ class Sharded(NamedTuple):
     asked: Request
 
 
-def plans_with_shards(of_rank: Problem) -> Iterator[Sharded]:
+def has_adapters(model: ModelSpec) -> bool:
+    """Whether what is trained are adapters."""
+    return all(group.frozen or group.adapter for group in model.groups)
+
+
+def plans_with_shards(of_rank: Problem, adapters_only: bool = False) -> Iterator[Sharded]:
     """Plans of one rank that keep shards of ever fewer groups; of a model with frozen groups, also of these. They are
     searched quickly: see `searched_in_full`."""
     request, specs = of_rank.request, of_rank.model.groups
     stored = [group_storage(group, request.numerics) for group in specs]
-    able = [i for i in range(len(specs)) if _may_shard(stored[i], request)]
+    able = [i for i, spec in enumerate(specs) if (spec.adapter or not adapters_only) and _may_shard(stored[i], request)]
     quick, tried = replace(of_rank, limits=of_rank.limits.quick), set[tuple[int, ...]]()
     for share in MOST_OF_GPU:
         for chosen in (able, [i for i in able if not specs[i].frozen]):
