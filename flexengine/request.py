@@ -226,6 +226,12 @@ def make_request(
             f"matmul_dtype={job.matmul_dtype}: {profile.name} multiplies no FP8 operands; that takes compute capability"
             " 8.9 or more (L40S, RTX 4090, H100 and newer); leave it out"
         )
+    if device_type == "cuda" and profile.matmul.blackwell_shares.get(job.matmul_dtype) == ():
+        raise ValueError(
+            f"matmul_dtype={job.matmul_dtype} takes a Blackwell card (B200, RTX 5090, DGX Spark and newer), and the"
+            f" profile of {profile.name} has no rate of such products; leave it out"
+            f"{', or on such a card measure it again: flexengine probe --force' * (profile.source == 'measured')}"
+        )
     if job.cuda_graphs == "always" and device_type != "cuda":
         raise ValueError(
             f"cuda_graphs=always: {profile.name} has no CUDA graphs; they take an NVIDIA GPU, so leave it out"

@@ -91,6 +91,7 @@ def _published(card: Card) -> HardwareProfile:
             shape=SHAPE[:2],
             peak_flops_per_s=peak,
             fp8_block_shares=TRITON_BLOCKS if card.multiplies_fp8 and not card.hopper_attention else (),
+            mxfp8_shares=((1, 1.0),) if card.fp4_flops_per_s else (),
         ),
         AttentionProfile(forward, backward, SHAPE.head_dim, "cudnn" if card.hopper_attention else "flash"),
         LinkProfile(

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.fp8_blocks import BlockScaling
-from flexengine.ops.fp8_scaling import MULTIPLE, Buffers, RowScaling, Scaling, TensorScaling
+from flexengine.ops.fp8_scaling import Buffers, RowScaling, Scaling, TensorScaling
 from flexengine.ops.joined import Joined
 from flexengine.ops.linear import Linear
+from flexengine.ops.mxfp8 import MicroScaling
 
 PRODUCT_ELEMENTS = 1 << 24
 """Bytes of the part of a weight gradient that is computed at once where it is added to an accumulator."""
@@ -28,14 +29,10 @@ SCALINGS: dict[str, Scaling] = {
         BlockScaling("fp8-blockwise", gradient_in_fp8=True),
         BlockScaling("fp8-blockwise-gw-hp", gradient_in_fp8=False),
         BlockScaling("fp8-blockwise-gw-squares", gradient_in_fp8=True, squares=True),
+        MicroScaling(),
     )
 }
 """Schemes of scales by the values of --matmul-dtype; gw-hp as in torchao: gradients of weights in high precision."""
-
-
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device takes FP8 operands: NVIDIA cards since Ada do; the CPU rounds to FP8 and sums in float32."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class Fp8Linear(Linear):
@@ -65,10 +62,12 @@ class Fp8Linear(Linear):
                 f"{self.name} stores its weight input by output, which FP8 products do not take; leave "
                 "--matmul-dtype out"
             )
-        if self.in_features % MULTIPLE or self.out_features % MULTIPLE:
+        multiple = scaling.feature_multiple
+        if self.in_features % multiple or self.out_features % multiple:
+            kind = "FP8" if scaling.name.startswith("fp8") else scaling.name
             raise ValueError(
-                f"{self.name} has {self.in_features} input and {self.out_features} output features; FP8 products need"
-                f" multiples of {MULTIPLE}; leave --matmul-dtype out"
+                f"{self.name} has {self.in_features} input and {self.out_features} output features; {kind} products"
+                f" need multiples of {multiple}; leave --matmul-dtype out"
             )
 
     def with_next(self, following: Op) -> Op | None:
@@ -119,7 +118,8 @@ class Fp8Linear(Linear):
     @property
     def _added_rows(self) -> int:
         """Rows whose gradient is added at once: scales of later ones start where cuBLAS takes them, too."""
-        return max(MULTIPLE, PRODUCT_ELEMENTS // self.in_features // MULTIPLE * MULTIPLE)
+        multiple = self.scaling.row_multiple
+        return max(multiple, PRODUCT_ELEMENTS // self.in_features // multiple * multiple)
 
     @property
     def _product_rows(self) -> int:

@@ -119,8 +119,8 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions, RankOptions):
             "what the linear layers and experts of the blocks multiply: compute = --dtype, or, for bfloat16, FP8: fp8 ="
             " scaled per tensor; fp8-blockwise = per row and 128 columns, weights per 128 x 128, as DeepSeek-V3;"
             " fp8-rowwise-gw-hp and fp8-blockwise-gw-hp = per row and by blocks, gradients of weights in --dtype;"
-            " fp8-blockwise-gw-squares = by blocks, there activations per 128 x 128;"
-            " experts always per row",
+            " fp8-blockwise-gw-squares = by blocks, there activations per 128 x 128; experts always per row; for"
+            " Blackwell cards, never timed: mxfp8 = a power of two per 32 terms, experts in --dtype",
             needs=FOR_FP8,
         ),
     ] = "compute"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from flexengine.ops.fp8 import SCALINGS, Fp8Linear, multiplies_fp8
+from flexengine.ops.fp8 import SCALINGS, Fp8Linear
 from flexengine.ops.fp8_scaling import quantize, scale_buffer, scale_of
 from flexengine.ops.linear import Linear
 
@@ -64,6 +64,21 @@ ROUNDINGS = {
 ROUNDINGS["fp8-blockwise"] = ROUNDINGS["fp8-blockwise-gw-hp"]._replace(
     **dict.fromkeys(("x_t", "g_t"), lambda x: rounded(x, rows=128, columns=1))
 )
+
+
+def in_mxfp8(x):
+    """What MXFP8 keeps of x, in float64, with the least power of two for 32 columns that keeps all within range."""
+    blocks = torch.nn.functional.pad(wide(x), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    scales = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(2, keepdim=True).clamp(min=2.0**-100) / 448)))
+    codes = (blocks / scales).float().to(torch.float8_e4m3fn)
+    return (codes.double() * scales).view(len(x), -1)[:, : x.shape[1]]
+
+
+def by_columns(rounding):
+    return lambda x: rounding(x.t()).t()
+
+
+ROUNDINGS["mxfp8"] = Rounding(*[in_mxfp8] * 2, by_columns(in_mxfp8), in_mxfp8, *[by_columns(in_mxfp8)] * 2)
 ROUNDINGS["fp8-blockwise-gw-squares"] = ROUNDINGS["fp8-blockwise"]._replace(x_t=SQUARES)
 
 
@@ -109,22 +124,26 @@ def test_matches_the_product_of_rounded_operands(make_harness, checks, tokens, d
 @pytest.mark.parametrize("scaling", [name for name in SCALINGS if name != "fp8"])
 @pytest.mark.parametrize(("tokens", "d", "f"), [(1, 16, 32), (37, 304, 80), (130, 80, 144)])
 def test_matches_the_product_of_operands_rounded_by_rows_and_blocks(make_harness, checks, tokens, d, f, scaling):
+    multiple = SCALINGS[scaling].feature_multiple
+    d, f = (-(-size // multiple) * multiple for size in (d, f))
     check(make_harness("cpu", torch.bfloat16), checks, tokens, d, f, True, True, scaling)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize(("bias", "residual"), VARIANTS, ids=IDS)
-@pytest.mark.parametrize(("tokens", "d", "f"), [(1, 16, 32), (1027, 512, 1008), (300, 640, 896), (2048, 2048, 3072)])
+@pytest.mark.parametrize(("tokens", "d", "f"), [(1, 16, 32), (1027, 512, 992), (300, 640, 896), (2048, 2048, 3072)])
 def test_matches_the_product_of_rounded_operands_on_cuda(make_harness, checks, tokens, d, f, bias, residual, scaling):
-    if not multiplies_fp8(torch.device("cuda")):
-        pytest.skip("this card multiplies no FP8 operands")
+    if why := SCALINGS[scaling].refusal(torch.device("cuda")):
+        pytest.skip(why)
     check(make_harness("cuda", torch.bfloat16), checks, tokens, d, f, bias, residual, scaling)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_stays_within_its_workspace_on_cuda(make_harness, scaling):
+    if why := SCALINGS[scaling].refusal(torch.device("cuda")):
+        pytest.skip(why)
     h = make_harness("cuda", torch.bfloat16)
     op, chunk, inputs, params, grad_y = operands(h, 4099, 4096, 6144, True, True, scaling)
     env = h.env(op, chunk, inputs, params, {"y": grad_y})
@@ -143,9 +162,9 @@ def test_stays_within_its_workspace_on_cuda(make_harness, scaling):
 def test_gradients_of_x_are_added_some_rows_at_a_time(make_harness, checks, monkeypatch, scaling):
     monkeypatch.setattr("flexengine.ops.fp8.PRODUCT_ELEMENTS", 1)
     h = make_harness("cpu", torch.bfloat16)
-    op, chunk, inputs, params, grad_y = operands(h, 37, 304, 80, False, False, scaling)
-    written, before = h.run(op, chunk, inputs, params, {"y": grad_y}).grads["x"], h.randn(37, 304, scale=1e-3)
-    added = Fp8Linear(Linear("proj", "x", "y", 304, 80, "w"), adds=True, scaling=op.scaling)
+    op, chunk, inputs, params, grad_y = operands(h, 137, 288, 96, False, False, scaling)
+    written, before = h.run(op, chunk, inputs, params, {"y": grad_y}).grads["x"], h.randn(137, 288, scale=1e-3)
+    added = Fp8Linear(Linear("proj", "x", "y", 288, 96, "w"), adds=True, scaling=op.scaling)
     found = h.run(added, chunk, inputs, params, {"y": grad_y}, previous={"x": before}).grads["x"]
     assert torch.equal(found, before + written)
 
@@ -158,7 +177,7 @@ def test_weight_gradients_are_made_in_parts_that_fit_their_buffer(make_harness, 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_nan_and_infinity_reach_the_results(make_harness, scaling):
     h = make_harness("cpu", torch.bfloat16)
-    op, chunk, inputs, params, grad_y = operands(h, 8, 16, 32, False, False, scaling)
+    op, chunk, inputs, params, grad_y = operands(h, 8, 32, 64, False, False, scaling)
     params["w"][3, 5] = float("nan")
     assert h.run(op, chunk, inputs, params, {"y": grad_y}).outputs["y"].isnan().any()
     params["w"][3, 5], grad_y[2, 2] = 1.0, float("inf")
@@ -181,3 +200,5 @@ def test_quantising_transposed_fills_up_with_zeros():
 def test_features_that_fp8_cannot_take_are_refused():
     with pytest.raises(ValueError, match=r"proj has 24 input and 32 output features.*multiples of 16"):
         Fp8Linear(Linear("proj", "x", "y", 24, 32, "w"))
+    with pytest.raises(ValueError, match=r"proj has 48 input.*; mxfp8 products need multiples of 32"):
+        Fp8Linear(Linear("proj", "x", "y", 48, 32, "w"), scaling=SCALINGS["mxfp8"])
