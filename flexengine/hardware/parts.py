@@ -108,6 +108,8 @@ class MatmulProfile(Part):
     mxfp8_shares: Points = ()
     """(tokens, rate of linear layers with MXFP8 operands over that with FP8 operands with one scale); empty where the
     card takes none, and on the CPU, which multiplies all of these in float32."""
+    nvfp4_shares: Points = ()
+    """The same with NVFP4 operands, of products by weights alone."""
 
     def rate(self, tokens: int) -> float:
         """Give the attained FLOP/s of a linear layer over `tokens` tokens.
@@ -134,7 +136,7 @@ class MatmulProfile(Part):
     @property
     def blackwell_shares(self) -> dict[str, Points]:
         """Shares of schemes that only Blackwell cards multiply, by the values of --matmul-dtype."""
-        return {"mxfp8": self.mxfp8_shares}
+        return {"mxfp8": self.mxfp8_shares, "nvfp4-gw-hp": self.nvfp4_shares}
 
     def grouped_share(self, tokens: int, otherwise: float) -> float:
         """Give the rate of experts' products over `tokens` tokens, as a share of a linear layer's.
@@ -331,6 +333,7 @@ SHARE_FIELDS = (
     "fp8_block_shares",
     "fp8_block_weight_shares",
     "mxfp8_shares",
+    "nvfp4_shares",
     "attention_slice_shares",
 )
 """Curves by tokens that say how fast products are beside those of another curve."""

@@ -92,6 +92,7 @@ def _published(card: Card) -> HardwareProfile:
             peak_flops_per_s=peak,
             fp8_block_shares=TRITON_BLOCKS if card.multiplies_fp8 and not card.hopper_attention else (),
             mxfp8_shares=((1, 1.0),) if card.fp4_flops_per_s else (),
+            nvfp4_shares=((1, card.fp4_flops_per_s / (2 * card.bf16_flops_per_s)),) if card.fp4_flops_per_s else (),
         ),
         AttentionProfile(forward, backward, SHAPE.head_dim, "cudnn" if card.hopper_attention else "flash"),
         LinkProfile(

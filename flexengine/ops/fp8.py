@@ -18,6 +18,7 @@ from flexengine.ops.fp8_scaling import Buffers, RowScaling, Scaling, TensorScali
 from flexengine.ops.joined import Joined
 from flexengine.ops.linear import Linear
 from flexengine.ops.mxfp8 import MicroScaling
+from flexengine.ops.nvfp4 import FourBitScaling
 
 PRODUCT_ELEMENTS = 1 << 24
 """Bytes of the part of a weight gradient that is computed at once where it is added to an accumulator."""
@@ -30,6 +31,7 @@ SCALINGS: dict[str, Scaling] = {
         BlockScaling("fp8-blockwise-gw-hp", gradient_in_fp8=False),
         BlockScaling("fp8-blockwise-gw-squares", gradient_in_fp8=True, squares=True),
         MicroScaling(),
+        FourBitScaling(),
     )
 }
 """Schemes of scales by the values of --matmul-dtype; gw-hp as in torchao: gradients of weights in high precision."""
@@ -47,6 +49,7 @@ class Fp8Linear(Linear):
 
     def __init__(self, linear: Linear, adds: bool = False, scaling: Scaling = SCALINGS["fp8"]) -> None:
         self.adds, self.scaling = adds, scaling
+        self.replays = not scaling.draws  # what it draws is an operand, and changes with every step
         super().__init__(
             linear.name,
             linear.x,
@@ -88,7 +91,7 @@ class Fp8Linear(Linear):
 
     def backward_input(self, env: OpEnv) -> None:
         assert (self.x in env.accumulate) == self.adds, f"{self.name} adds to a gradient where it was made not to"
-        grad_x, buffers = env.g[self.x], Buffers(env.t, self.name)
+        grad_x, buffers = env.g[self.x], Buffers(env.t, self.name, env.chunk.dropout, env.layer)
         grad_y = None if "grad8" in self.coded else env.g[self.y]
         grad8, weight8_t = self.scaling.input_operands(buffers, grad_y, env.p[self.weight], self.gradient_in_fp8)
         if not self.adds:

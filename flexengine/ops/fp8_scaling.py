@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import TensorSpec, Work, use_kernel
+from flexengine.ops.base import DropoutDraws, TensorSpec, Work, use_kernel
 from flexengine.ops.linear_shape import LinearShape
 
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
@@ -64,10 +64,13 @@ class Operand(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The buffers of a layer, by what they are called beside its name."""
+    """The buffers of a layer, by what they are called beside its name. draws, number: of what rounds at random, and of
+    the layer in the model."""
 
     tensors: dict[str, Tensor]
     name: str
+    draws: DropoutDraws | None = None
+    number: int = 0
 
     def __getitem__(self, suffix: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - by name alone
         return self.tensors[f"{self.name}_{suffix}"]
@@ -87,7 +90,7 @@ class Scaling(ABC):
 
     name: the value of --matmul-dtype. gradient_in_fp8: whether the weight's gradient takes FP8 operands; without, it
     takes the compute dtype. of_experts: whether experts' products take FP8 operands, too. feature_multiple: of a
-    layer's sizes; row_multiple: where rows of an operand may be cut.
+    layer's sizes; row_multiple: where rows of an operand may be cut. draws: whether gradients are rounded at random.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Scaling(ABC):
     of_experts: bool = True
     feature_multiple: int = MULTIPLE
     row_multiple: int = MULTIPLE
+    draws: bool = False
 
     def refusal(self, device: torch.device) -> str | None:
         """Say why a device multiplies no such operands; None where it does."""

@@ -31,10 +31,9 @@ from flexengine.ops.linear_shape import LinearShape
 from flexengine.ops.scale_tiles import (
     TILE_BLOCKS,
     TILE_ROWS,
-    in_order,
     in_rows,
     in_tiles,
-    recipe,
+    multiply,
     refusal,
     row_scales,
     scale_shape,
@@ -122,15 +121,10 @@ class MicroScaling(Scaling):
         return _transposed_side(t, "grad8_t"), x8_t
 
     def multiply(self, a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None, fast: bool = False) -> None:
-        if not a.codes.is_cuda:
-            product = decoded(a) @ decoded(b).t()
-            out.copy_(product if bias is None else product.add_(bias))
-            return
-        kinds, order = [recipe("BlockWise1x32")], [in_order()]
-        scale_a, scale_b = ([side.scales.view(torch.float8_e8m0fnu)] for side in (a, b))
-        torch.ops.aten._scaled_mm_v2.out(  # torch.nn.functional.scaled_mm has no out
-            a.codes, b.codes.t(), scale_a, kinds, order, scale_b, kinds, order, bias, out.dtype, [], False, out=out
-        )
+        if a.codes.is_cuda:
+            return multiply(a, b, FORWARD_DTYPE, "BlockWise1x32", out, bias)
+        product = decoded(a) @ decoded(b).t()
+        out.copy_(product if bias is None else product.add_(bias))
 
     def with_ones(self, codes: Tensor, role: Role) -> Operand:
         shape = scale_shape(codes.shape, SPAN)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import TensorSpec
+from flexengine.ops.fp8_scaling import Operand
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
 TILE_BYTES = TILE_ROWS * TILE_BLOCKS
@@ -71,13 +72,24 @@ def refusal(device: torch.device) -> str | None:
     return None
 
 
-@cache
-def recipe(name: str) -> int:
-    """torch's number of a kind of scales."""
-    return int(torch.nn.functional.ScalingType[name].value)
+def multiply(a: Operand, b: Operand, of_codes: torch.dtype, kind: str, out: Tensor, bias: Tensor | None) -> None:
+    """out = a @ b.T (+ bias), by cuBLAS. of_codes: how bytes of codes are read; kind: torch's name of the scales."""
+    if out.device.type != "cuda":
+        return  # tensors without memory, where kernels are compiled ahead
+    of_scales = torch.float8_e8m0fnu if kind == "BlockWise1x32" else torch.float8_e4m3fn
+    factors = [[] if side.factor is None else [side.factor] for side in (a, b)]
+    scales = [[side.scales.view(of_scales), *own] for side, own in zip((a, b), factors, strict=True)]
+    kinds, orders = [_number("ScalingType", kind)], [_number("SwizzleType", "SWIZZLE_32_4_4")]
+    if a.factor is not None:
+        kinds.append(_number("ScalingType", "TensorWise"))
+        orders.append(_number("SwizzleType", "NO_SWIZZLE"))
+    torch.ops.aten._scaled_mm_v2.out(  # torch.nn.functional.scaled_mm has no out
+        a.codes.view(of_codes), b.codes.view(of_codes).t(), scales[0], kinds, orders, scales[1], kinds, orders, bias,
+        out.dtype, [], False, out=out,
+    )  # fmt: skip
 
 
 @cache
-def in_order() -> int:
-    """torch's number of the order of tiles."""
-    return int(torch.nn.functional.SwizzleType.SWIZZLE_32_4_4.value)
+def _number(kind: str, name: str) -> int:
+    """torch's number of a kind of scales, or of an order that these lie in."""
+    return int(getattr(getattr(torch.nn.functional, kind), name).value)

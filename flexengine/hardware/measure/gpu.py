@@ -62,7 +62,7 @@ MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 FP8_TOKENS = (512, 2048, 8192, 32768)
 FP8_SHARE_TOKENS = (2048, 8192)
-FP8_MODES = ("fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp", "mxfp8")
+FP8_MODES = ("fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp", "mxfp8", "nvfp4-gw-hp")
 """Schemes whose rate is measured beside that of FP8 with one scale, in the order of `MatmulProfile`."""
 FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
