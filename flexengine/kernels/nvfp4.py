@@ -103,7 +103,7 @@ def _fours_kernel(
     place = scales_ptr + (row_tile * tiles + term_tile) * 512 + tile_offsets()
     tl.store(place, bits.to(tl.uint8))
     step = from_e4m3(bits) * factor
-    by = tl.where(step > 0.0, tl.div_rn(1.0, step), 0.0)
+    by = tl.where(step > 0.0, tl.div_rn(1.0, tl.where(step > 0.0, step, 1.0)), 0.0)
     scaled = tl.reshape(tl.reshape(x, (ROWS, BLOCKS, SIZE)) * by[:, :, None], (ROWS, TERMS))
     scaled = tl.where(scaled == scaled, scaled, 0.0)  # noqa: PLR0124
     if RANDOM:

@@ -41,8 +41,10 @@ from flexengine.ops.scale_tiles import (
 
 SPAN = 32
 """Terms that share a scale."""
-_BIAS, _LARGEST_EXPONENT, _LARGEST_MANTISSA, _NAN = 127, 8, 0x60_0000, 255
-"""Of a scale's byte; of 448 = 1.75 * 2^8, the mantissa as bits of float32; the byte that is NaN."""
+_BIAS, _LEAST, _NAN = 127, 1, 255
+"""Of a scale's byte; the least one, of blocks of zeros; the one that is NaN."""
+_LARGEST_EXPONENT, _LARGEST_MANTISSA = 8, 0x60_0000
+"""Of 448 = 1.75 * 2^8, the mantissa as bits of float32."""
 
 
 def round_blocks(x: Tensor, rows: Operand | None, columns: Operand | None) -> None:
@@ -63,11 +65,11 @@ def _round(matrix: Tensor, side: Operand) -> None:
     blocks = torch.nn.functional.pad(matrix.float(), (0, terms - matrix.shape[1])).view(rows, terms // SPAN, SPAN)
     bits = blocks.abs().nan_to_num(0.0, torch.inf).amax(2).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7F_FFFF
-    scales = (exponent - _LARGEST_EXPONENT + (mantissa > _LARGEST_MANTISSA).int()).clamp_(min=1)
+    scales = (exponent - _LARGEST_EXPONENT + (mantissa > _LARGEST_MANTISSA).int()).clamp_(min=_LEAST)
     scales.masked_fill_(exponent == _NAN, _NAN)
     factors = ((2 * _BIAS - scales).clamp_(min=0) << 23).view(torch.float32).masked_fill_(scales == _NAN, torch.nan)
     side.codes.view(blocks.shape).copy_(blocks.mul_(factors[:, :, None]).clamp_(-LARGEST, LARGEST))
-    side.scales.copy_(in_tiles(scales.to(torch.uint8)))
+    side.scales.copy_(in_tiles(scales.to(torch.uint8), _LEAST))
 
 
 def decoded(side: Operand) -> Tensor:

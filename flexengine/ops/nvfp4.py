@@ -45,6 +45,8 @@ from flexengine.random_bits import random_bits16, stream_keys
 SPAN = 16
 """Terms that share a scale, and rows of a weight."""
 LARGEST_CODE = MAGNITUDES[-1]
+LIMITS = (LARGEST_CODE, LARGEST, LEAST_ABSMAX)
+"""The largest code and scale, and what a matrix's largest magnitude counts as at least."""
 _NAN = 0x7F
 _ONE = 0x38
 """A scale's bytes."""
@@ -80,11 +82,10 @@ def round_fours(
         from flexengine.kernels import fp8, nvfp4  # noqa: PLC0415 (Triton is imported when first used)
 
         fp8.absmax_partials(x, partials)
-        limits, drawn = (LARGEST_CODE, LARGEST, LEAST_ABSMAX), None
+        operand, drawn = (side.codes, side.scales, side.factor), None
         if draws is not None:
             drawn = stream_keys(draws.seed, draws.step, draws.stream), draws.first_row * x.shape[1]
-        operand = side.codes, side.scales, side.factor
-        return nvfp4.round_fours(x, operand, partials, limits, squares, transposed, drawn)
+        return nvfp4.round_fours(x, operand, partials, LIMITS, squares, transposed, drawn)
     matrix = (x.t() if transposed else x).float()
     rows, terms = matrix.shape
     factor = matrix.abs().nan_to_num(0.0, torch.inf).max().clamp_(min=LEAST_ABSMAX)
@@ -100,7 +101,7 @@ def round_fours(
     scaled = scaled.nan_to_num(0.0, 0.0, 0.0).view(rows, terms)
     pairs = (nearest(scaled) if draws is None else _at_random(scaled, draws)).view(rows, terms // 2, 2)
     side.codes.copy_(pairs[:, :, 0] | (pairs[:, :, 1] << 4))
-    side.scales.copy_(in_tiles(scales))
+    side.scales.copy_(in_tiles(scales, 0))
 
 
 def _at_random(x: Tensor, draws: Draws) -> Tensor:

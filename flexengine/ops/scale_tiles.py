@@ -41,10 +41,10 @@ def row_scales(name: str, terms: int, span: int, rows: int | None = None) -> Ten
     return TensorSpec(name, (TILE_BLOCKS * across(terms, span),), "uint8", rows=height, multiple=TILE_ROWS)
 
 
-def in_tiles(scales: Tensor) -> Tensor:
-    """Scales [R, B] in the order of tiles."""
+def in_tiles(scales: Tensor, filling: int) -> Tensor:
+    """Scales [R, B] in the order of tiles, which are filled up by a byte."""
     rows, blocks = scales.shape
-    whole = torch.nn.functional.pad(scales, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
+    whole = torch.nn.functional.pad(scales, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS), value=filling)
     split = whole.view(len(whole) // TILE_ROWS, 4, 32, whole.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
     return split.permute(0, 3, 2, 1, 4).reshape(len(whole) // TILE_ROWS, -1)
 
