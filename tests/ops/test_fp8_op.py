@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from flexengine.ops.base import DropoutDraws
 from flexengine.ops.fp8 import SCALINGS, Fp8Linear
 from flexengine.ops.fp8_scaling import quantize, scale_buffer, scale_of
 from flexengine.ops.linear import Linear
@@ -195,6 +196,21 @@ def test_nan_and_infinity_reach_the_results(make_harness, scaling):
     assert h.run(op, chunk, inputs, params, {"y": grad_y}).outputs["y"].isnan().any()
     params["w"][3, 5], grad_y[2, 2] = 1.0, float("inf")
     assert not h.run(op, chunk, inputs, params, {"y": grad_y}).param_grads["w"].isfinite().all()
+
+
+def test_gradients_in_nvfp4_are_rounded_by_the_draws_of_their_step(make_harness):
+    h = make_harness("cpu", torch.bfloat16)
+    op, chunk, inputs, params, grad_y = operands(h, 37, 64, 96, True, False, "nvfp4-gw-hp")
+    runs = []
+    for step in (1, 1, 2):
+        chunk.dropout = DropoutDraws(seed=5, step=step, first_row=0)
+        runs.append(h.run(op, chunk, inputs, params, {"y": grad_y}))
+    first, again, later = runs
+    assert torch.equal(first.grads["x"], again.grads["x"])
+    assert not torch.equal(first.grads["x"], later.grads["x"])
+    assert torch.equal(first.outputs["y"], later.outputs["y"])
+    assert torch.equal(first.param_grads["w"], later.param_grads["w"])
+    assert not op.replays  # a CUDA graph would draw the same again
 
 
 def test_quantising_transposed_fills_up_with_zeros():

@@ -86,7 +86,7 @@ def test_presets_multiply_fp8_where_the_card_does():
         assert PRESETS[name].matmul.fp8_rate(16384, "mxfp8") == PRESETS[name].matmul.fp8_rate(16384)
         fp4 = 4 if name == "rtx-5090" else 2  # FP4's sums are as fast in float32 there, FP8's half as fast
         assert PRESETS[name].matmul.fp8_rate(16384, "nvfp4-gw-hp", by_weights=True) == pytest.approx(
-            fp4 * PRESETS[name].matmul.fp8_rate(16384), rel=1e-3
+            fp4 * PRESETS[name].matmul.fp8_rate(16384), rel=0.02
         )
 
 
