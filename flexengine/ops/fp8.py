@@ -1,7 +1,7 @@
 """Linear layers whose products take FP8 operands: half the bytes, and up to twice the rate, of 16 bits.
 
-Scales are those of what is multiplied (current scaling), by one of the schemes of `ops/fp8_scaling.py`. Everything
-between products stays in the compute dtype.
+Scales are those of what is multiplied (current scaling), by one of the schemes of `ops/fp8_scaling.py`; the operands of
+two for Blackwell cards are in MXFP8 and NVFP4. Everything between products stays in the compute dtype.
 
 Shapes: x [T, D], weight [F, D], y [T, F]: grad_x = grad_y [T, F] @ (weight.T [D, F]).T and
 grad_weight = grad_y.T [F, T] @ (x.T [D, T]).T.

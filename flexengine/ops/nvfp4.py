@@ -47,6 +47,8 @@ SPAN = 16
 LARGEST_CODE = MAGNITUDES[-1]
 LIMITS = (LARGEST_CODE, LARGEST, LEAST_ABSMAX)
 """The largest code and scale, and what a matrix's largest magnitude counts as at least."""
+FACTOR_BYTES = 512
+"""The least that torch allocates."""
 _NAN = 0x7F
 _ONE = 0x38
 """A scale's bytes."""
@@ -182,7 +184,8 @@ class FourBitScaling(Scaling):
         return Operand(pairs, scales, "tiles", torch.ones(1, device=codes.device))
 
     def workspace_bytes(self, tokens: int, widest: int) -> int:
-        return CUBLASLT_BYTES
+        """cuBLAS, and the product of both factors."""
+        return CUBLASLT_BYTES + FACTOR_BYTES
 
     def plain_workspace_bytes(self, tokens: int, in_features: int, out_features: int) -> int:
         """All three matrices in float32, twice, and what rounding at random takes of the largest: 8 whole numbers."""
