@@ -107,6 +107,8 @@ def definition(inputs, params, grad_y, by=Rounding()):  # noqa: B008 - a value
 
 
 def check(h, checks, tokens, d, f, bias, residual, scaling="fp8"):
+    multiple = SCALINGS[scaling].feature_multiple
+    d, f = (-(-size // multiple) * multiple for size in (d, f))
     op, chunk, inputs, params, grad_y = operands(h, tokens, d, f, bias, residual, scaling)
     before = {name: h.randn(*p.shape, scale=1e-2).float() for name, p in params.items()}
     first = h.run(op, chunk, inputs, params, {"y": grad_y})
@@ -138,8 +140,6 @@ def test_matches_the_product_of_rounded_operands(make_harness, checks, tokens, d
 @pytest.mark.parametrize("scaling", [name for name in SCALINGS if name != "fp8"])
 @pytest.mark.parametrize(("tokens", "d", "f"), [(1, 16, 32), (37, 304, 80), (130, 80, 144)])
 def test_matches_the_product_of_operands_rounded_by_rows_and_blocks(make_harness, checks, tokens, d, f, scaling):
-    multiple = SCALINGS[scaling].feature_multiple
-    d, f = (-(-size // multiple) * multiple for size in (d, f))
     check(make_harness("cpu", torch.bfloat16), checks, tokens, d, f, True, True, scaling)
 
 
