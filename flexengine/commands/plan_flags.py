@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from flexengine.commands.files import check_target
 from flexengine.hardware.drive_profile import ASSUMED_DRIVE
@@ -15,7 +15,7 @@ from flexengine.models.preset_files import preset_names
 from flexengine.options.flags import add_flag, from_flags, positive_count, positive_number
 from flexengine.options.job import Job
 from flexengine.options.objective import ObjectiveOptions
-from flexengine.options.option import FlagWords, check_needs, flag_of, options_of
+from flexengine.options.option import FlagWords, Words, check_needs, flag_of, options_of
 from flexengine.options.other_names import translated_flags
 from flexengine.options.train_config import TrainConfig
 from flexengine.wording import FlagParser
@@ -46,6 +46,12 @@ OBJECTIVE = [
     for name in ("objective", "num_generations", "max_completion_length", "num_iterations", "beta")
 ]
 """Options of an objective that say what a step consists of."""
+
+
+class PlannedJob(Job):
+    """A job whose messages speak of flags."""
+
+    words: ClassVar[Words] = FlagWords()
 
 
 class Parsed(NamedTuple):
@@ -85,7 +91,7 @@ def parse(argv: Sequence[str]) -> Parsed:
             f"--compare prints steps of sft, and --objective is {objective.objective}; plan one case, or leave"
             " --objective out"
         )
-    return Parsed(arguments, Job(**job), objective)
+    return Parsed(arguments, PlannedJob(**job), objective)
 
 
 def _refuse_options_of_runs(argv: Sequence[str], known: Collection[str]) -> None:

@@ -79,7 +79,7 @@ class Work(NamedTuple):
     timed_flops: float = 0.0
     """FLOPs of calls that were timed as a whole: what these take is among memory_bytes, at the rate of memory."""
     fp8_weight_flops: float = 0.0
-    """FLOPs of linear layers' FP8 products by weights whose gradients are no FP8 products; not among fp8_flops."""
+    """FLOPs of FP8 products by weights whose gradients are no FP8 products; not among fp8_flops."""
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""

@@ -78,7 +78,7 @@ class Picture:
             found["waiting for gradients of other nodes"] = predicted.exchange_wait_s
         # A part is drawn once but runs `repeats` times.
         waits: dict[str, float] = {}
-        for part in self.step.parts:
+        for part in self.step.told:
             for (cause, phase), seconds in stalls(part.program, part.timing).items():
                 name = f"waiting for {CAUSE_WORDS[cause]} during {phase}"
                 waits[name] = waits.get(name, 0.0) + part.repeats * seconds

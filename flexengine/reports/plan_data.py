@@ -157,6 +157,7 @@ def group_rows(picture: Picture) -> list[dict[str, Any]]:
 def shortage_json(error: ShortageError) -> dict[str, Any]:
     """Give why nothing fits, and the requests that would, as JSON values."""
     needs, request = error.needs, error.request
+    drive = {"drive": _missing(needs.drive_bytes, request.max_drive_bytes, {})} if request.max_drive_bytes else {}
     return {
         "fits": False,
         "reason": error.reason.value,
@@ -165,6 +166,7 @@ def shortage_json(error: ShortageError) -> dict[str, Any]:
         "smallest_plan": {
             "gpu": _missing(needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
             "host": _missing(needs.host_bytes, request.max_host_bytes, needs.host_categories),
+            **drive,
         },
         "fits_with": [
             {"flags": remedy.flags, "note": remedy.note, "request": asdict(remedy.request)} for remedy in error.remedies

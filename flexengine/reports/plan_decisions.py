@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 from flexengine.metrics import format_bytes, format_seconds, three_digits
 from flexengine.models.lora import adapters
 from flexengine.models.saved_modules import saved_tensors
-from flexengine.models.spec import ModelSpec
+from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.plan import MOST_ROUNDED, GroupPlan, Home, LayerPlan, Plan
 from flexengine.reports.bits import bits_line
 from flexengine.reports.text_format import number_ranges, positions_by_value
@@ -231,11 +232,13 @@ def _update_line(plan: Plan) -> str:
     bold = sum(group.speculative for group in plan.groups) if plan.speculates else 0
     since = " from the last backward on" if plan.updates_in_backward else ""
     since += f" ({bold} of them from the last backward on, as if nothing were clipped)" if bold else ""
+    if by_cpu == trained > 0:
+        return f"update: on the CPU{since}"
     cpu = f"{by_cpu} of {trained} groups on the CPU{since}, the others " if by_cpu else ""
     if not plan.uses_tiles:
         return f"update: {cpu}on the GPU, in place"
     # Small models have tiles of a few thousand elements, which "0.0 M" would not tell.
-    tile = f"{plan.optimizer_tile / 1e6:.2g} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"
+    tile = f"{three_digits(plan.optimizer_tile / 1e6)} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"
     slots = f"{plan.optimizer_slots} tile(s) of {tile} elements"
     return f"update: {cpu}on the GPU, what lives on the host through {slots}"
 
@@ -246,20 +249,18 @@ def _update_line(plan: Plan) -> str:
 def _activation_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     """Tell what blocks keep for backward, a line per distinct choice."""
     # The embedding has nothing to keep, and the head runs forward and backward in one command.
-    blocks: Sequence[LayerPlan | None] = plan.layers[1:-1]
-    if model is not None:
-        blocks = [kept if block.keeps else None for kept, block in zip(blocks, model.blocks, strict=True)]
+    kept, blocks = plan.layers[1:-1], repeat(None) if model is None else model.blocks
     lines = [
-        f"block{'' if len(members) == 1 else 's'} {number_ranges(members)}: {kept_words(kept)}"
-        for kept, members in positions_by_value(blocks).items()
+        f"block{'' if len(members) == 1 else 's'} {number_ranges(members)}: {words}"
+        for words, members in positions_by_value(map(kept_words, kept, blocks)).items()
     ]
     lines += ["blocks of a segment run backward together, chunk by chunk"] * plan.request.segments_by_chunk
     return lines + ["hidden states and their gradients wait on the host between layers"] * plan.request.hidden_on_host
 
 
-def kept_words(kept: LayerPlan | None) -> str:
-    """Tell what a block keeps from forward to backward; None stands for a block without a backward pass."""
-    if kept is None:
+def kept_words(kept: LayerPlan, block: LayerSpec | None) -> str:
+    """Tell what a block keeps from forward to backward."""
+    if block is not None and not block.keeps:
         return "forward only, as nothing is trained there or below"
     place = input_place(kept)
     on_gpu = [*(["input"] if place == "gpu" else []), *kept.keep_gpu]
@@ -267,7 +268,16 @@ def kept_words(kept: LayerPlan | None) -> str:
     texts = [f"GPU keeps {', '.join(on_gpu)}"] if on_gpu else []
     texts += [f"{'drive' if kept.on_drive else 'host'} keeps {', '.join(away)}"] if away else []
     texts += ["the block before makes the input again"] if place == "recomputed" else []
-    return "; ".join([*texts, "the rest is recomputed"])
+    return "; ".join([*texts, "nothing is recomputed" if _keeps_all(kept, block) else "the rest is recomputed"])
+
+
+def _keeps_all(kept: LayerPlan, block: LayerSpec | None) -> bool:
+    """Whether a block keeps all outputs that its backward reads."""
+    if block is None or kept.input_again:
+        return False
+    read = {name for op in block.ops for name in (*op.needs_input, *op.needs_weight)}
+    makers = {op.name for op in block.ops if any(output.name in read for output in op.outputs)}
+    return makers <= {*kept.keep_gpu, *kept.keep_host}
 
 
 def input_place(kept: LayerPlan) -> str:

@@ -75,6 +75,8 @@ def shortage_page(error: ShortageError, profile: HardwareProfile, command: str =
         if needed > budget:
             missing.append(f"{format_bytes(needed - budget)} of {place} memory")
         tables.append(f"<div>{_bytes_table(f'{place} memory by category', categories, needed, budget)}</div>")
+    if lacking := needs.lacks_drive(request):
+        missing.append(f"{format_bytes(lacking)} on the drive")
     remedies = "".join(f"<li><code>{escape(r.flags)}</code> {escape(r.note)}</li>" for r in error.remedies)
     advice = f"<p>Each of these changes was tried and fits:</p><ul>{remedies}</ul>"
     body = [
@@ -139,7 +141,7 @@ def _layer_names(model: ModelSpec, members: Sequence[int]) -> str:
 def _decisions(layer: LayerSpec, kept: LayerPlan, groups: Sequence[GroupPlan]) -> tuple[str, ...]:
     """Tell what a layer keeps, and where its weights, gradients and optimizer states live."""
     homes = [join_words(dict.fromkeys(HOME_WORDS[data.home(groups[g])] for g in layer.groups)) for data in GROUP_DATA]
-    return kept_words(kept if layer.keeps else None) if layer.kind == "block" else "nothing", *homes
+    return kept_words(kept, layer) if layer.kind == "block" else "nothing", *homes
 
 
 def _layer_places(picture: Picture) -> list[tuple[str, list[str | None]]]:

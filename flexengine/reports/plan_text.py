@@ -9,7 +9,7 @@ from flexengine.metrics import format_bytes, format_seconds, format_tflops, form
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.feasibility.remedies import budget_notes
-from flexengine.planner.feasibility.shortage import ADAPTERS, ShortageError
+from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.bits import bits_line
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
@@ -244,6 +244,7 @@ def shortage_report(error: ShortageError, planned: Sequence[Plan | None]) -> str
     for place, required, budget, categories in (
         (f"GPU memory{each}", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
         (f"host memory{node}", needs.host_bytes, request.max_host_bytes, needs.host_categories),
+        *([("on the drive", needs.drive_bytes, request.max_drive_bytes, {})] if request.max_drive_bytes else []),
     ):
         missing = f": {format_bytes(required - budget)} are missing" if required > budget else ""
         lines.append(f"the smallest plan needs {format_bytes(required)} of {format_bytes(budget)} {place}{missing}")
@@ -252,7 +253,7 @@ def shortage_report(error: ShortageError, planned: Sequence[Plan | None]) -> str
     lines.append("fits with one of" if error.remedies else "no change that was tried makes it fit")
     speeds = map(_speed, [*planned, *[None] * (len(error.remedies) - len(planned))])
     lines += indented_columns([(str(remedy), speed) for remedy, speed in zip(error.remedies, speeds, strict=True)])
-    lines += [ADAPTERS] if needs.could_be_adapters else []
+    lines += [needs.advice] if needs.advice else []
     return "\n".join(line.rstrip() for line in lines)
 
 

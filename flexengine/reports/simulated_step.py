@@ -53,6 +53,11 @@ class SimulatedStep:
         return tuple(starts)
 
     @property
+    def told(self) -> tuple[StepPart, ...]:
+        """The parts of the rank whose busy seconds predictions tell: of several, the last one's."""
+        return tuple(map(_part, self.others[-1])) if self.others else self.parts
+
+    @property
     def last_round(self) -> StepPart:
         """The round before the update."""
         return self.parts[-1] if self.plan.updates_on_cpu or self.others else self.parts[-2]

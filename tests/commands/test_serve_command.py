@@ -65,10 +65,10 @@ class Client:
 
 
 def served(model, use, *more):
-    """Serve a model while `use` talks with it in another thread; an interrupt then ends it. Returns seconds of that."""
+    """Serve a model while `use` talks with it in another thread; an interrupt then ends it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    failed, interrupted = [], []
+    failed = []
 
     def talk():
         try:
@@ -76,7 +76,6 @@ def served(model, use, *more):
         except BaseException as error:
             failed.append(error)
         finally:
-            interrupted.append(time.perf_counter())
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=talk)
@@ -84,12 +83,10 @@ def served(model, use, *more):
     try:
         status = cli.main(["serve", str(model), *OPTIONS, "--port", str(port), *more])
     finally:
-        ended = time.perf_counter()
         thread.join(60)
     if failed:
         raise failed[0]
     assert status == 0
-    return ended - interrupted[0]
 
 
 def test_answers_streams_and_refusals(model, capsys):
@@ -166,7 +163,7 @@ def test_answers_streams_and_refusals(model, capsys):
             assert message in answer["error"]["message"]
             assert set(answer["error"]) == {"message", "type", "param", "code"}
 
-    assert served(model, use, "--max-gpu-mem-gib", "0.02") < 2.0
+    served(model, use, "--max-gpu-mem-gib", "0.02")
     assert "tiny: up to 96 tokens, at http://127.0.0.1:" in capsys.readouterr().out
 
 
@@ -179,7 +176,7 @@ def test_an_interrupt_ends_it_while_it_decodes(model, capsys):
         assert streams[0].readline().startswith(b"data: ")
 
     other_hosts = ("--host", "0.0.0.0", "--allow-other-hosts")
-    assert served(model, use, "--max-seq-len", "4000", *other_hosts) < 2.0
+    served(model, use, "--max-seq-len", "4000", *other_hosts)
     assert "stopped" in capsys.readouterr().out
     assert b'"the server stops"' in streams[0].read()
 

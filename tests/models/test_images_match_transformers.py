@@ -511,6 +511,23 @@ def test_an_image_that_is_too_large_for_a_call_is_refused():
         layout.calls(columns, 7)
 
 
+@pytest.mark.parametrize("case", [case for case in FAMILIES if FAMILIES[case][1] is sizes])
+def test_a_call_of_one_row(case, tmp_path):
+    """As small a picture as there is has the row that it has beside others, and shows which layers may have adapters:
+    transformers' Mistral 3 fails at it."""
+    saved(case, tmp_path)
+    given: Any = opened(tmp_path, mode="lora", lora_targets=["q_proj", r".*\.linear_1"], lora_rank=2).spec.given
+    assert [one.name for one in given.tower._adapters if "linear_1" in one.name]
+    weights = {name: torch.randn(shape) for name, shape in given.tower.shapes.items()}
+    small = given.tower.example(1)
+    both = {name: small[name].repeat_interleave(2, 0) for name in given.tower.columns}
+    [call] = given.tower.calls(small)
+    assert call.rows == 1
+    rows = given.tower(weights, call.columns)
+    assert rows.shape == (1, 1, 24)
+    assert relative_error(given.tower(weights, both)[:, :1], rows) <= 1e-5
+
+
 def test_models_whose_images_are_not_trained():
     job = Job(max_image_tokens=9)
     with pytest.raises(ValueError, match="max_image_tokens=9: images of llama models are not trained, only those of"):

@@ -52,7 +52,7 @@ def _soon(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_of_one_rank_ends_all(kind, tmp_path):
     outcome = run_fault(kind, tmp_path)
-    assert outcome.seconds < 10, outcome
+    assert outcome.seconds < 15, outcome  # as docs promise
     assert len(outcome.messages) == 1, outcome
     assert all(status in (1, 3, -signal.SIGKILL) for status in outcome.statuses), outcome
 

@@ -163,7 +163,7 @@ DEATHS = [pytest.param(4, "rank 3 (process", marks=pytest.mark.thorough), (2, "n
 def test_the_death_of_a_rank_ends_all_nodes(size, message):
     outcomes = run_ranks(train_until_one_dies, size, float32(), size - 1, nodes=2)
     assert outcomes.pop().error == "ended"
-    assert all(told.startswith(message) and seconds < 10 for told, seconds in values_of(outcomes)), outcomes
+    assert all(told.startswith(message) and seconds < 15 for told, seconds in values_of(outcomes)), outcomes
 
 
 def differ(rank: int) -> str:

@@ -4,12 +4,14 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks_helper import run_ranks, values_of
 
+from flexengine.parallel import control as control_module
 from flexengine.parallel import watch as watch_module
 from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
@@ -147,19 +149,19 @@ def test_a_rank_that_learns_of_a_loss_by_a_wait_still_tells_of_it():
     assert named.loss == ("rank 1 is stopped", True)
 
 
-def leaves_after_a_loss(rank: int) -> float:
+def leaves_after_a_loss(rank: int, folder: Path) -> None:
     ranks, control, watch = opened()
     team = Team(ranks, control, watch)
     if rank == 1:
         watch.abort("rank 1 gives up")
         watch.close()
-        time.sleep(3.0)  # it does not come to leave
-        return 0.0
+        await_that(lambda: len(list(folder.iterdir())) == 2)  # it does not come to leave before the others have left
+        return
     await_that(lambda: watch.loss is not None)
-    start_s = time.monotonic()
     team.close()
-    return time.monotonic() - start_s
+    (folder / str(rank)).touch()
 
 
-def test_nobody_waits_to_leave_together_after_a_loss():
-    assert max(values_of(run_ranks(leaves_after_a_loss, 3))) < 2.5
+def test_nobody_waits_to_leave_together_after_a_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_module, "_LEAVE_S", 600.0)
+    assert values_of(run_ranks(leaves_after_a_loss, 3, tmp_path)) == [None] * 3

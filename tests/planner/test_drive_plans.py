@@ -7,22 +7,23 @@ import pytest
 from flexengine.hardware.drive import drive_budget
 from flexengine.hardware.drive_profile import DriveProfile, shared_drive
 from flexengine.hardware.presets import preset
-from flexengine.metrics import three_digits
+from flexengine.metrics import format_bytes, three_digits
 from flexengine.models.freezing import with_frozen
 from flexengine.models.keep_dtype import with_coded_inputs
-from flexengine.plan import PlanError, Request
+from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner import planner
 from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.cost.memory import host_required_bytes
 from flexengine.planner.cost.stream_loads import ON_DRIVE
-from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.on_drive import memory_may_hold, planes_on_host
 from flexengine.planner.problem import Problem
 from flexengine.planner.variants import ALL_ON_DRIVE, KEPT_ON_DRIVE
 from flexengine.reports.charts.streams import STREAM_NAMES
 from flexengine.reports.picture import CAUSE_WORDS, Picture
-from flexengine.reports.plan_page import html_page
-from flexengine.reports.plan_text import describe
+from flexengine.reports.plan_data import shortage_json
+from flexengine.reports.plan_page import html_page, shortage_page
+from flexengine.reports.plan_text import describe, shortage_report
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.drive import drive_bytes, drive_kinds
 from flexengine.schedule.group_storage import group_storage
@@ -54,6 +55,29 @@ def test_a_drive_is_used_where_nothing_fits_without():
     assert f"1000 steps {three_digits(layout.drive_bytes / 1e9)} TB" in describe(plan, MODEL)
     slow = PROFILE.changed(**shared_drive(1e6, 1e6).values())
     assert step_seconds(layout, slow).step_s > 1.9 * layout.drive_bytes / 1e6
+
+
+def test_a_drive_that_is_too_small_is_what_is_missing():
+    """As much as is missing is advised, and fits, and no budget is below the one that was given. With less host memory
+    that is missing, too."""
+    plain = planner.make_plan(MODEL, REQUEST, PROFILE)
+    tight = replace(REQUEST, max_host_bytes=plain.predicted.host_bytes - 40 * MIB, max_drive_bytes=MIB)
+    with pytest.raises(ShortageError, match=r"GiB on the drive, budget is 0.000977 GiB") as caught:
+        planner.make_plan(MODEL, tight, PROFILE)
+    error = caught.value
+    assert (error.reason, error.budget_bytes) == (PlanReason.INSUFFICIENT_DRIVE, MIB)
+    missing = format_bytes(error.required_bytes - MIB)
+    assert f"{missing} on the drive missing" in shortage_page(error, PROFILE)
+    assert f"of 1.0 MiB on the drive: {missing} are missing" in shortage_report(error, [])
+    assert shortage_json(error)["smallest_plan"]["drive"]["missing_bytes"] == error.required_bytes - MIB
+    assert all(remedy.request.max_host_bytes >= tight.max_host_bytes for remedy in error.remedies)
+    [advised] = [remedy.request for remedy in error.remedies if remedy.flags.startswith("--max-disk-gib ")]
+    assert error.required_bytes <= advised.max_drive_bytes <= 1.01 * error.required_bytes
+    assert planner.make_plan(MODEL, advised, PROFILE).predicted.drive_bytes <= advised.max_drive_bytes
+    with pytest.raises(ShortageError) as caught:
+        planner.make_plan(MODEL, replace(tight, max_host_bytes=MIB), PROFILE)
+    assert caught.value.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
+    assert "GiB on the drive, budget" in str(caught.value)
 
 
 def test_the_host_keeps_what_it_has_room_for():

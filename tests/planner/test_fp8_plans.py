@@ -13,6 +13,8 @@ from flexengine.hardware.measure.matmul import Buffers, _work, fitting, scaling_
 from flexengine.hardware.presets import PRESETS, preset
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
+from flexengine.ops.base import Work
+from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.fp8 import SCALINGS
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
 from flexengine.ops.linear_shape import LinearShape
@@ -178,11 +180,12 @@ def test_shares_of_the_fp8_rate_are_measured_by_the_passes_that_take_fp8():
         calls.append(work())
         return len(calls)
 
-    for matmul, passes in (("fp8-blockwise", 3), ("fp8-rowwise-gw-hp", 2)):
+    for matmul, whole, by_weights in (
+        ("fp8-blockwise", (1 + 2 + 3) / (4 + 5 + 6), (1 + 2) / (4 + 5)),
+        ("fp8-rowwise-gw-hp", (1 + 2) / (3 + 4), (1 + 2) / (3 + 4)),
+    ):
         calls.clear()
-        ((tokens, share),) = scaling_shares([layer], [64], matmul, buffers, timer, 0.0)
-        order = list(range(1, 2 * passes + 1))
-        assert (tokens, share) == (64, sum(order[:passes]) / sum(order[passes:]))
+        assert scaling_shares([layer], [64], matmul, buffers, timer, 0.0) == (((64, whole),), ((64, by_weights),))
 
 
 def test_rates_of_other_scales_are_shares_of_that_with_one():
@@ -211,6 +214,16 @@ def test_rates_of_other_scales_are_shares_of_that_with_one():
     assert cost.work_s(frozen) - cost.work_s(frozen._replace(fp8_weight_flops=0.0)) == pytest.approx(
         frozen.fp8_weight_flops / 600e12
     )
+
+
+@pytest.mark.parametrize("half", ["forward", "input", "weight"])
+def test_each_pass_of_experts_has_the_rate_of_what_it_multiplies(half):
+    """Forward and the gradient of their rows that of FP8 products by weights, and gradients of weights none of FP8."""
+    spec = with_fp8_linears(open_model("preset:olmoe-1b-7b").spec, "fp8-blockwise")
+    op = next(op for op in spec.blocks[0].ops if isinstance(op, GroupedLinear))
+    work, flops = op.half_work(half, 1024, 2), 2.0 * 1024 * op.per_token * op.in_features * op.out_features
+    wanted = Work(grouped_flops=flops) if half == "weight" else Work(fp8_weight_flops=flops)
+    assert work == wanted._replace(memory_bytes=work.memory_bytes, kernels=work.kernels)
 
 
 @pytest.mark.parametrize("features", [12_816, 16_400, 28_672])

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 
 from flexengine.hardware.presets import preset, with_memory
+from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.keep_dtype import with_coded_inputs
 from flexengine.models.registry import open_model
-from flexengine.plan import PlanError, PlanReason, Request
-from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies
-from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Numerics, PlanError, PlanReason, Request
+from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies, remedy_note
+from flexengine.planner.feasibility.shortage import ADAPTERS, FOUR_BITS, Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
 from flexengine.planner.problem import Problem
 from tests.schedule.small_plans import FLOAT32, small_model
@@ -86,6 +88,12 @@ def test_advice_beyond_the_machine_says_so():
     assert refused(request, preset("rtx-4090")).remedies[0].note == ""
 
 
+def test_both_budgets_of_a_cpu_are_of_its_memory():
+    request = Request(64, 512, 7 * GIB, 7 * GIB, numerics=FLOAT32)
+    notes = [remedy_note(replace(request, max_host_bytes=n * GIB), request, preset("cpu-test")) for n in (8, 12)]
+    assert notes == ["", "both budgets together more than this machine's 16.00 GiB"]
+
+
 @pytest.mark.parametrize(("gpu_bytes", "advised"), [(LARGEST_CARD_BYTES, True), (LARGEST_CARD_BYTES + GIB, False)])
 def test_no_card_larger_than_there_is_is_advised(gpu_bytes, advised):
     """Only more of both memories fits here."""
@@ -121,6 +129,20 @@ def test_states_of_8_bits_and_adapters_are_among_the_remedies():
     with pytest.raises(ShortageError) as error:
         make_plan(frozen, less, profile)
     assert "adapters" not in str(error.value)
+
+
+def test_fewer_bits_are_advised_where_blocks_are_frozen():
+    """And adapters where nothing is; neither where what is frozen is stored in few bits, or is no block."""
+    model, tight = open_model("preset:demo").spec, Request(64, 512, 1 << 20, 1 << 20)
+    stored = replace(tight, numerics=Numerics(base="nf4"))
+    adapted = with_frozen(model, ("blocks",))
+
+    def advice(trained: ModelSpec, request: Request) -> str:
+        return Feasibility(Problem(trained, request, preset("rtx-4090"))).least_gpu().advice
+
+    assert advice(model, tight) == ADAPTERS
+    assert advice(adapted, tight) == FOUR_BITS
+    assert advice(with_base_dtype(adapted, "nf4"), stored) == advice(with_frozen(model, ("embed",)), tight) == ""
 
 
 @pytest.mark.usefixtures("quick_search")

@@ -53,6 +53,7 @@ def test_reports_of_random_requests_agree(number):
     for picture in found:
         check_bound(picture)
         check_figures(picture)
+        check_waits(picture)
 
 
 def check_bound(picture: Picture) -> None:
@@ -67,6 +68,14 @@ def check_bound(picture: Picture) -> None:
     assert all(("of the speed of light" in text) is plan.is_bounded for text in (texts[0], texts[2]))
     assert all((NO_BOUND in text.replace("&#x27;", "'")) is not plan.is_bounded for text in texts[:2])
     assert all((f"speed of light: {NO_BOUND}" in text) is not plan.is_bounded for text in texts[:1])
+
+
+def check_waits(picture: Picture) -> None:
+    """What a step is limited by takes as long in the table of its seconds."""
+    found = re.search(r"during (\w+) \(compute waits for it (\d+)% of the step\)", picture.plan.predicted.limiter)
+    if found:
+        shares = [100 * s / picture.plan.predicted.step_s for s in picture.seconds_by_cause.values()]
+        assert min(abs(share - float(found[2])) for share in shares) <= 1
 
 
 def check_figures(picture: Picture) -> None:

@@ -55,6 +55,20 @@ def error() -> ShortageError:
 # ---- words -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("elements", "told"), [(4096, "4096"), (1 << 26, "67.1 M"), (1 << 27, "134 M")], ids=str)
+def test_tiles_are_told_without_exponents(picture, elements, told):
+    plan = replace(picture.plan, optimizer_tile=elements)
+    assert f"tile(s) of {told} elements" in describe(plan, picture.model)
+
+
+@pytest.mark.parametrize(("recompute", "told"), [("none", "nothing"), ("full", "the rest")])
+def test_blocks_that_keep_all_recompute_nothing(recompute, told):
+    model, profile = small_model(), slow_link(1e9)
+    plan = make_plan(model, replace(REQUEST, recompute=recompute, segment_blocks=1), profile)
+    found = set(re.findall(r"(\w+(?: \w+)?) is recomputed", describe(plan, model)))
+    assert found == {told}
+
+
 def test_report_answers_first_and_holds_the_description(picture):
     text = report(picture)
     assert text.startswith("fits: ")

@@ -62,8 +62,8 @@ MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 FP8_TOKENS = (512, 2048, 8192, 32768)
 FP8_SHARE_TOKENS = (2048, 8192)
-FP8_MODES = ("fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp", "mxfp8", "nvfp4-gw-hp")
-"""Schemes whose rate is measured beside that of FP8 with one scale, in the order of `MatmulProfile`."""
+FP8_MODES = ("fp8-rowwise-gw-hp", "fp8-blockwise", "mxfp8", "nvfp4-gw-hp")
+"""Schemes whose rate is measured beside that of FP8 with one scale."""
 FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
@@ -176,7 +176,7 @@ def _fp8_rates(
     of blocks, of blocks without gradients of weights, and with operands of Blackwell cards; none on cards without FP8.
     """
     if not multiplies_fp8(device):
-        return ((),) * (1 + len(FP8_MODES))
+        return (), (), (), (), (), ()
     counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
     buffers = _in_fp8(_cuda_buffers(device, torch.bfloat16))
     whole = [
@@ -185,20 +185,23 @@ def _fp8_rates(
     ]
     rates = _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
     few = [tokens for tokens in counts if tokens in FP8_SHARE_TOKENS] or counts[:1]
-    return rates, *(
-        () if SCALINGS[mode].refusal(device) else _fp8_shares(whole, few, mode, buffers, least_s) for mode in FP8_MODES
+    rows, blocks, mxfp8, nvfp4 = (
+        ((), ()) if SCALINGS[mode].refusal(device) else _fp8_shares(whole, few, mode, buffers, least_s)
+        for mode in FP8_MODES
     )
+    return rates, rows[1], *blocks, mxfp8[0], nvfp4[1]
 
 
 def _fp8_shares(
     layers: Sequence[LinearShape], counts: list[int], matmul: str, buffers: Buffers, least_s: float
-) -> Points:
-    """Measure shares of the FP8 rate with other scales, between products; none, and why, where the card takes none."""
+) -> tuple[Points, Points]:
+    """Measure shares of the FP8 rate with other scales, between products, as `scaling_shares` does; none, and why,
+    where the card takes none."""
     try:
         return scaling_shares(layers, counts, matmul, buffers, cuda_timer, least_s)
     except RuntimeError as error:
         logger.warning("%s is not measured: this card's libraries refuse it: %s", matmul, error)
-        return ()
+        return (), ()
 
 
 def _whole(features: int) -> int:

@@ -24,7 +24,8 @@ from flexengine.ops.fp8_scaling import FORWARD_DTYPE
 from flexengine.ops.linear import accumulate_weight_grad
 from flexengine.ops.linear_shape import LinearShape
 
-PASSES = ("forward", "input gradient", "weight gradient")
+BY_WEIGHTS = ("forward", "input gradient")
+PASSES = (*BY_WEIGHTS, "weight gradient")
 QUERY_HEADS_PER_KEY_HEAD = 4  # grouped queries as in most models since 2023: keys and values are a quarter as wide
 WHOLE_FEATURES = 32  # whose multiples operands of all kinds have
 LEAST_FEATURES = 2048  # a product cut to fewer features would run at another rate than the whole one
@@ -134,23 +135,26 @@ def block_rates(
 
 def scaling_shares(
     layers: Sequence[LinearShape], counts: Sequence[int], matmul: str, buffers: Buffers, timer: Timer, least_s: float
-) -> Points:
+) -> tuple[Points, Points]:
     """Measure how fast FP8 products are whose operands are scaled as a value of --matmul-dtype says, by the time of
-    those with one scale each."""
-    passes = PASSES if SCALINGS[matmul].gradient_in_fp8 else PASSES[:2]
-    found = []
+    those with one scale each: over all passes that it has in FP8, and over the two by weights."""
+    passes = PASSES if SCALINGS[matmul].gradient_in_fp8 else BY_WEIGHTS
+    found: tuple[list[tuple[int, float]], ...] = [], []
     for tokens in counts:
         if all(fitting(layer, tokens, FORWARD_DTYPE, buffers) for layer in layers):
             one_s, own_s = (
-                sum(
-                    layer.count * _seconds(layer, tokens, name, FORWARD_DTYPE, scaled, timer, least_s)
-                    for layer in layers
+                [
+                    sum(
+                        layer.count * _seconds(layer, tokens, name, FORWARD_DTYPE, scaled, timer, least_s)
+                        for layer in layers
+                    )
                     for name in passes
-                )
+                ]
                 for scaled in (buffers._replace(matmul="fp8"), buffers._replace(matmul=matmul))
             )
-            found.append((tokens, one_s / own_s))
-    return tuple(found)
+            for points, count in zip(found, (len(passes), len(BY_WEIGHTS)), strict=True):
+                points.append((tokens, sum(one_s[:count]) / sum(own_s[:count])))
+    return tuple(found[0]), tuple(found[1])
 
 
 def _of_both(first_s: float, second_s: float) -> float:

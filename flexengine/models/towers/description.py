@@ -17,7 +17,7 @@ from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec
 from flexengine.models.towers.axes import NUM_AXES, with_axes
 from flexengine.models.towers.cost import TYPICAL_ROWS, cost_of, traced_forward
 from flexengine.models.towers.layouts import CALL_ROWS, Grids, Layout, Placed, Sizes, Tiles
-from flexengine.models.towers.pooling import count_by_places
+from flexengine.models.towers.pooling import with_rows_of_any_call
 from flexengine.models.towers.tower import TransformersTower
 from flexengine.models.with_images import NOTICE
 from flexengine.ops.attention.attention import CausalAttention
@@ -111,7 +111,7 @@ def with_images(model: ModelSpec, job: Job) -> ModelSpec:
     _check(model, job)
     shell = empty_model(model.hf_config, "AutoModelForImageTextToText", job.dtype)
     layout = LAYOUTS[model.family](shell.config)
-    count_by_places(shell)
+    with_rows_of_any_call(shell)
     # an image lies within a sequence
     most = min(job.max_image_tokens, max(job.max_seq_len, CALL_ROWS))
     made = model.hidden_size, getattr(torch, job.dtype), most

@@ -1,4 +1,4 @@
-"""Tells rows of padding by places of patches, where a pooler tells them by weights that no trace computes."""
+"""Changes how models of transformers make rows of patches, where a trace or a small picture would stop them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from torch import Tensor
 Pool = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
-def count_by_places(model: Any) -> None:
-    """Have a pooler of patches by their places find which of its rows are real by how many patches are."""
+def with_rows_of_any_call(model: Any) -> None:
+    """Have a model make rows of any pictures, also where nothing is computed."""
+    _count_by_places(model)
+    if model.config.model_type == "mistral3":
+        # it takes a first axis of one away, which of all that a projector gives is the rows' own, where they are one
+        model.base_model.multi_modal_projector.register_forward_hook(lambda module, given, rows: rows[None])
+
+
+def _count_by_places(model: Any) -> None:
+    """Have a pooler of patches by their places find which of its rows are real by how many patches are: it tells them
+    by weights, which no trace computes."""
     pooler: Any = getattr(getattr(model.base_model, "vision_tower", None), "pooler", None)
     if hasattr(pooler, "_avg_pool_by_positions"):
         pooler._avg_pool_by_positions = _counting(pooler._avg_pool_by_positions)

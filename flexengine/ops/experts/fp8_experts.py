@@ -77,8 +77,9 @@ class Fp8Product(NamedTuple):
         grouped_product(codes, weight8, bounds, out, False, added, scales)
 
     def work(self, tokens: int, compute_bytes: int) -> Work:
-        """The product, and reading and writing what is rounded; columns are read once more for their maxima."""
+        """The product, which is one by weights, and reading and writing what is rounded; columns are read once more for
+        their maxima."""
         rows, reads = tokens * self.per_token, 2 if self.transposed and not self.blocks else 1
         matrix, scales = float(self.experts * self.columns * self.inner), 4 / TERMS if self.blocks else 0.0
         num_bytes = rows * self.inner * (compute_bytes + 1.0 + scales) + matrix * (reads * compute_bytes + 1.0)
-        return Work(fp8_flops=2.0 * rows * self.inner * self.columns, memory_bytes=num_bytes, kernels=3)
+        return Work(fp8_weight_flops=2.0 * rows * self.inner * self.columns, memory_bytes=num_bytes, kernels=3)

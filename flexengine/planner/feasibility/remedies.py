@@ -143,13 +143,14 @@ def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
 
 
 def _drive(request: Request, judge: Try) -> Iterator[Remedy]:
-    """A drive for planes, and for what layers keep where these are not enough, where nobody has given one."""
-    if request.max_drive_bytes or not request.may_use_drive:
+    """A drive, or more of the one that was given, for planes, and for what layers keep where these are not enough."""
+    if not request.may_use_drive:
         return
-    for gib in (gib_text(num_bytes) for num_bytes in judge.drive_bytes if num_bytes):
+    flags = "--max-disk-gib" if request.max_drive_bytes else "--offload-dir DIR --max-disk-gib"
+    for gib in (gib_text(num_bytes) for num_bytes in judge.drive_bytes if num_bytes > request.max_drive_bytes):
         changed = replace(request, max_drive_bytes=bytes_of(gib))
         if judge.fits(changed):
-            yield Remedy(f"--offload-dir DIR --max-disk-gib {gib}", changed)
+            yield Remedy(f"{flags} {gib}", changed)
             return
 
 
@@ -263,13 +264,16 @@ def _type_changes(request: Request) -> Iterator[_Change]:
 
 
 def remedy_note(changed: Request, request: Request, profile: HardwareProfile) -> str:
-    """ "more than this card's 23.50 GiB" if `changed` has a budget above that of `request` and what there is, or ""."""
-    card = (
-        ("card", profile.memory.gpu_total_bytes)
-        if profile.device_type != "cpu"
-        else ("machine", profile.memory.host_total_bytes)
-    )
-    machine = ("machine", profile.memory.host_total_bytes)
+    """ "more than this card's 23.50 GiB" if `changed` has a budget above that of `request` and what there is, or "".
+
+    On a CPU both budgets are of one memory.
+    """
+    gpu_bytes, host_bytes = profile.memory.gpu_total_bytes, profile.memory.host_total_bytes
+    if profile.device_type == "cpu":
+        new, old = (each.max_gpu_bytes + each.max_host_bytes for each in (changed, request))
+        more = f"both budgets together more than this machine's {format_bytes(host_bytes)}"
+        return more if new > max(old, host_bytes) else ""
+    card, machine = ("card", gpu_bytes), ("machine", host_bytes)
     notes = [
         f"more than this {place}'s {format_bytes(total_bytes)}"
         for (place, total_bytes), new, old in (

@@ -28,24 +28,39 @@ from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.layer_program import align
 
 NUM_SHOWN = 4
+ADAPTERS = "adapters beside frozen weights take less: --mode lora, and --base-dtype nf4 for these weights in 4 bits"
+FOUR_BITS = "the frozen layers take about a quarter in 4 bits: --base-dtype nf4"
 
 
 class Needs(NamedTuple):
-    """A plan's exact bytes in both memories."""
+    """A plan's exact bytes in both memories and on a drive. advice: what takes less beside what was tried, or ""."""
 
     plan: Plan
     gpu_bytes: int
     host_bytes: int
     gpu_categories: dict[str, int]
     host_categories: dict[str, int]
+    drive_bytes: int = 0
+    advice: str = ""
 
-    @property
-    def could_be_adapters(self) -> bool:
-        """Whether all weights were to be trained, of layers that take adapters."""
-        return all(group.trained for group in self.plan.groups) and not self.plan.request.whole_sequences
+    @staticmethod
+    def of(problem: Problem, plan: Plan) -> Needs:
+        """What a plan takes."""
+        layout = problem.layout(plan)
+        return Needs(plan, *process_bytes(layout, problem.profile), layout.drive_bytes, _advice(problem))
+
+    def lacks_drive(self, request: Request) -> int:
+        """Bytes that the drive of a request has too few."""
+        return max(0, self.drive_bytes - request.max_drive_bytes)
 
 
-ADAPTERS = "adapters beside frozen weights take less: --mode lora, and --base-dtype nf4 for these weights in 4 bits"
+def _advice(problem: Problem) -> str:
+    """Adapters, where all weights of layers that take them are trained; or fewer bits for blocks that are frozen."""
+    model, request = problem.model, problem.request
+    if not any(group.frozen for group in model.groups):
+        return "" if request.whole_sequences else ADAPTERS
+    is_stored = request.numerics.base != "compute"
+    return "" if is_stored or not any(model.groups[i].frozen for b in model.blocks for i in b.groups) else FOUR_BITS
 
 
 class ShortageError(PlanError):
@@ -54,9 +69,11 @@ class ShortageError(PlanError):
     def __init__(
         self, reason: PlanReason, message: str, request: Request, needs: Needs, remedies: tuple[Remedy, ...]
     ) -> None:
-        on_gpu = reason is PlanReason.INSUFFICIENT_DEVICE_MEMORY
-        required = needs.gpu_bytes if on_gpu else needs.host_bytes
-        super().__init__(reason, message, required, request.max_gpu_bytes if on_gpu else request.max_host_bytes)
+        required, budget = {
+            PlanReason.INSUFFICIENT_DEVICE_MEMORY: (needs.gpu_bytes, request.max_gpu_bytes),
+            PlanReason.INSUFFICIENT_DRIVE: (needs.drive_bytes, request.max_drive_bytes),
+        }.get(reason, (needs.host_bytes, request.max_host_bytes))
+        super().__init__(reason, message, required, budget)
         self.request, self.needs, self.remedies = request, needs, remedies
 
 
@@ -97,20 +114,23 @@ class Feasibility:
             best = int(num_bytes.argmin())
             found.append((int(num_bytes[best]), number, candidates.take(np.array([best]))))
         _, number, one = min(found, key=lambda entry: entry[:2])
-        return self._needs(self._memories[number].plan(one, 0))
+        return Needs.of(self.problem, self._memories[number].plan(one, 0))
 
     def least_host(self) -> Needs | None:
         """Find a plan within the GPU budget that takes the least host memory; None when none is within it."""
         return min(self._least_host_plans(), key=lambda n: n.host_bytes, default=None)
 
     def fits(self) -> bool:
-        """Whether there is a plan within both budgets."""
-        return next(self.fitting(), None) is not None
+        """Whether there is a plan within the budgets of both memories."""
+        return next(self.within(), None) is not None
 
     def fitting(self) -> Iterator[Plan]:
-        """Plans within both budgets, those of small chunks first."""
-        within = (n for n in self._least_host_plans() if n.host_bytes <= self.request.max_host_bytes)
-        return (needs.plan for needs in within)
+        """Plans within the budgets of both memories, those of small chunks first."""
+        return (needs.plan for needs in self.within())
+
+    def within(self) -> Iterator[Needs]:
+        """What they take."""
+        return (n for n in self._least_host_plans() if n.host_bytes <= self.request.max_host_bytes)
 
     def _least_host_plans(self) -> Iterator[Needs]:
         """For every chunk size and home of adapters the plan within the GPU budget that takes the least host memory."""
@@ -122,10 +142,7 @@ class Feasibility:
             host = memory.host_bytes(candidates) * 1.0
             host[memory.gpu_bytes(candidates) > self.request.max_gpu_bytes] = np.inf
             if np.isfinite(host.min()):
-                yield self._needs(memory.plan(candidates, int(host.argmin())))
-
-    def _needs(self, plan: Plan) -> Needs:
-        return Needs(plan, *process_bytes(self.problem.layout(plan), self.problem.profile))
+                yield Needs.of(self.problem, memory.plan(candidates, int(host.argmin())))
 
 
 def _uniform(memory: CandidateMemory) -> Candidates:
@@ -180,29 +197,37 @@ def shortage(problem: Problem) -> ShortageError:
         on_gpu, on_host = smallest(changed)
         return Least(on_gpu.gpu_bytes, None if on_host is None else on_host.host_bytes)
 
+    def fits(changed: Request) -> bool:
+        """Whether a plan fits that puts all it may on the drive, or nothing."""
+        each = (way for drive in {changed.max_drive_bytes, 0} for way in ways(replace(changed, max_drive_bytes=drive)))
+        return any(not needs.lacks_drive(way) for way in each for needs in feasibility(way).within())
+
     least_gpu, least_host = smallest(request)
-    least = Least(least_gpu.gpu_bytes, None if least_host is None else least_host.host_bytes)
-    judge = Try(lambda r: any(feasibility(way).fits() for way in ways(r)), least_bytes, drive_bytes)
-    fitting = remedies(request, least, judge)
+    needs = least_host or least_gpu
+    least = least_bytes(replace(request, max_drive_bytes=0) if needs.lacks_drive(request) else request)
+    fitting = remedies(request, least, Try(fits, least_bytes, (needs.drive_bytes, *drive_bytes)))
     found = tuple(r._replace(note=r.note or remedy_note(r.request, request, profile)) for r in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY
-    needs = least_host or least_gpu
+    if least_host is not None and least_host.host_bytes <= request.max_host_bytes and needs.lacks_drive(request):
+        reason = PlanReason.INSUFFICIENT_DRIVE
     return ShortageError(reason, shortage_message(request, needs, found), request, needs, found)
 
 
 def shortage_message(request: Request, needs: Needs, found: tuple[Remedy, ...]) -> str:
     places = [
-        ("GPU", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
-        ("host", needs.host_bytes, request.max_host_bytes, needs.host_categories),
+        ("of GPU memory", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
+        ("of host memory", needs.host_bytes, request.max_host_bytes, needs.host_categories),
+        ("on the drive", needs.drive_bytes, request.max_drive_bytes, {}),
     ]
     lines = []
     for place, required, budget, categories in places:
         if required > budget:
             start = "  and" if lines else "smallest plan needs"
             missing = f"budget is {gib_text(budget)} GiB, {gib_text(required - budget)} GiB are missing."
-            lines.append(f"{start} {gib_text(required)} GiB of {place} memory, {missing}")
+            lines.append(f"{start} {gib_text(required)} GiB {place}, {missing}")
             shown = sorted(categories.items(), key=lambda item: -item[1])[:NUM_SHOWN]
-            lines.append("  largest: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in shown))
+            largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)
+            lines += [f"  largest: {largest}"] if shown else []
     lines.append(f"  fits with: {', or '.join(map(str, found))}" if found else "  no change that was tried fits")
-    lines += [f"  {ADAPTERS}"] if needs.could_be_adapters else []
+    lines += [f"  {needs.advice}"] if needs.advice else []
     return "\n".join(lines)

@@ -64,7 +64,7 @@ def priced_together(
         step_s=step.step_s,
         busy_s=estimate.busy_s,
         recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
-        limiter=limiter(estimate),
+        limiter=limiter(replace(estimate, step_s=step.step_s)),  # a rank may end before the others
         exchange_s=step.exchange_s,
         exchange_wait_s=step.exchange_wait_s,
     )

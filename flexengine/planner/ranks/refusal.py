@@ -8,7 +8,6 @@ from dataclasses import replace
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
 from flexengine.plan import PlanReason, Request
-from flexengine.planner.cost.memory import process_bytes
 from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
 from flexengine.planner.feasibility.shortage import Needs, ShortageError, shortage_message
 from flexengine.planner.problem import Problem
@@ -53,8 +52,8 @@ def _with_states_divided(
     plan = with_dealt_states(changed_rank)
     if plan is None:
         return None
-    needs = Needs(plan, *process_bytes(changed_rank.layout(plan), of_rank.profile))
-    return needs, Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, profile))
+    remedy = Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, profile))
+    return Needs.of(changed_rank, plan), remedy
 
 
 def _remedy_for_all(remedy: Remedy, of_rank: Request, request: Request, profile: HardwareProfile) -> Remedy:
