@@ -198,6 +198,19 @@ def test_nan_and_infinity_reach_the_results(make_harness, scaling):
     assert not h.run(op, chunk, inputs, params, {"y": grad_y}).param_grads["w"].isfinite().all()
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("scaling", ["mxfp8", "nvfp4-gw-hp"])
+def test_kernels_of_blackwell_operands_give_the_bits_of_the_plain_path(make_harness, checks, monkeypatch, scaling):
+    for module in ("fp8_scaling", "nvfp4"):  # a program of the interpreter for each partial maximum takes long
+        monkeypatch.setattr(f"flexengine.ops.{module}.PARTIALS", 8)
+    h = make_harness("cpu", torch.bfloat16)
+    op, chunk, inputs, params, grad_y = operands(h, 137, 96, 160, False, False, scaling)
+    chunk.dropout = DropoutDraws(seed=5, step=1, first_row=4096)
+    by_kernels = h.run(op, chunk, inputs, params, {"y": grad_y})
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "0")
+    checks.same_bits(by_kernels, h.run(op, chunk, inputs, params, {"y": grad_y}))
+
+
 def test_gradients_in_nvfp4_are_rounded_by_the_draws_of_their_step(make_harness):
     h = make_harness("cpu", torch.bfloat16)
     op, chunk, inputs, params, grad_y = operands(h, 37, 64, 96, True, False, "nvfp4-gw-hp")
