@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flexengine.plan import Plan, PlanReason, Request
+from flexengine.plan import GroupPlan, Plan, PlanReason, Request
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
@@ -67,6 +67,11 @@ def test_blocks_that_keep_all_recompute_nothing(recompute, told):
     plan = make_plan(model, replace(REQUEST, recompute=recompute, segment_blocks=1), profile)
     found = set(re.findall(r"(\w+(?: \w+)?) is recomputed", describe(plan, model)))
     assert found == {told}
+
+
+def test_no_others_are_told_where_the_cpu_updates_all(picture):
+    by_cpu = replace(picture.plan, groups=tuple(GroupPlan(update="cpu") for _ in picture.plan.groups))
+    assert "update: on the CPU" in describe(by_cpu, picture.model).splitlines()
 
 
 def test_report_answers_first_and_holds_the_description(picture):
