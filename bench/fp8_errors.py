@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.environment import write_json
-from flexengine.ops.base import ChunkContext, OpEnv
+from flexengine.ops.base import ChunkContext, DropoutDraws, OpEnv
 from flexengine.ops.fp8 import SCALINGS, Fp8Linear
 from flexengine.ops.linear import Linear
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     linear, no = Linear("proj", "x", "y", INS, OUTS, "w"), torch.empty(0)
-    chunk = ChunkContext(TOKENS, no, no, no, no, (TOKENS,), no, {})
+    chunk = ChunkContext(TOKENS, no, no, no, no, (TOKENS,), no, {}, dropout=DropoutDraws(0, 0, 0))
     ops = {"bfloat16": linear, **{name: Fp8Linear(linear, scaling=scaling) for name, scaling in SCALINGS.items()}}
     rows = []
     for outliers in (False, True):

@@ -46,6 +46,7 @@ def kernel_cases(sizes: Sizes) -> tuple[Case, ...]:
         *update_cases(sizes),
         *fp8_cases(sizes),
         *fp8_block_cases(sizes),
+        *blackwell_cases(sizes),
         *decode_cases(sizes),
     )
 
@@ -449,6 +450,78 @@ def fp8_block_cases(s: Sizes) -> tuple[Case, ...]:
             ("squares", "TF + TF/4096", T * F + 4 * math.prod(shapes["squares"][1]), ("squares",)),
         )
     )  # fmt: skip
+
+
+def blackwell_cases(s: Sizes) -> tuple[Case, ...]:
+    """An operand in MXFP8 as it is, and transposed, too; in NVFP4 at random, and of a weight's squares transposed. Any
+    card rounds so; Blackwell cards multiply what comes out."""
+    from flexengine.kernels import mxfp8, nvfp4  # noqa: PLC0415 (Triton is imported when first used)
+    from flexengine.ops import mxfp8 as plain_mxfp8  # noqa: PLC0415
+    from flexengine.ops import nvfp4 as plain_nvfp4  # noqa: PLC0415
+    from flexengine.ops.scale_tiles import scale_shape  # noqa: PLC0415
+
+    T, F, P, draws = s.tokens, s.ffn_width, fp8_op.PARTIALS, plain_nvfp4.Draws(seed=0, step=1, stream=2, first_row=3)
+    whole, four_bits = -(-T // 32) * 32, ("fours", "squares")
+    shapes = {"rows": (T, F), "columns": (F, whole), "fours": (T, F), "squares": (F, whole)}
+    scales = {name: scale_shape(shape, 16 if name in four_bits else 32) for name, shape in shapes.items()}
+
+    def make(random: Random) -> Tensors:
+        x = random.normal(whole, F)
+        x[T:] = 0.0
+        absmax = torch.zeros(P, dtype=F32, device=x.device)
+        absmax[0] = x.abs().max()
+        tensors = {"x": x[:T], "weight": x, "partials": absmax}
+        for name, (rows, terms) in shapes.items():
+            width = terms // 2 if name in four_bits else terms
+            tensors[name] = torch.full((rows, width), 0x7F, dtype=torch.uint8, device=x.device)
+            tensors[f"{name}_scales"] = torch.full(scales[name], 0x7F, dtype=torch.uint8, device=x.device)
+            tensors[f"{name}_factor"] = torch.full((1,), math.nan, dtype=F32, device=x.device)
+        return tensors
+
+    def side(t: Tensors, name: str) -> fp8_op.Operand:
+        codes = t[name] if name in four_bits else t[name].view(fp8_op.FORWARD_DTYPE)
+        return fp8_op.Operand(codes, t[f"{name}_scales"], "tiles", t[f"{name}_factor"])
+
+    def mx(t: Tensors, results: tuple[str, ...], by_kernel: bool) -> None:
+        rows, columns = (side(t, name) if name in results else None for name in ("rows", "columns"))
+        if by_kernel:
+            mxfp8.round_blocks(t["x"], *(each and each[:2] for each in (rows, columns)))
+        else:
+            plain_mxfp8.round_blocks(t["x"], rows, columns)
+
+    def nv(t: Tensors, name: str, by_kernel: bool) -> None:
+        squares, own = name == "squares", side(t, name)
+        x, drawn = (t["weight"], None) if squares else (t["x"], draws)
+        if by_kernel:
+            keys = drawn and (plain_nvfp4.stream_keys(*draws[:3]), draws.first_row * F)
+            operand = own.codes, own.scales, t[f"{name}_factor"]
+            nvfp4.round_fours(x, operand, t["partials"], plain_nvfp4.LIMITS, squares, squares, keys)
+        else:
+            plain_nvfp4.round_fours(x, own, t["partials"], squares, squares, drawn)
+
+    of_scales = {name: math.prod(shape) for name, shape in scales.items()}
+    mx_cases = tuple(
+        Case(
+            f"mxfp8-{name}", f"2TF + {formula}", 2 * T * F + num_bytes, make,
+            lambda t, results=results: mx(t, results, True), lambda t, results=results: mx(t, results, False),
+            ("x",), tuple(f"{each}{end}" for each in results for end in ("", "_scales")),
+        )
+        for name, formula, num_bytes, results in (
+            ("rows", "TF + TF/32", T * F + of_scales["rows"], ("rows",)),
+            ("both", "TF + SF + (T + S)F/32", (T + whole) * F + of_scales["rows"] + of_scales["columns"],
+             ("rows", "columns")),
+        )
+    )  # fmt: skip
+    nv_cases = tuple(
+        Case(
+            f"nvfp4-{name}", f"2{rows}F + 4P + {rows}F/2 + {rows}F/16 + 4",
+            2 * height * F + 4 * P + height * F // 2 + of_scales[name] + 4, make,
+            lambda t, name=name: nv(t, name, True), lambda t, name=name: nv(t, name, False),
+            (source, "partials"), (name, f"{name}_scales", f"{name}_factor"),
+        )
+        for name, source, rows, height in (("fours", "x", "T", T), ("squares", "weight", "S", whole))
+    )  # fmt: skip
+    return mx_cases + nv_cases
 
 
 def decode_cases(s: Sizes) -> tuple[Case, ...]:

@@ -208,6 +208,22 @@ def probe_shape(spec: ModelSpec, job: Job | None = None) -> ProbeShape:
 # ---- budgets ----------------------------------------------------------------------------------------------------
 
 
+def _check_products(job: Job, profile: HardwareProfile, device_type: str) -> None:
+    """Raise ValueError where a machine multiplies no operands as a job asks."""
+    asked = job.words.setting("matmul_dtype", job.matmul_dtype)
+    if job.matmul_dtype != "compute" and not profile.matmul.fp8_flops_per_s:
+        raise ValueError(
+            f"{asked}: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more (L40S, RTX"
+            " 4090, H100 and newer); leave it out"
+        )
+    if device_type == "cuda" and profile.matmul.blackwell_shares.get(job.matmul_dtype) == ():
+        raise ValueError(
+            f"{asked} takes a Blackwell card (B200, RTX 5090, DGX Spark and newer), and the profile of {profile.name}"
+            " has no rate of such products; leave it out"
+            f"{', or on such a card measure it again: flexengine probe --force' * (profile.source == 'measured')}"
+        )
+
+
 def make_request(
     job: Job, profile: HardwareProfile, device_type: str, ranks: int = 1, nodes: int = 1,
     whole_sequences: bool = False, whole_steps: bool = False,
@@ -222,11 +238,7 @@ def make_request(
     if job.dtype == "bfloat16" and lacks_bfloat16(profile):
         asked, instead = (job.words.setting("dtype", name) for name in ("bfloat16", "float16"))
         raise ValueError(f"{asked}: {profile.name} multiplies no bfloat16; give {instead}")
-    if job.matmul_dtype != "compute" and not profile.matmul.fp8_flops_per_s:
-        raise ValueError(
-            f"{job.words.setting('matmul_dtype', job.matmul_dtype)}: {profile.name} multiplies no FP8 operands; that"
-            " takes compute capability 8.9 or more (L40S, RTX 4090, H100 and newer); leave it out"
-        )
+    _check_products(job, profile, device_type)
     if job.cuda_graphs == "always" and device_type != "cuda":
         raise ValueError(
             f"{job.words.setting('cuda_graphs', 'always')}: {profile.name} has no CUDA graphs; they take an NVIDIA GPU,"

@@ -2,7 +2,9 @@
 
 Rates are dense bf16 with float32 accumulation, which on GeForce cards runs at half the rate of float16 accumulation;
 those of cards before 2020, which multiply no bf16, are of float16 likewise.
-Cards since 2022 (compute capability 8.9) multiply dense FP8 at twice that rate.
+Cards since 2022 (compute capability 8.9) multiply dense FP8 at twice that rate. Data sheets of Blackwell cards tell FP4
+beside it, and no rate of MXFP8, which is taken to be that of FP8: on an RTX 5090 instructions for it ran twice as fast
+(https://main-horse.github.io/posts/5090-mm-perf).
 
 Shares of cards that were not at hand follow from products of 8192^3 that their owners measured, in TFLOP/s: "database"
 is https://github.com/zzc0721/torch-performance-test-data (database.md), a number behind it an issue there. Such runs of
@@ -90,10 +92,10 @@ class Card(NamedTuple):
 
     gpu_total_bytes: what CUDA reports, a little less than the label says. matmul_share: attained over published rate.
     hopper_attention: cuDNN's attention kernels for Hopper run on it. multiplies_fp8: compute capability 8.9 or more;
-    multiplies_bf16: 8.0 or more. peer_bytes_per_s: one way between cards of a board; 0 for cards that are joined by
-    PCIe alone. back_bytes_per_s: of the link from the card to the host; 0 = as fast as to the card. duplex_share: of
-    the link's rate per direction, with both busy. host_total_bytes: RAM that plans count with where --host-mem-gib says
-    nothing.
+    multiplies_bf16: 8.0 or more. fp4_flops_per_s: published dense rate of Blackwell cards, which take MXFP8, too.
+    peer_bytes_per_s: one way between cards of a board; 0 for cards that are joined by PCIe alone. back_bytes_per_s: of
+    the link from the card to the host; 0 = as fast as to the card. duplex_share: of the link's rate per direction, with
+    both busy. host_total_bytes: RAM that plans count with where --host-mem-gib says nothing.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Card(NamedTuple):
     source: str
     hopper_attention: bool = False
     multiplies_fp8: bool = False
+    fp4_flops_per_s: float = 0.0
     peer_bytes_per_s: float = 0.0
     back_bytes_per_s: float = 0.0
     duplex_share: float = DUPLEX_SHARE
@@ -208,6 +211,7 @@ CARDS: dict[str, Card] = {
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/products/workstations/professional-desktop-gpus/rtx-pro-6000/ (600 W)",
         multiplies_fp8=True,
+        fp4_flops_per_s=2015e12,  # half of the published sparse rate
     ),
     "rtx-5090": Card(
         "NVIDIA GeForce RTX 5090",
@@ -221,6 +225,7 @@ CARDS: dict[str, Card] = {
         "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf "
         "(appendix A)",
         multiplies_fp8=True,
+        fp4_flops_per_s=1676e12,
     ),
     "rtx-4090": Card(
         "NVIDIA GeForce RTX 4090",
@@ -313,6 +318,7 @@ CARDS: dict[str, Card] = {
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/data-center/dgx-b200/ (an eighth, 180 GB)",
         multiplies_fp8=True,
+        fp4_flops_per_s=9000e12,  # half of the published sparse rate
         peer_bytes_per_s=2 * NVLINK_4_BYTES_PER_S,
     ),
     "gh200": Card(
@@ -370,6 +376,7 @@ CARDS: dict[str, Card] = {
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/products/workstations/dgx-spark/ (GB10, 128 GB for CPU and GPU together)",
         multiplies_fp8=True,
+        fp4_flops_per_s=500e12,  # half of the published sparse rate
         duplex_share=ONE_WAY_SHARE,
         host_total_bytes=60 * GIB,
     ),

@@ -105,6 +105,11 @@ class MatmulProfile(Part):
     """(tokens, rate of linear layers with FP8 operands scaled by rows, and by blocks, over that with one scale)."""
     fp8_block_weight_shares: Points = ()
     """That by blocks of the products by weights alone: forward and the gradient of x."""
+    mxfp8_shares: Points = ()
+    """(tokens, rate of linear layers with MXFP8 operands over that with FP8 operands with one scale); empty where the
+    card takes none, and on the CPU, which multiplies all of these in float32."""
+    nvfp4_shares: Points = ()
+    """The same with NVFP4 operands, of products by weights alone."""
 
     def rate(self, tokens: int) -> float:
         """Give the attained FLOP/s of a linear layer over `tokens` tokens.
@@ -120,12 +125,18 @@ class MatmulProfile(Part):
         if not self.fp8_flops_per_s:
             raise ValueError("the device multiplies no FP8 operands")
         shares = {"fp8": ((1, 1.0),), "fp8-rowwise-gw-hp": self.fp8_row_shares or UNMEASURED_ROWS}
+        shares |= {name: own or ((1, 1.0),) for name, own in self.blackwell_shares.items()}
         blocks = UNMEASURED_SQUARES if scaling.endswith("-gw-squares") else UNMEASURED_BLOCKS
         if by_weights:
             blocks = UNMEASURED_BLOCK_WEIGHTS
         measured = (by_weights and self.fp8_block_weight_shares) or self.fp8_block_shares
         share = interpolate(shares.get(scaling, measured or blocks), tokens)
         return share * _rate("tokens", self.fp8_flops_per_s, tokens)
+
+    @property
+    def blackwell_shares(self) -> dict[str, Points]:
+        """Shares of schemes that only Blackwell cards multiply, by the values of --matmul-dtype."""
+        return {"mxfp8": self.mxfp8_shares, "nvfp4-gw-hp": self.nvfp4_shares}
 
     def grouped_share(self, tokens: int, otherwise: float) -> float:
         """Give the rate of experts' products over `tokens` tokens, as a share of a linear layer's.
@@ -321,6 +332,8 @@ SHARE_FIELDS = (
     "fp8_row_shares",
     "fp8_block_shares",
     "fp8_block_weight_shares",
+    "mxfp8_shares",
+    "nvfp4_shares",
     "attention_slice_shares",
 )
 """Curves by tokens that say how fast products are beside those of another curve."""

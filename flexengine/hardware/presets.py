@@ -66,6 +66,17 @@ def fp8_matmul_curve(peak_flops_per_s: float, memory_bytes_per_s: float) -> Poin
     return matmul_curve(FP8_GAIN * peak_flops_per_s, 2 * memory_bytes_per_s)
 
 
+def _fp4_shares(card: Card, peak_flops_per_s: float, memory_bytes_per_s: float) -> Points:
+    """Estimate rates with FP4 operands over those with FP8: by the published peaks, and weights have a quarter of the
+    bytes of bf16."""
+    fp4_peak = FP8_GAIN * peak_flops_per_s * card.fp4_flops_per_s / (2 * card.bf16_flops_per_s)
+    fours, eights = (
+        matmul_curve(fp4_peak, 4 * memory_bytes_per_s),
+        fp8_matmul_curve(peak_flops_per_s, memory_bytes_per_s),
+    )
+    return tuple((tokens, four / eight) for (tokens, four), (_, eight) in zip(fours, eights, strict=True))
+
+
 def attention_curve(flops_per_s: float, like: Points) -> Points:
     """Make a curve that starts at `flops_per_s` and rises with the length of sequences as `like` does."""
     return tuple((length, flops_per_s * rate / like[0][1]) for length, rate in like)
@@ -91,6 +102,8 @@ def _published(card: Card) -> HardwareProfile:
             shape=SHAPE[:2],
             peak_flops_per_s=peak,
             fp8_block_shares=TRITON_BLOCKS if card.multiplies_fp8 and not card.hopper_attention else (),
+            mxfp8_shares=((1, 1.0),) if card.fp4_flops_per_s else (),
+            nvfp4_shares=_fp4_shares(card, peak, memory) if card.fp4_flops_per_s else (),
         ),
         AttentionProfile(forward, backward, SHAPE.head_dim, "cudnn" if card.hopper_attention else "flash"),
         LinkProfile(

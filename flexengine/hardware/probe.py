@@ -23,7 +23,7 @@ from flexengine.hardware.profile import DEFAULT_SHAPE, HardwareProfile, ProbeSha
 from flexengine.native import library
 from flexengine.native.threads import host_threads
 from flexengine.ops.attention.packages import installed_packages
-from flexengine.ops.fp8 import multiplies_fp8
+from flexengine.ops.fp8 import SCALINGS
 
 PROBE_VERSION = 14  # part of the cache key: raise it when what is measured changes its meaning
 NODE_VERSION = 3  # the same of what several ranks reach at once
@@ -139,8 +139,8 @@ def check_multiplies(device: torch.device, dtype: str, matmul_dtype: str) -> Non
             f" {'.'.join(map(str, BFLOAT16_SINCE))} or more, and it has {'.'.join(map(str, capability))}; give"
             " --dtype float16 (dtype='float16')"
         )
-    if matmul_dtype != "compute" and not multiplies_fp8(device):
-        raise ValueError(f"matmul_dtype={matmul_dtype}: {name} multiplies no FP8 operands; leave it out")
+    if matmul_dtype != "compute" and (why := SCALINGS[matmul_dtype].refusal(device)):
+        raise ValueError(f"matmul_dtype={matmul_dtype} on {name}: {why}; leave it out")
 
 
 def _measured(

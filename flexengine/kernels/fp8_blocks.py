@@ -113,7 +113,7 @@ def tile_of(tiles, num_rows, num_columns, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _magnitude(x):
+def magnitude(x):
     """What maxima are taken from: a NaN counts as nothing, as cards' maxima have it by themselves."""
     if INTERPRETED:
         return tl.where(x == x, tl.abs(x), 0.0)  # noqa: PLR0124 - false for a NaN
@@ -130,7 +130,7 @@ def _codes(x, factor, largest):
 @triton.jit
 def store_rows(x, row, column, inside, codes_ptr, scales_ptr, num_rows, num_columns, tile, largest, least):
     """Codes [R, C] of a tile x in float32, and scales [ceil(C / 128), R] of its rows; tile: its number in a row."""
-    absmax = tl.maximum(tl.max(_magnitude(x), axis=1), least)
+    absmax = tl.maximum(tl.max(magnitude(x), axis=1), least)
     tl.store(scales_ptr + tile.to(tl.int64) * num_rows + row, tl.div_rn(absmax, largest), mask=row < num_rows)
     bits = _codes(x, tl.div_rn(largest, absmax)[:, None], largest)
     tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], bits, mask=inside)
@@ -139,11 +139,11 @@ def store_rows(x, row, column, inside, codes_ptr, scales_ptr, num_rows, num_colu
 @triton.jit
 def store_columns(x, row, column, codes_ptr, scales_ptr, num_columns, padded, tile, largest, least):
     """Codes [C, S] of a tile of 128 rows transposed, and scales [S / 128, C]; tile: its number in a column."""
-    absmax = tl.maximum(tl.max(_magnitude(x), axis=0), least)
+    absmax = tl.maximum(tl.max(magnitude(x), axis=0), least)
     scales = scales_ptr + tile.to(tl.int64) * num_columns + column
     tl.store(scales, tl.div_rn(absmax, largest), mask=column < num_columns)
     bits = _codes(x, tl.div_rn(largest, absmax)[None, :], largest)
-    _store_transposed(bits, row, column, codes_ptr, num_columns, padded)
+    store_transposed(bits, row, column, codes_ptr, num_columns, padded)
 
 
 @triton.jit
@@ -151,18 +151,19 @@ def store_square(
     x, row, column, codes_ptr, scale_ptr, num_rows, num_columns, padded, largest, least, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
     """Codes of a tile of 128 x 128, as it is or transposed [C, S], and its one scale."""
-    absmax = tl.maximum(tl.max(tl.max(_magnitude(x), axis=1), axis=0), least)
+    absmax = tl.maximum(tl.max(tl.max(magnitude(x), axis=1), axis=0), least)
     tl.store(scale_ptr, tl.div_rn(absmax, largest))
     bits = _codes(x, tl.div_rn(largest, absmax), largest)
     if TRANSPOSED:
-        _store_transposed(bits, row, column, codes_ptr, num_columns, padded)
+        store_transposed(bits, row, column, codes_ptr, num_columns, padded)
     else:
         inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
         tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], bits, mask=inside)
 
 
 @triton.jit
-def _store_transposed(bits, row, column, codes_ptr, num_columns, padded):
+def store_transposed(bits, row, column, codes_ptr, num_columns, padded):
+    """Bytes of a tile, whose rows become columns of codes [C, padded]."""
     target = codes_ptr + column.to(tl.int64)[:, None] * padded + row[None, :]
     tl.store(target, tl.trans(bits), mask=(column < num_columns)[:, None] & (row < padded)[None, :])
 
@@ -214,6 +215,6 @@ def _transposing_kernel(
 ):  # fmt: skip
     row, column, inside = tile_of(across, height, width, BLOCK)
     bits = tl.load(codes_ptr + row[:, None] * width + column[None, :], mask=inside, other=0)
-    _store_transposed(bits, row, column, codes_t_ptr, width, height)
+    store_transposed(bits, row, column, codes_t_ptr, width, height)
     row_tile, column_tile = tl.program_id(0) // across, tl.program_id(0) % across
     tl.store(scales_t_ptr + column_tile * stride + row_tile, tl.load(scales_ptr + tl.program_id(0)))

@@ -28,7 +28,8 @@ def with_matmul_dtype(model: ModelSpec, matmul: str) -> ModelSpec:
 
 
 def with_fp8_linears(model: ModelSpec, matmul: str = "fp8") -> ModelSpec:
-    """Replace every linear layer of the model's blocks by `Fp8Linear`, and let experts multiply FP8 operands.
+    """Replace every linear layer of the model's blocks by `Fp8Linear`, and let experts multiply FP8 operands where the
+    scheme is for them.
 
     Embedding and head, where FP8 costs most accuracy and gains least time, stay as they are. Blocks that
     shared their ops share the new ones. matmul: which scales operands have. Raises: ValueError naming a layer whose
@@ -51,7 +52,7 @@ def with_fp8_linears(model: ModelSpec, matmul: str = "fp8") -> ModelSpec:
 
 def _converted(op: Op, later: tuple[Op, ...], matmul: str) -> Op:
     if isinstance(op, GroupedLinear):
-        return op.with_fp8(matmul)
+        return op.with_fp8(matmul) if SCALINGS[matmul].of_experts else op
     if type(op) is GLU and op.takes_addends and has_whole_blocks(SCALINGS[matmul], op.width):
         return CodedGLU(op)
     if not isinstance(op, Linear):

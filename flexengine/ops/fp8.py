@@ -1,7 +1,7 @@
 """Linear layers whose products take FP8 operands: half the bytes, and up to twice the rate, of 16 bits.
 
-Scales are those of what is multiplied (current scaling), by one of the schemes of `ops/fp8_scaling.py`. Everything
-between products stays in the compute dtype.
+Scales are those of what is multiplied (current scaling), by one of the schemes of `ops/fp8_scaling.py`; the operands of
+two for Blackwell cards are in MXFP8 and NVFP4. Everything between products stays in the compute dtype.
 
 Shapes: x [T, D], weight [F, D], y [T, F]: grad_x = grad_y [T, F] @ (weight.T [D, F]).T and
 grad_weight = grad_y.T [F, T] @ (x.T [D, T]).T.
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 from flexengine.ops.fp8_blocks import BlockScaling
-from flexengine.ops.fp8_scaling import MULTIPLE, Buffers, RowScaling, Scaling, TensorScaling
+from flexengine.ops.fp8_scaling import Buffers, RowScaling, Scaling, TensorScaling
 from flexengine.ops.joined import Joined
 from flexengine.ops.linear import Linear
+from flexengine.ops.mxfp8 import MicroScaling
+from flexengine.ops.nvfp4 import FourBitScaling
 
 PRODUCT_ELEMENTS = 1 << 24
 """Bytes of the part of a weight gradient that is computed at once where it is added to an accumulator."""
@@ -28,14 +30,11 @@ SCALINGS: dict[str, Scaling] = {
         BlockScaling("fp8-blockwise", gradient_in_fp8=True),
         BlockScaling("fp8-blockwise-gw-hp", gradient_in_fp8=False),
         BlockScaling("fp8-blockwise-gw-squares", gradient_in_fp8=True, squares=True),
+        MicroScaling(),
+        FourBitScaling(),
     )
 }
 """Schemes of scales by the values of --matmul-dtype; gw-hp as in torchao: gradients of weights in high precision."""
-
-
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device takes FP8 operands: NVIDIA cards since Ada do; the CPU rounds to FP8 and sums in float32."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class Fp8Linear(Linear):
@@ -50,6 +49,7 @@ class Fp8Linear(Linear):
 
     def __init__(self, linear: Linear, adds: bool = False, scaling: Scaling = SCALINGS["fp8"]) -> None:
         self.adds, self.scaling = adds, scaling
+        self.replays = not scaling.draws  # what it draws is an operand, and changes with every step
         super().__init__(
             linear.name,
             linear.x,
@@ -65,10 +65,12 @@ class Fp8Linear(Linear):
                 f"{self.name} stores its weight input by output, which FP8 products do not take; leave "
                 "--matmul-dtype out"
             )
-        if self.in_features % MULTIPLE or self.out_features % MULTIPLE:
+        multiple = scaling.feature_multiple
+        if self.in_features % multiple or self.out_features % multiple:
+            kind = "FP8" if scaling.name.startswith("fp8") else scaling.name
             raise ValueError(
-                f"{self.name} has {self.in_features} input and {self.out_features} output features; FP8 products need"
-                f" multiples of {MULTIPLE}; leave --matmul-dtype out"
+                f"{self.name} has {self.in_features} input and {self.out_features} output features; {kind} products"
+                f" need multiples of {multiple}; leave --matmul-dtype out"
             )
 
     def with_next(self, following: Op) -> Op | None:
@@ -89,7 +91,7 @@ class Fp8Linear(Linear):
 
     def backward_input(self, env: OpEnv) -> None:
         assert (self.x in env.accumulate) == self.adds, f"{self.name} adds to a gradient where it was made not to"
-        grad_x, buffers = env.g[self.x], Buffers(env.t, self.name)
+        grad_x, buffers = env.g[self.x], Buffers(env.t, self.name, env.chunk.dropout, env.layer)
         grad_y = None if "grad8" in self.coded else env.g[self.y]
         grad8, weight8_t = self.scaling.input_operands(buffers, grad_y, env.p[self.weight], self.gradient_in_fp8)
         if not self.adds:
@@ -119,7 +121,8 @@ class Fp8Linear(Linear):
     @property
     def _added_rows(self) -> int:
         """Rows whose gradient is added at once: scales of later ones start where cuBLAS takes them, too."""
-        return max(MULTIPLE, PRODUCT_ELEMENTS // self.in_features // MULTIPLE * MULTIPLE)
+        multiple = self.scaling.row_multiple
+        return max(multiple, PRODUCT_ELEMENTS // self.in_features // multiple * multiple)
 
     @property
     def _product_rows(self) -> int:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import TensorSpec, Work, use_kernel
+from flexengine.ops.base import DropoutDraws, TensorSpec, Work, use_kernel
 from flexengine.ops.linear_shape import LinearShape
 
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
@@ -34,13 +34,20 @@ CUBLASLT_BYTES = 33 * 2**20
 """What torch gives cuBLASLt to work in on Hopper, for the time of a call; less on other cards."""
 
 
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the device takes FP8 operands: NVIDIA cards since Ada do; the CPU rounds to FP8 and sums in float32."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 class Operand(NamedTuple):
     """Codes [R, K] of a matrix, and its float32 scales: of a matrix [1], of rows [R], of rows and blocks of terms
-    [ceil(K / 128), R], or of squares [ceil(R / 128), L >= ceil(K / 128)]."""
+    [ceil(K / 128), R], of squares [ceil(R / 128), L >= ceil(K / 128)], or bytes in tiles as `ops/scale_tiles.py` has
+    them. factor [1]: that these scales are multiplied by."""
 
     codes: Tensor
     scales: Tensor
-    kind: Literal["matrix", "rows", "terms", "squares"]
+    kind: Literal["matrix", "rows", "terms", "squares", "tiles"]
+    factor: Tensor | None = None
 
     @property
     def square(self) -> bool:
@@ -48,17 +55,22 @@ class Operand(NamedTuple):
         return self.kind == "squares"
 
     def rows(self, start: int, stop: int) -> Operand:
-        """Some rows, but not of squares."""
+        """Some rows, but not of squares, and of tiles from the first row of one."""
         assert not self.square, "a square belongs to 128 rows"
+        assert self.kind != "tiles" or start % 128 == 0, "a tile belongs to 128 rows"
         scales = {"matrix": self.scales, "rows": self.scales[start:stop], "terms": self.scales[..., start:stop]}
+        scales["tiles"] = self.scales[start // 128 : -(-stop // 128)]
         return self._replace(codes=self.codes[start:stop], scales=scales[self.kind])
 
 
 class Buffers(NamedTuple):
-    """The buffers of a layer, by what they are called beside its name."""
+    """The buffers of a layer, by what they are called beside its name. draws, number: of what rounds at random, and of
+    the layer in the model."""
 
     tensors: dict[str, Tensor]
     name: str
+    draws: DropoutDraws | None = None
+    number: int = 0
 
     def __getitem__(self, suffix: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - by name alone
         return self.tensors[f"{self.name}_{suffix}"]
@@ -77,11 +89,20 @@ class Scaling(ABC):
     """A scheme of scales for the three products of a linear layer.
 
     name: the value of --matmul-dtype. gradient_in_fp8: whether the weight's gradient takes FP8 operands; without, it
-    takes the compute dtype.
+    takes the compute dtype. of_experts: whether experts' products take FP8 operands, too. feature_multiple: of a
+    layer's sizes; row_multiple: where rows of an operand may be cut. draws: whether gradients are rounded at random.
     """
 
     name: str
     gradient_in_fp8: bool = True
+    of_experts: bool = True
+    feature_multiple: int = MULTIPLE
+    row_multiple: int = MULTIPLE
+    draws: bool = False
+
+    def refusal(self, device: torch.device) -> str | None:
+        """Say why a device multiplies no such operands; None where it does."""
+        return None if multiplies_fp8(device) else "it multiplies no FP8 operands"
 
     @abstractmethod
     def forward_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:

@@ -120,7 +120,9 @@ class Job(AdapterOptions, TaskOptions, ImageOptions, DriveOptions, RankOptions):
             " scaled per tensor; fp8-blockwise = per row and 128 columns, weights per 128 x 128, as DeepSeek-V3;"
             " fp8-rowwise-gw-hp and fp8-blockwise-gw-hp = per row and by blocks, gradients of weights in --dtype;"
             " fp8-blockwise-gw-squares = by blocks, there activations per 128 x 128;"
-            " experts per row, with fp8-blockwise* by blocks, gradients of their weights in --dtype",
+            " experts per row, with fp8-blockwise* by blocks, gradients of their weights in --dtype; for Blackwell"
+            " cards, never timed, experts in --dtype: mxfp8 = a power of two per 32 terms; nvfp4-gw-hp = 4 bits, a"
+            " scale per 16 terms, gradients rounded at random, those of weights in --dtype",
             needs=FOR_FP8,
         ),
     ] = "compute"

@@ -244,6 +244,7 @@ SPELLINGS: dict[str, Mapping[str, str]] = {
     "matmul_dtype": {
         **dict.fromkeys(("float8", "float8_e4m3fn", "tensorwise"), "fp8"),
         **dict.fromkeys(("blockwise", "fp8-block"), "fp8-blockwise"),
+        "nvfp4": "nvfp4-gw-hp",
         **dict.fromkeys(("rowwise_with_gw_hp", "rowwise", "fp8-row", "fp8-rowwise"), "fp8-rowwise-gw-hp"),
     },
     "lr_schedule": {"warmup_stable_decay": "wsd"},

@@ -27,7 +27,14 @@ class PlanError(ValueError):
 KeepDtype = Literal["compute", "fp8", "fp8-inputs", "fp8-all"]
 DeltaDtype = Literal["float32", "bfloat16"]
 MatmulDtype = Literal[
-    "compute", "fp8", "fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp", "fp8-blockwise-gw-squares"
+    "compute",
+    "fp8",
+    "fp8-rowwise-gw-hp",
+    "fp8-blockwise",
+    "fp8-blockwise-gw-hp",
+    "fp8-blockwise-gw-squares",
+    "mxfp8",
+    "nvfp4-gw-hp",
 ]
 
 

@@ -86,7 +86,9 @@ def _hardware_line(picture: Picture) -> str:
         ops = [] if picture.model is None else [op for layer in picture.model.blocks for op in layer.ops]
         by_weights = bool(ops) and not any(getattr(op, "gradient_in_fp8", False) for op in ops)
         rate = profile.matmul.fp8_rate(picture.plan.chunk_tokens, matmul, by_weights)
-        fp8 = f" ({format_tflops(rate)} with FP8 operands)"
+        operands = matmul if (guess := matmul in profile.matmul.blackwell_shares) else "FP8"
+        never = ", by its data sheet: never timed" * (guess and profile.source == "preset")
+        fp8 = f" ({format_tflops(rate)} with {operands} operands{never})"
     return (
         f"{profile.name} ({profile.source}): {format_tflops(profile.matmul.peak_flops_per_s)} in matrix products{fp8},"
         f" link {profile.link.h2d_bytes_per_s / 1e9:.1f} GB/s in and {profile.link.d2h_bytes_per_s / 1e9:.1f} GB/s out,"

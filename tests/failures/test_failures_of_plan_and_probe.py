@@ -49,6 +49,11 @@ PLANS = (
         ("--matmul-dtype fp8: NVIDIA GeForce RTX 3090 multiplies no FP8 operands; that takes .* 8.9", "leave it out"),
     ),
     Case(
+        "plan_mxfp8_on_a_card_without",
+        ["--model", "preset:demo", "--gpu", "h200", "--matmul-dtype", "mxfp8"],
+        ("mxfp8 takes a Blackwell card .*, and the profile of NVIDIA H200 has no rate of such products; leave it out",),
+    ),
+    Case(
         "plan_fp8_in_float32",
         ["--model", "preset:demo", *SMALL, "--matmul-dtype", "fp8", "--dtype", "float32"],
         ("--matmul-dtype fp8 needs --dtype bfloat16, got --dtype float32",),

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -423,3 +424,25 @@ def test_a_card_that_multiplies_no_bfloat16_is_refused(
     with pytest.raises(ValueError, match=r"Tesla T4 multiplies no bfloat16.* it has 7\.\d; give --dtype float16"):
         check_multiplies(torch.device("cuda"), dtype, "compute")
     check_multiplies(torch.device("cpu"), dtype, "compute")
+
+
+@pytest.mark.parametrize(("capability", "cuda", "why"), [
+    ((8, 6), "13.0", "on a card: it multiplies no FP8 operands; leave it out"),
+    ((9, 0), "13.0", "a Blackwell card, of compute capability 10.0 or more, and this one has 9.0; leave it out"),
+    ((12, 0), "12.8", "it takes a torch with torch.nn.functional.scaled_mm for CUDA 12.9 or more, and torch"),
+    ((12, 0), "13.0", None),
+])  # fmt: skip
+def test_a_card_that_multiplies_no_such_operands_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cuda: str, why: str | None
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for matmul in ("fp8",) if capability < (8, 9) else ("mxfp8", "nvfp4-gw-hp"):
+        if why is None:
+            check_multiplies(torch.device("cuda"), "bfloat16", matmul)
+            continue
+        with pytest.raises(ValueError, match=re.escape(f"matmul_dtype={matmul} on a card: ")) as found:
+            check_multiplies(torch.device("cuda"), "bfloat16", matmul)
+        assert why in str(found.value)
+    check_multiplies(torch.device("cpu"), "bfloat16", "mxfp8")

@@ -112,6 +112,7 @@ KINDS: dict[str, Callable[[], Whole]] = {
     "fp8 products": fp8,
     "fp8 products by rows": lambda: fp8("fp8-rowwise-gw-hp"),
     "fp8 products by blocks": lambda: fp8("fp8-blockwise", 128),  # of which a unit has one
+    "mxfp8 products": lambda: fp8("mxfp8"),
     "activations and inputs kept in fp8": lambda: kept("fp8-all"),
     "lora, activations kept in fp8": lambda: with_adapters(kept()),
     "experts in parts": in_parts,

@@ -13,6 +13,7 @@ from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.registry import ASSETS, open_model, preset_names
 from flexengine.ops.attention.style import AttentionShape
+from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
 from flexengine.ops.linear_shape import HeadShape, LinearShape
@@ -195,6 +196,14 @@ def test_fp8_linears_replace_those_of_blocks_and_nothing_else():
         assert (new.inputs, new.outputs, new.params) == (old.inputs, old.outputs, old.params)
         assert new.forward_work(64, 64, 2).flops == old.forward_work(64, 64, 2).flops
     assert with_fp8_linears(fp8).blocks[0].ops[1].out_features == fp8.blocks[0].ops[1].out_features
+
+
+def test_experts_take_fp8_and_no_operands_of_blackwell_cards():
+    spec = open_model("preset:olmoe-1b-7b", needs_weights=False).spec
+    for matmul in ("fp8", "mxfp8", "nvfp4-gw-hp"):
+        ops = with_fp8_linears(spec, matmul).blocks[0].ops
+        assert {op.scaling.name for op in ops if isinstance(op, Fp8Linear)} == {matmul}
+        assert {op.fp8 for op in ops if isinstance(op, GroupedLinear)} == {matmul if matmul == "fp8" else None}
 
 
 def test_models_with_sizes_that_fp8_cannot_take_are_refused():

@@ -10,9 +10,9 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
 from flexengine.ops.formats.weight_formats import FORMATS
-from flexengine.ops.fp8 import SCALINGS, Fp8Linear, multiplies_fp8
+from flexengine.ops.fp8 import SCALINGS, Fp8Linear
 from flexengine.ops.fp8_blocks import BlockScaling, round_squares, square_scales
-from flexengine.ops.fp8_scaling import Operand
+from flexengine.ops.fp8_scaling import Operand, multiplies_fp8
 from flexengine.ops.fp8_stored import as_stored
 from flexengine.ops.linear import Linear
 from tests.ops.test_fp8_op import rounded

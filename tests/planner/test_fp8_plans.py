@@ -82,6 +82,14 @@ def test_presets_multiply_fp8_where_the_card_does():
     assert without == {"rtx-3060", "rtx-3080", "rtx-3090", "rtx-a6000", "a10", "a100-40", "a100-80", *OLD}
     for name in set(PRESETS) - without - {"cpu-test"}:
         assert PRESETS[name].matmul.fp8_rate(16384) == pytest.approx(1.8 * PRESETS[name].matmul.rate(16384), rel=0.03)
+    blackwell = {name for name, profile in PRESETS.items() if profile.matmul.mxfp8_shares}
+    assert blackwell == {"b200", "rtx-5090", "rtx-pro-6000", "dgx-spark"}
+    for name in blackwell:
+        assert PRESETS[name].matmul.fp8_rate(16384, "mxfp8") == PRESETS[name].matmul.fp8_rate(16384)
+        fp4 = 4 if name == "rtx-5090" else 2  # FP4's sums are as fast in float32 there, FP8's half as fast
+        assert PRESETS[name].matmul.fp8_rate(16384, "nvfp4-gw-hp", by_weights=True) == pytest.approx(
+            fp4 * PRESETS[name].matmul.fp8_rate(16384), rel=0.02
+        )
 
 
 def test_plans_are_faster_and_no_faster_than_the_bound():
@@ -118,25 +126,28 @@ def test_the_command_plans_with_fp8(capsys):
     assert found[1] < found[0]
     assert main(["plan", *flags, "--matmul-dtype", "fp8"]) == 0
     assert "with FP8 operands" in capsys.readouterr().out
+    flags[3] = "rtx5090"
+    assert main(["plan", *flags, "--matmul-dtype", "mxfp8"]) == 0
+    assert " TFLOP/s with mxfp8 operands, by its data sheet: never timed)" in capsys.readouterr().out
 
 
 def test_training_through_from_pretrained_stays_near_bf16(quick_search):
     ids, losses = torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0)), {}
     sizes = {"max_seq_len": 64, "max_global_batch_tokens": 128, "max_gpu_mem_bytes": 2**28, "max_host_mem_gib": 4}
-    for matmul in ("compute", "fp8", "fp8-blockwise"):
+    for matmul in ("compute", "fp8", "fp8-blockwise", "mxfp8", "nvfp4-gw-hp"):
         engine = flexengine.from_pretrained(
             "preset:demo", device="cpu", hardware="cpu-test", matmul_dtype=matmul, **sizes
         )
         losses[matmul] = []
-        for _ in range(3):
+        for _ in range(2):
             losses[matmul].append(engine.fwd_bwd(input_ids=ids, labels=ids).loss)
             engine.step(lr=1e-3)
         engine.close()
     exact = losses.pop("compute")
-    assert losses["fp8"] != losses["fp8-blockwise"]
-    for found in losses.values():
+    assert len({tuple(found) for found in losses.values()}) == 4
+    for matmul, found in losses.items():
         assert found != exact
-        assert found == pytest.approx(exact, rel=5e-3)
+        assert found == pytest.approx(exact, rel=2e-2 if matmul == "nvfp4-gw-hp" else 5e-3)
         assert found[-1] < found[0] - 0.3
 
 

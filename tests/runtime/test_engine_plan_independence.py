@@ -212,7 +212,7 @@ def test_any_plan_gives_the_bits_of_the_resident_plan(triple, numerics):
     matmul=st.sampled_from(tuple(SCALINGS)), lengths=batches(), size=sizes(), data=st.data(), seed=st.integers(0, 99)
 )
 def test_any_plan_gives_the_bits_of_the_resident_plan_with_fp8_products(matmul, lengths, size, data, seed):
-    widths = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    widths = {"hidden_size": 32, "intermediate_size": 96, "head_dim": 8}
     source = random_weights(tiny_config(attention_bias=True, mlp_bias=True, **widths))
     source = source._replace(spec=with_fp8_linears(source.spec, matmul))
     decisions = data.draw(plan_decisions(source.spec))

@@ -37,6 +37,7 @@ from flexengine.hardware.measure.machine import (
     square_product,
 )
 from flexengine.hardware.measure.matmul import (
+    WHOLE_FEATURES,
     BlockRates,
     Buffers,
     affordable_tokens,
@@ -53,14 +54,16 @@ from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.compiling import begin_compiling, without_memory
 from flexengine.ops.determinism import deterministic_kernels
 from flexengine.ops.experts.shape import ExpertShape
-from flexengine.ops.fp8 import multiplies_fp8
-from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
+from flexengine.ops.fp8 import SCALINGS
+from flexengine.ops.fp8_scaling import FORWARD_DTYPE, multiplies_fp8
 from flexengine.ops.linear_shape import HeadShape, LinearShape
 
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 FP8_TOKENS = (512, 2048, 8192, 32768)
 FP8_SHARE_TOKENS = (2048, 8192)
+FP8_MODES = ("fp8-rowwise-gw-hp", "fp8-blockwise", "mxfp8", "nvfp4-gw-hp")
+"""Schemes whose rate is measured beside that of FP8 with one scale."""
 FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
@@ -194,9 +197,10 @@ def _fp8_rates(
     layers: Sequence[LinearShape], counts: list[int], device: torch.device, least_s: float
 ) -> tuple[Points, ...]:
     """Measure linear layers with FP8 operands, at sizes that FP8 can have, and shares of that rate with scales of rows,
-    of blocks, and of blocks without gradients of weights; none on a card without FP8."""
+    of blocks, of blocks without gradients of weights, and with operands of Blackwell cards; none on cards without FP8.
+    """
     if not multiplies_fp8(device):
-        return (), (), (), ()
+        return (), (), (), (), (), ()
     counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
     buffers = _in_fp8(_cuda_buffers(device, torch.bfloat16))
     whole = [
@@ -205,8 +209,11 @@ def _fp8_rates(
     ]
     rates = _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
     few = [tokens for tokens in counts if tokens in FP8_SHARE_TOKENS] or counts[:1]
-    (_, rows), blocks = (_fp8_shares(whole, few, m, buffers, least_s) for m in ("fp8-rowwise-gw-hp", "fp8-blockwise"))
-    return rates, rows, *blocks
+    rows, blocks, mxfp8, nvfp4 = (
+        ((), ()) if SCALINGS[mode].refusal(device) else _fp8_shares(whole, few, mode, buffers, least_s)
+        for mode in FP8_MODES
+    )
+    return rates, rows[1], *blocks, mxfp8[0], nvfp4[1]
 
 
 def _fp8_shares(
@@ -223,7 +230,7 @@ def _fp8_shares(
 
 def _whole(features: int) -> int:
     """Round features down to a multiple that FP8 operands may have."""
-    return max(MULTIPLE, features // MULTIPLE * MULTIPLE)
+    return max(WHOLE_FEATURES, features // WHOLE_FEATURES * WHOLE_FEATURES)
 
 
 def _shares(

@@ -20,13 +20,14 @@ from torch import Tensor
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.measure.timing import Timer
 from flexengine.ops.fp8 import SCALINGS
-from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
+from flexengine.ops.fp8_scaling import FORWARD_DTYPE
 from flexengine.ops.linear import accumulate_weight_grad
 from flexengine.ops.linear_shape import LinearShape
 
 BY_WEIGHTS = ("forward", "input gradient")
 PASSES = (*BY_WEIGHTS, "weight gradient")
 QUERY_HEADS_PER_KEY_HEAD = 4  # grouped queries as in most models since 2023: keys and values are a quarter as wide
+WHOLE_FEATURES = 32  # whose multiples operands of all kinds have
 LEAST_FEATURES = 2048  # a product cut to fewer features would run at another rate than the whole one
 ALIGNMENT = 256  # elements: cuBLAS picks its fast kernels for operands that start at multiples of 16 bytes
 MOST_APART = 1.5
@@ -96,7 +97,7 @@ def fitting(layer: LinearShape, tokens: int, dtype: torch.dtype, buffers: Buffer
         if read <= buffers.operands.nbytes and written <= buffers.results.nbytes:
             return layer
         wider = "out_features" if layer.out_features >= layer.in_features else "in_features"
-        features = getattr(layer, wider) // 2 // MULTIPLE * MULTIPLE
+        features = getattr(layer, wider) // 2 // WHOLE_FEATURES * WHOLE_FEATURES
         if features < LEAST_FEATURES:
             return None
         layer = layer._replace(**{wider: features})

@@ -27,7 +27,7 @@ _BIAS = 127
 
 
 @cache
-def _numbers(device: torch.device) -> Tensor:
+def numbers(device: torch.device) -> Tensor:
     """What the 16 codes stand for, float32."""
     return torch.tensor([*MAGNITUDES, *(-x for x in MAGNITUDES)], device=device)
 
@@ -77,7 +77,7 @@ class Mxfp4(WeightFormat):
         blocks = slice(first_row // SPAN, (first_row + num_rows) // SPAN)
         pairs = fields["codes"][:, blocks].int()
         codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(2)
-        scaled = _numbers(codes.device)[codes] * scale_values(fields["scales"][:, blocks])[:, :, None]
+        scaled = numbers(codes.device)[codes] * scale_values(fields["scales"][:, blocks])[:, :, None]
         return scaled.view(layout.columns, num_rows).t()
 
     def launch(
