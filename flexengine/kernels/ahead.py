@@ -10,11 +10,11 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -88,9 +88,10 @@ class CompilingDriver:
 
 
 @contextmanager
-def recording(card: Card) -> Iterator[dict[Launch, None]]:
+def recording(card: Card, each: Callable[[Launch], object] = lambda _: None) -> Iterator[dict[Launch, None]]:
     """Have launches only noted, in order, each once, and tensors without memory be as if on this card.
 
+    each: called with every launch when it is noted.
     Order: for a process that uses no card, and no other thread.
     """
     found: dict[Launch, None] = {}
@@ -100,8 +101,11 @@ def recording(card: Card) -> Iterator[dict[Launch, None]]:
         return run(self, *args, **{**options, "grid": (1,), "warmup": True})
 
     def noted(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        found[Launch(fn.module, fn.name, compile["specialization_data"])] = None
-        _ = fn.jit_function.cache_key  # depends on which kernels had theirs before: here the order is that of a step
+        launch = Launch(fn.module, fn.name, compile["specialization_data"])
+        if launch not in found:
+            found[launch] = None
+            _ = fn.jit_function.cache_key  # depends on which kernels had theirs before: here the order is a step's
+            each(launch)
         return True  # Triton then compiles nothing
 
     properties = SimpleNamespace(**card._asdict())
@@ -239,18 +243,47 @@ def compile_all(card: Card, place: tuple[str, str], arguments: Sequence[object],
 
     place: module of this package and name of the function that is called.
     """
-    failed, (module, name) = 0, place
-    with recording(card) as found:
+    (module, name), forks = place, Forks(processes)
+    with recording(card, forks.begin):
         try:
             assert module.startswith(f"{OWN_PACKAGE}."), module
             getattr(importlib.import_module(module), name)(*arguments)
         except Exception as error:
             print(f"{module}.{name}: {error!r}", file=sys.stderr)
-            failed = 1
-    if found:
-        with driver_for(card.target), multiprocessing.get_context("fork").Pool(min(processes, len(found))) as pool:
-            failed += sum(pool.imap_unordered(_failed, found))
-    return failed
+            forks.failed += 1
+    forks.wait()
+    return forks.failed
+
+
+class Forks:
+    """Compiles launches while others are noted, each in a process forked from this one, so many at a time."""
+
+    def __init__(self, most: int) -> None:
+        self.failed = 0
+        self._most, self._running = most, deque[int]()
+
+    def begin(self, launch: Launch) -> None:
+        """Begin with one. Order: inside `recording`, as a launch is noted."""
+        if len(self._running) == self._most:
+            self._end_first()
+        process = os.fork()
+        if process == 0:
+            status = 1
+            try:
+                with patch.object(knobs.runtime, "jit_cache_hook", None):  # which is what notes
+                    status = int(_failed(launch))
+            finally:
+                os._exit(status)
+        self._running.append(process)
+
+    def wait(self) -> None:
+        """Wait for all."""
+        while self._running:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        _, status = os.waitpid(self._running.popleft(), 0)
+        self.failed += status != 0
 
 
 def _failed(launch: Launch) -> bool:

@@ -49,6 +49,20 @@ def test_a_kernel_that_is_not_there_counts_as_failed():
     assert ahead._failed(ahead.Launch("flexengine.kernels.rmsnorm", "_no_kernel", "{}"))
 
 
+def test_processes_compile_so_many_at_a_time_and_failures_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def compiled(launch: ahead.Launch) -> bool:
+        (tmp_path / launch.name).touch()
+        return launch.name == "2"
+
+    monkeypatch.setattr(ahead, "_failed", compiled)
+    forks = ahead.Forks(2)
+    for number in range(5):
+        forks.begin(ahead.Launch("", str(number), ""))
+    forks.wait()
+    assert forks.failed == 1
+    assert {path.name for path in tmp_path.iterdir()} == set("01234")
+
+
 @pytest.mark.parametrize(("cores", "room_bytes"), [(3, None), (16, 3 * ahead.PROCESS_BYTES - 1)])
 def test_a_machine_without_cores_or_memory_to_spare_compiles_as_ever(monkeypatch, cores: int, room_bytes: int | None):
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: set(range(cores)))
