@@ -170,10 +170,9 @@ def describe_resumption(point: ResumePoint, config: TrainConfig, num_steps: int,
     text = f"resumed after step {point.step} of {num_steps} from {point.checkpoint.folder}"
     differing, saved = differing_options(point, config), point.engine.get("exchange")
     if saved is not None and not are_taken(point.engine, request):
-        text += (
-            f"\n  dropped: what {saved['nodes']} nodes had lost of gradients to {saved['sent']} in the last step; now"
-            f" {request.nodes} exchange {request.exchanged}"
-        )
+        now = f"{request.nodes} exchange {request.exchanged}" if request.nodes > 1 else "one exchanges nothing"
+        text += f"\n  dropped: what {saved['nodes']} nodes had lost of gradients to {saved['sent']} in the last step;"
+        text += f" now {now}"
     return f"{text}\n  other options than before: {differing}" if differing else text
 
 

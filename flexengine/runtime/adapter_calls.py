@@ -35,7 +35,7 @@ class AdapterCalls(EngineParts):
             raise ValueError("merge() between fwd_bwd and step: call step() first")
         assert self.model.lora is not None
         scale = self.model.lora.scale
-        self._rewrite({one.weight.name: changed(self.weights, one, scale) for one in found})
+        self._rewrite("merge()", {one.weight.name: changed(self.weights, one, scale) for one in found})
         self.state.merged, self.layers.adapters = True, False
 
     @one_caller
@@ -49,12 +49,12 @@ class AdapterCalls(EngineParts):
             raise ValueError("unmerge() without merge(): the adapters are beside the weights")
         names = [one.weight.name for one in adapters(self.model)]
         with base_values(self.weights, Begin(self.source.weights_folder, self.seed)) as values:
-            self._rewrite({name: values(name) for name in names})
+            self._rewrite("unmerge()", {name: values(name) for name in names})
         self.state.merged, self.layers.adapters = False, True
 
-    def _rewrite(self, values: dict) -> None:
-        """Give weights new values, each rank those that it fills."""
-        self._show_masters("merge()")
+    def _rewrite(self, call: str, values: dict) -> None:
+        """Give weights new values, each rank those that it fills. call: what a refusal names."""
+        self._show_masters(call)
         self.planes.write_back()
         self.state.unusable = HALF_MERGED
         with self.context.together():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from rank_cases import BF16, Case, adapters_of_experts_in_parts, bf16, not_finite, tied
 from ranks_helper import run_ranks, values_of
 from safetensors.torch import load_file
-from test_several_ranks import check_same, resume, train
+from test_several_ranks import check_same, opened, resume, train
 
+from flexengine.runtime.ranks import dealt_states
 from flexengine.schedule import node_states
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.node_states import NodeStates
@@ -84,6 +86,28 @@ def test_a_checkpoint_is_that_of_whole_states(tmp_path):
     goes_on = values_of(run_ranks(resume, 2, 2, case, (folders[1], None), nodes=2))
     for shown in values_of(run_ranks(resume, 2, 2, whole, (folders[0], None), nodes=2)):
         check_same(shown, goes_on[0])
+
+
+def save_on_a_full_disk(rank: int, size: int, case: Case, folder: Path) -> str:
+    """What saving raises where the first rank can write nothing."""
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with opened(rank, size, case) as engine:
+        engine.train_step(case.steps[0][0])
+        if rank == 0:
+            dealt_states.write_at = no_space
+        with pytest.raises(OSError, match="no space left") as raised:
+            engine.save_checkpoint(folder)
+        return str(raised.value)
+
+
+def test_a_disk_that_is_full_on_one_node_ends_saving_on_all(tmp_path):
+    case = bf16()._replace(by_nodes=True)
+    told = values_of(run_ranks(save_on_a_full_disk, 2, 2, case, tmp_path / "checkpoint", nodes=2))
+    assert told[1].startswith("rank 0: ")
+    assert not list(tmp_path.iterdir())
 
 
 def load_states(folder: Path) -> dict[str, torch.Tensor]:

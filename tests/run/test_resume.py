@@ -96,7 +96,7 @@ def test_a_checkpoint_pins_what_gradients_are_stored_in(saved, options, grad):
         (2, "fp8", ""),
         (3, "fp8", "now 3 exchange fp8"),
         (2, None, "now 2 exchange bfloat16"),
-        (1, None, "now 1 exchange"),
+        (1, None, "now one exchanges nothing"),
     ],
     ids=str,
 )

@@ -49,6 +49,8 @@ def _with_states_divided(
     on_gpus = max((on_host for _, on_gpu, on_host in choices if on_gpu < request.max_gpu_bytes), default=0)
     ways = [(states_of_nodes(of_rank.model, request)[1], with_node_states), (on_gpus, with_dealt_states)]
     for spared, divided in sorted(ways, key=lambda way: -way[0]):  # what needs the least comes first
+        if spared >= error.required_bytes:  # the smallest plan has states on the GPU: nothing is left to divide
+            continue
         gib = gib_text(request.ranks * (error.required_bytes - spared))
         changed = replace(request, max_host_bytes=bytes_of(gib))
         changed_rank = replace(of_rank, request=changed.of_rank)

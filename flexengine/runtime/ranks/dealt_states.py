@@ -78,11 +78,17 @@ def gather_states(
     begins, link = dict(_places(tensors)), context.link
 
     def write(descriptor: int) -> None:
-        for begin, tensor in begins.items() if descriptor >= 0 else ():
-            for first, data in tensor.own(weights):
-                write_at(descriptor, begin + first * data.element_size(), data)
+        failure = None
+        try:
+            for begin, tensor in begins.items() if descriptor >= 0 else ():
+                for first, data in tensor.own(weights):
+                    write_at(descriptor, begin + first * data.element_size(), data)
+        except OSError as error:
+            failure = error
         if link is not None and weights.layout.node_states:
-            _write_of_nodes(descriptor, weights, tensors, link)
+            failure = _write_of_nodes(descriptor, weights, tensors, link, failure)
+        if failure is not None:
+            raise failure
 
     raw = file_of_ranks(context, folder, max(begin + tensor.num_bytes for begin, tensor in begins.items()), write)
     if raw is None:
@@ -138,12 +144,15 @@ def _places(tensors: Sequence[DealtTensor]) -> Iterator[tuple[int, DealtTensor]]
         end += -(-tensor.num_bytes // 8) * 8
 
 
-def _write_of_nodes(descriptor: int, weights: WeightStore, tensors: Sequence[DealtTensor], link: NodeLink) -> None:
+def _write_of_nodes(
+    descriptor: int, weights: WeightStore, tensors: Sequence[DealtTensor], link: NodeLink, failure: OSError | None
+) -> OSError | None:
     """Give what this rank's node keeps to the first node, whose rank in the same place writes it; all nodes at once.
 
-    Where a disk takes nothing more, the others still give all, as they wait for each other, before this raises.
+    failure: of what was written before. Returns the first one: where a disk takes nothing more, the others still give
+    all, as they wait for each other.
     """
-    layout, share, failure = weights.layout, weights.share, None
+    layout, share = weights.layout, weights.share
     for begin, tensor in _places(tensors):
         if tensor.run.group not in layout.node_states:
             continue
@@ -160,8 +169,7 @@ def _write_of_nodes(descriptor: int, weights: WeightStore, tensors: Sequence[Dea
                         write_at(descriptor, begin + part[0] * width, found)
                 except OSError as error:
                     failure = error
-    if failure is not None:
-        raise failure
+    return failure
 
 
 def write_at(descriptor: int, offset: int, data: Tensor) -> None:

@@ -134,11 +134,12 @@ def exchange_bytes(layout: Layout) -> int:
     request, sent = layout.plan.request, sent_as(layout)
     if request.nodes == 1:
         return 0
-    pieces = own_pieces(layout, Share(0, request.ranks))  # the first has the most
+    shares = [own_pieces(layout, Share(rank, request.ranks)) for rank in range(request.ranks)]
+    most = max(sum(piece.numel for piece in own) for own in shares)  # small pieces may all be one rank's
     numel = max((piece.numel for piece in node_pieces(layout)), default=0)
     copies = request.nodes * sent.num_bytes(-(-numel // request.nodes))
     rounded = sent.num_bytes(numel) + request.nodes * sent.keeps_errors if sent.name != sent.stored else 0
-    kept = DTYPE_BYTES[ERROR_DTYPE] * sum(piece.numel for piece in pieces) if sent.keeps_errors else 0
+    kept = DTYPE_BYTES[ERROR_DTYPE] * most if sent.keeps_errors else 0
     return PIECES_UNDER_WAY * (copies + rounded) + WIDENED_BYTES + kept
 
 
