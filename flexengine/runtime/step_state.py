@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from flexengine.optim.loss_scale import LossScale
-from flexengine.parallel.control import RankError
 from flexengine.runtime.execution.executor import Executor
 
 HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
@@ -125,6 +124,6 @@ def interruptible(state: StepState, executor: Executor, train: bool) -> Iterator
         state.on_failure(error)
         if train:
             state.start_accumulation()
-        with suppress(RankError):  # of the CPU's work, which awaits ranks that have been told of this error
+        with suppress(RuntimeError):  # of the CPU's work, which awaits ranks that have been told of the first error
             executor.synchronize()
         raise

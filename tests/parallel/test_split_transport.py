@@ -423,7 +423,7 @@ def test_split_plans_update_before_the_norm_is_known_where_that_is_faster():
     waits = plan.after_clipping()
     assert priced_together(Layout(spec, waits), waits.predicted, card).step_s == pytest.approx(waits.predicted.step_s)
     assert "as if nothing were clipped" in describe(plan, spec)
-    with pytest.raises(ValueError, match="on ranks that walk layers together"):
+    with pytest.raises(ValueError, match="ranks that walk layers together"):
         replace(plan, transport="relay")
     assert not plan_for_ranks(spec, replace(asked, clipping=False), card).speculates
     all_but_some = asked.max_host_bytes - plan.predicted.host_categories["second planes"] // 2

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from flexengine.native.drive import DriveError
-from flexengine.parallel.control import RankError
 from flexengine.runtime.execution.progress import IssueProgress
 from flexengine.schedule.commands import DRIVE_STREAMS, Command, Program, Stream, cpu_priority
 
@@ -57,6 +56,7 @@ class CpuWork:
             ready, all_issued = nothing_else, True
         self._ready, self._arrived, self._before, self._earlier = ready, arrived, before, earlier or {}
         self._abandoned, self._dropped, self._failure = False, False, None
+        self._lost: RuntimeError | None = None
         self._progress = {stream: IssueProgress() for stream in (Stream.CPU, *(s for s in copies if copies[s]))}
         if all_issued:
             self.issued(sys.maxsize)
@@ -133,8 +133,8 @@ class CpuWork:
             error = DriveError(self._failure.errno, self._failure.strerror)
             error.again, self._failure.again = self._failure.again, True
             raise error from self._failure
-        if isinstance(self._failure, RankError):
-            raise type(self._failure)(str(self._failure)) from self._failure
+        if self._lost is not None and self._failure is self._lost:
+            raise self._lost
         if self._failure is not None:
             raise RuntimeError(f"work of the CPU failed half-way: {self._failure}") from self._failure
 
@@ -163,8 +163,12 @@ class CpuWork:
         if self._over():
             return False
         self._ready(command)
-        while not self._over() and not self._arrived(command):
-            pass
+        try:
+            while not self._over() and not self._arrived(command):
+                pass
+        except RuntimeError as lost:  # another rank, of which whoever waits for us is told as it is
+            self._lost = lost
+            raise
         with self._ended:
             ours = [wait for wait in command.waits if wait in self._ours]
             self._ended.wait_for(lambda: self._over() or all(wait in self.spans for wait in ours))

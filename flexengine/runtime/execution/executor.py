@@ -256,14 +256,13 @@ class Executor:
                 handler(command)
 
         before, work = self._cpu_work, None
-        by_cpu = with_drive(program, self.arenas, handler)
-        by_cpu = by_cpu if hooks is None else _then(hooks.before, by_cpu, hooks.after)
+        told = hooks or NO_HOOKS
+        by_cpu = _in_range(_then(told.before, with_drive(program, self.arenas, handler), told.after), self.range_of)
         if hooks is not None and words is None:
             fence = HostFence(_then(fence.hold, hooks.before))
         if bound.host_commands:
             earlier = {} if before is None else self._cpu_waits.of(before.program, program)
-            arrived = (hooks or NO_HOOKS).arrived
-            work = bound.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before, earlier, arrived)
+            work = bound.cpu_work(by_cpu, self._cpu_threads, before, earlier, told.arrived)
             fence = holding(program, fence, work)
         try:
             if hooks is not None and words is None:
