@@ -9,7 +9,7 @@ also stay with the node that has added them; what it makes of them is then given
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -58,10 +58,19 @@ class Sent(Protocol):
 
 
 class Piece(NamedTuple):
-    """Elements, flat in this node's memory, and what rounding has lost of them in earlier steps, where that is kept."""
+    """Elements, flat in this node's memory, and what rounding has lost of them in earlier steps, where that is kept.
+
+    ended: called when this node holds the sums, or its share of them where they stay with those that have added them.
+    """
 
     values: Tensor
     error: Tensor | None = None
+    ended: Callable[[], None] | None = None
+
+    def tell_end(self) -> None:
+        """Call `ended`, where there is one."""
+        if self.ended is not None:
+            self.ended()
 
 
 class NodeLink:
@@ -95,7 +104,9 @@ class NodeLink:
                 self._end(leaving)
                 stays = kept is not None and kept[len(squares) - 1]
                 leaving = None if stays else self._send_sum(arriving)
-                self._spare += [arriving.buffer] if stays else []
+                if stays:
+                    self._spare.append(arriving.buffer)
+                    arriving.piece.tell_end()
             arriving = begun
         self._end(leaving)
         return squares
@@ -128,6 +139,7 @@ class NodeLink:
             self.control.wait(leaving.work)
             leaving.read_sums()
             self._spare.append(leaving.buffer)
+            leaving.piece.tell_end()
 
     def _send_shares(self, piece: Piece, sent: Sent, gives: bool) -> _Exchange:
         """Start to give every node its share of a piece."""

@@ -110,7 +110,7 @@ class Plan:
         if self.uses_drive and self.shares_node:
             _check_drive_of_ranks(self)
         if any(home.speculative for home in self.groups) and not self.may_speculate:
-            raise ValueError("updates are speculative on one rank, and on ranks of one node that walk layers together")
+            raise ValueError("one rank updates speculatively, or ranks that walk layers together with whole states")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
         if self.touched_only and self.reads_weights:
@@ -230,8 +230,8 @@ class Plan:
     def may_speculate(self) -> bool:
         """Whether the CPU may update before it knows that nothing is clipped: each rank finds all of some gradients."""
         rules = TRANSPORTS[self.transport]
-        finds_all = not self.shares_node or (rules.together and not rules.cuts_rounds and self.request.nodes == 1)
-        return self.request.waits_for_norm and finds_all
+        whole = rules.together and not (rules.cuts_rounds or any(home.states == "nodes" for home in self.groups))
+        return self.request.waits_for_norm and (whole or not self.shares_node)
 
     @property
     def speculates(self) -> bool:

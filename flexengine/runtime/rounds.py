@@ -80,6 +80,11 @@ class RoundRunner:
             warn_of_rounding(self._state.num_rounds, self._plan.request.numerics.grad)
         return self._context.sum_losses(losses, first, len(rounds), self._device, trained=True)
 
+    def on_all_nodes(self, batch: Sequences) -> bool:
+        """Whether each of several nodes has a round of a batch."""
+        nodes = self._plan.request.nodes
+        return nodes == 1 or len(self._pack(batch)) >= nodes
+
     def _told_of(self, rounds: list[list[PackedChunk]], turn: Turn) -> slice:
         """Which chunks of a turn are those whose losses this rank tells."""
         assert turn.own is not None, "another rank tells them"

@@ -55,7 +55,7 @@ class StepRunner:
         updates: RoundUpdates = "none"
         if clips and plan.request.norm_first:
             return self._norm_first(batch, settings)
-        if self._speculates(settings):
+        if self._speculates(settings) and self._rounds.on_all_nodes(batch):
             updates = "speculative"
         # a clipped gradient is scaled by the norm of all, so no update may count before backward has ended
         elif plan.updates_without_norm and not clips:
@@ -132,8 +132,10 @@ class StepRunner:
     def _settle(self, settings: UpdateSettings) -> UpdateWay:
         """Keep or drop what the last round updated speculatively; returns which.
 
-        Waits for the norm, with which the last round's program ends.
+        Waits for the norm, with which the last round's program ends, but of several nodes, who have just added it up.
         """
+        if self._layout.plan.request.nodes > 1:
+            self._runner.run(self._rounds.programs.of_norm(), settings, measured=False)
         program = self._runner.last_program
         assert program is not None, "a round has just run"
         self._executor.wait_for(program, len(program.commands) - 1)

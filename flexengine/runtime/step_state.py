@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from flexengine.optim.loss_scale import LossScale
 from flexengine.runtime.execution.executor import Executor
@@ -124,5 +124,6 @@ def interruptible(state: StepState, executor: Executor, train: bool) -> Iterator
         state.on_failure(error)
         if train:
             state.start_accumulation()
-        executor.synchronize()
+        with suppress(RuntimeError):  # of the CPU's work, which awaits ranks that have been told of the first error
+            executor.synchronize()
         raise

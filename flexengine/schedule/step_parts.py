@@ -143,9 +143,12 @@ def _simulated(name: str, repeats: int, program: Program, rates: Rates, shape: R
     return StepPart(name, repeats, program, until_gpu_ends(program, simulate(program, rates)), shape)
 
 
-def unfinished_updates(program: Program, timing: Timing) -> dict[int, float]:
-    """Groups whose update by the CPU has not ended when the GPU has ended a program, with the part that is left."""
-    cut, left_s, all_s = until_gpu_ends(program, timing), dict[int, float](), dict[int, float]()
+def unfinished_updates(program: Program, timing: Timing, least_s: float = 0.0) -> dict[int, float]:
+    """Groups whose update by the CPU has not ended when the GPU has ended a program, with the part that is left.
+
+    least_s: of the program, where something else ends later.
+    """
+    cut, left_s, all_s = until_gpu_ends(program, timing, least_s), dict[int, float](), dict[int, float]()
     for command in program.commands:
         if command.stream in HOST_STREAMS:
             group, seconds = command.args.group, timing.end_s[command.index] - timing.start_s[command.index]
@@ -155,9 +158,11 @@ def unfinished_updates(program: Program, timing: Timing) -> dict[int, float]:
     return {group: seconds / all_s[group] for group, seconds in sorted(left_s.items()) if seconds > 0}
 
 
-def until_gpu_ends(program: Program, timing: Timing) -> Timing:
-    """A program's times cut off when all streams but the host's have ended it; what comes later takes no time."""
-    end_s = max((timing.end_s[c.index] for c in program.commands if c.stream not in HOST_STREAMS), default=0.0)
+def until_gpu_ends(program: Program, timing: Timing, least_s: float = 0.0) -> Timing:
+    """A program's times cut off when all streams but the host's have ended it, after `least_s` at the soonest; what
+    comes later takes no time."""
+    ends_s = (timing.end_s[c.index] for c in program.commands if c.stream not in HOST_STREAMS)
+    end_s = max(least_s, max(ends_s, default=0.0))
     if end_s >= timing.total_s:
         return timing
     starts, ends = ([min(end_s, at_s) for at_s in times] for times in (timing.start_s, timing.end_s))

@@ -21,7 +21,7 @@ from engine_helpers import FLOAT32, random_batch, random_weights, tiny_config
 from rank_cases import BF16, LENGTHS, Case, balanced_experts, bf16, float32, not_finite, one_round, steps_of, streamed
 from ranks_helper import run_ranks, values_of
 from test_from_pretrained import JOB, profile
-from test_several_ranks import Shown, change_plans, check_same, opened, several_plans, train
+from test_several_ranks import Shown, change_plans, check_same, opened, several_plans, speculate, train
 
 from flexengine import from_pretrained
 from flexengine.parallel.control import Control
@@ -33,6 +33,7 @@ from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.ranks.sent_gradients import Fp8, sent_gradients
 from flexengine.schedule import node_states
 from flexengine.schedule.commands import Command
+from flexengine.schedule.ranks import waves
 from flexengine.schedule.ranks.node_exchange import SentAs
 
 
@@ -81,6 +82,20 @@ def test_nodes_of_one_rank_train_close_to_one(make):
     for shown in others:
         check_same(shown, first)
     check_close(first, train(0, 1, case))
+
+
+def test_nodes_that_update_before_the_norm_is_known_train_to_the_same_bits(monkeypatch):
+    """Two of two ranks each, beside nodes of one rank that wait. The fourth step waits as it follows a clipped one, the
+    last as it has one round, so that a node has none."""
+    monkeypatch.setattr(waves, "SECTION_BYTES", 8192)
+    case = bf16()
+    vocab_size = case.source.spec.vocab_size
+    steps = steps_of(vocab_size, LENGTHS, [31, 12], count=4)
+    case = case._replace(steps=[*steps, [random_batch(4, [9], vocab_size)]])
+    expected, _ = values_of(run_ranks(speculate, 2, 2, case, nodes=2))[0]
+    for shown, parts in values_of(run_ranks(speculate, 4, 4, case._replace(split=True, bold=True), nodes=2)):
+        assert parts == ["committed", "committed", "rolled_back"]
+        check_same(shown, expected)
 
 
 def exchanging(case: Case, exchange: Literal["bfloat16", "fp8"]) -> Case:

@@ -26,7 +26,7 @@ from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.ranks.price import priced_together
 from flexengine.planner.ranks.split import may_split
 from flexengine.reports.plan_text import describe
-from flexengine.schedule import fixed_slots
+from flexengine.schedule import fixed_slots, node_states
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
@@ -324,28 +324,60 @@ def test_a_split_that_cannot_be_is_refused(monkeypatch):
 # -- updates before the norm is known ----------------------------------------------------------------------------------
 
 
-def bold_plan(seed: int, size: int, share: float = 0.7, tied: bool = False) -> Layout:
+def bold_plan(seed: int, size: int, share: float = 0.7, tied: bool = False, nodes: int = 1) -> Layout:
     """A split plan in which the CPU updates some groups speculatively."""
     model, random = small_model(tied=tied), Random(seed)
     plan = split_plan(random_plan(random, model, sliced=seed % 5 == 0), size)
     homes = [GroupPlan(update="cpu", speculative=random.random() < share) for _ in plan.groups]
     groups = [home if random.random() < 0.8 else GroupPlan(update="gpu") for home in homes]
     groups = (*groups[:-1], GroupPlan(update="cpu", speculative=True))
-    return Layout(model, replace(plan, groups=groups, request=replace(plan.request, clipping=True)))
+    return Layout(model, replace(plan, groups=groups, request=replace(plan.request, clipping=True, nodes=nodes)))
 
 
 @pytest.mark.parametrize("ways", ranks_checker.WAYS, ids="-".join)
 @pytest.mark.parametrize("seed", cases(range(4), range(1)))
 def test_speculating_plans_are_proven_whatever_came_before(seed, ways, monkeypatch):
+    """Two of them on two nodes, which have several pieces of some groups, and of others fewer than there are ranks."""
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1201)
     monkeypatch.setattr(waves, "SECTION_BYTES", 1 << (15 if seed % 2 else 28))
-    layout = bold_plan(seed, 2 + seed % 2, tied=seed == 3)
+    layout = bold_plan(seed, 2 + seed % 2, tied=seed == 3, nodes=1 + seed // 2)
     assert layout.plan.speculates
     for num_rounds in (1, 4):
         runs = runs_of_ranks(layout, full_round(layout), num_rounds, ways)
         check_runs(layout, runs, num_rounds)
-        for program in {run.program for rank in runs for run in rank}:
+        for program in {run.program for rank in runs for run in rank if not run.is_of_nodes}:
             check_program(program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
+
+
+def with_changed(runs: list[list[RankRun]], change: Callable[[Command], Command]) -> list[list[RankRun]]:
+    """The same with every command of all programs changed."""
+    known = {p: replace(p, commands=tuple(map(change, p.commands))) for p in {r.program for rank in runs for r in rank}}
+    return [[run._replace(program=known[run.program]) for run in rank] for rank in runs]
+
+
+def test_no_early_update_comes_before_nodes_have_added_up_its_gradient(monkeypatch):
+    """Each group awaits its own exchange, of all ranks of the node, in this step."""
+    monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1201)
+    layout = bold_plan(6, 3, share=1.0, nodes=2)
+    runs = runs_of_ranks(layout, full_round(layout), 4, ("committed", "committed", "after_norm"))
+    check_runs(layout, runs, 4)
+    semaphores = relay.Semaphores(layout)
+    told = semaphores.exchanged(1)
+    [awaited] = semaphores.exchanged_by_node(1)
+    earlier = semaphores.exchanged_by_node(len(layout.groups) - 1)[0]
+
+    def other(which: Signal, instead: tuple[Signal, ...]) -> Callable[[Command], Command]:
+        def in_place(found: tuple[Signal, ...]) -> tuple[Signal, ...]:
+            return tuple(s for signal in found for s in (instead if signal == which else (signal,)))
+
+        return lambda c: replace(c, awaits=in_place(c.awaits), signals=in_place(c.signals))
+
+    for which, instead in (
+        (told, ()), (awaited, ()), (awaited, (earlier,)), (awaited, (awaited._replace(of="own"),)),
+        (awaited, (awaited._replace(lag=1),)),
+    ):  # fmt: skip
+        assert is_rejected(layout, with_changed(runs, other(which, instead))), instead
 
 
 def test_what_orders_ranks_that_speculate_is_needed():
@@ -357,10 +389,7 @@ def test_what_orders_ranks_that_speculate_is_needed():
 
     def changed(layout: Layout, change: Callable[[Command], Command]) -> list[list[RankRun]]:
         found = runs_of_ranks(layout, full_round(layout), 4, ("committed", "committed", "after_norm"))
-        known: dict[Program, Program] = {}
-        for program in {run.program for rank in found for run in rank}:
-            known[program] = replace(program, commands=tuple(map(change, program.commands)))
-        return [[run._replace(program=known[run.program]) for run in rank] for rank in found]
+        return with_changed(found, change)
 
     for layout in (all_bold, some_late):
         assert not is_rejected(layout, changed(layout, lambda command: command))
@@ -394,7 +423,7 @@ def test_split_plans_update_before_the_norm_is_known_where_that_is_faster():
     waits = plan.after_clipping()
     assert priced_together(Layout(spec, waits), waits.predicted, card).step_s == pytest.approx(waits.predicted.step_s)
     assert "as if nothing were clipped" in describe(plan, spec)
-    with pytest.raises(ValueError, match="on ranks of one node that walk layers together"):
+    with pytest.raises(ValueError, match="ranks that walk layers together"):
         replace(plan, transport="relay")
     assert not plan_for_ranks(spec, replace(asked, clipping=False), card).speculates
     all_but_some = asked.max_host_bytes - plan.predicted.host_categories["second planes"] // 2

@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from dataclasses import replace
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -25,7 +26,7 @@ from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.bound_program import NO_FENCE
 from flexengine.runtime.execution.cpu_work import CpuWork
 from flexengine.runtime.execution.executor import Executor
-from flexengine.schedule.commands import Stream
+from flexengine.schedule.commands import Signal, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.programs import lower_update
 
@@ -260,6 +261,27 @@ def test_nothing_runs_before_what_it_waits_for_is_issued():
     work.wait([commands[-1].index])
     assert asked == commands
     work.join()
+    engine.close()
+
+
+def test_work_waits_for_other_ranks_unless_nobody_wants_it():
+    engine = engine_of("cpu")
+    program, commands = commands_of(engine)
+    awaited = [replace(command, awaits=(Signal(0, "all", "update"),)) for command in commands]
+    for end, wanted in ((CpuWork.join, awaited), (CpuWork.drop, awaited[:1])):
+        come, seen = threading.Event(), []
+
+        def arrived(command, come=come, first=awaited[0]):
+            return command is first or come.wait(0.001)
+
+        work = CpuWork(program, awaited, seen.append, 1, arrived=arrived)
+        work.start()
+        work.wait([awaited[0].index])
+        assert seen == awaited[:1]
+        if end is CpuWork.join:
+            come.set()
+        end(work)
+        assert len(seen) == len(wanted)
     engine.close()
 
 

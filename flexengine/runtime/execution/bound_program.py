@@ -26,7 +26,7 @@ from flexengine.native.transfer_operations import (
     WordValue,
 )
 from flexengine.runtime.arena import Arenas
-from flexengine.runtime.execution.cpu_work import CpuWork
+from flexengine.runtime.execution.cpu_work import CpuWork, nothing_awaited
 from flexengine.runtime.execution.notifier import CompletionNotifier
 from flexengine.runtime.execution.row_copies import RowCopies, Rows, most_regions
 from flexengine.schedule.commands import THREAD_STREAMS, Command, CopyRegion, Program, Signal, Stream
@@ -203,8 +203,9 @@ class BoundProgram:
         return self._addresses[address]
 
     def cpu_work(
-        self, call: Call, num_threads: int, before: CpuWork | None, earlier: Mapping[int, Collection[int]] | None = None
-    ) -> CpuWork:
+        self, call: Call, num_threads: int, before: CpuWork | None,
+        earlier: Mapping[int, Collection[int]] | None = None, arrived: Callable[[Command], bool] = nothing_awaited,
+    ) -> CpuWork:  # fmt: skip
         """The commands of the host's threads as work that calls `call` for each when what it waits for has ended.
 
         Order: start it before `run`, which tells it how far the host is.
@@ -212,7 +213,7 @@ class BoundProgram:
         Events that they wait for are not recorded again by a later run before that: what records them touches bytes
         that the waiting command touches, so that it waits for it (`cpu_waits`).
         """
-        work = CpuWork(self.program, self.host_commands, call, num_threads, self._ready, before, earlier)
+        work = CpuWork(self.program, self.host_commands, call, num_threads, self._ready, before, earlier, arrived)
         self._cpu_work = work
         return work
 

@@ -19,6 +19,11 @@ def nothing_else(command: Command) -> None:
     """Of commands that wait for others of their work alone."""
 
 
+def nothing_awaited(command: Command) -> bool:
+    """Of commands that await no other rank."""
+    return True
+
+
 class CpuWork:
     """Runs a program's commands of the CPU once it is started; `call` must need nothing that changes before `join`.
 
@@ -26,7 +31,8 @@ class CpuWork:
     before it; that is asked on a thread of its own, when the host has issued so far (`issued`). None: all may run,
     but for what waits for others of these commands. Of those of the CPU that may run the first by `cpu_priority` does;
     those of a drive's streams run in order, on a thread each. num_threads: of torch, in calls. before: work that ends
-    first, but that a drive's copies for the GPU wait for those of its commands alone that `earlier` names.
+    first, but that a drive's copies for the GPU wait for those of its commands alone that `earlier` names. arrived:
+    waits a moment for other ranks, and tells whether a command need wait no more; asked on that thread, too.
     """
 
     def __init__(
@@ -38,6 +44,7 @@ class CpuWork:
         ready: Callable[[Command], None] | None = None,
         before: CpuWork | None = None,
         earlier: Mapping[int, Collection[int]] | None = None,
+        arrived: Callable[[Command], bool] = nothing_awaited,
     ) -> None:
         self.program = program
         self.spans: dict[int, tuple[float, float]] = {}
@@ -45,10 +52,11 @@ class CpuWork:
         copies = {s: [command for command in commands if command.stream is s] for s in DRIVE_STREAMS}
         self._all, self._ours, self._call, self._num_threads = commands, {c.index for c in commands}, call, num_threads
         all_issued = False
-        if ready is None and len(self._all) > len(self._commands):
+        if ready is None and (len(self._all) > len(self._commands) or any(c.awaits for c in self._commands)):
             ready, all_issued = nothing_else, True
-        self._ready, self._before, self._earlier = ready, before, earlier or {}
+        self._ready, self._arrived, self._before, self._earlier = ready, arrived, before, earlier or {}
         self._abandoned, self._dropped, self._failure = False, False, None
+        self._lost: RuntimeError | None = None
         self._progress = {stream: IssueProgress() for stream in (Stream.CPU, *(s for s in copies if copies[s]))}
         if all_issued:
             self.issued(sys.maxsize)
@@ -125,6 +133,8 @@ class CpuWork:
             error = DriveError(self._failure.errno, self._failure.strerror)
             error.again, self._failure.again = self._failure.again, True
             raise error from self._failure
+        if self._lost is not None and self._failure is self._lost:
+            raise self._lost
         if self._failure is not None:
             raise RuntimeError(f"work of the CPU failed half-way: {self._failure}") from self._failure
 
@@ -153,6 +163,12 @@ class CpuWork:
         if self._over():
             return False
         self._ready(command)
+        try:
+            while not self._over() and not self._arrived(command):
+                pass
+        except RuntimeError as lost:  # another rank, of which whoever waits for us is told as it is
+            self._lost = lost
+            raise
         with self._ended:
             ours = [wait for wait in command.waits if wait in self._ours]
             self._ended.wait_for(lambda: self._over() or all(wait in self.spans for wait in ours))

@@ -20,7 +20,7 @@ from flexengine.native.transfer import open_transfers
 from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.execution.bound_program import NO_FENCE, BoundProgram, Call, HostFence, WordsOf, holding
-from flexengine.runtime.execution.cpu_work import CpuWork
+from flexengine.runtime.execution.cpu_work import CpuWork, nothing_awaited
 from flexengine.runtime.execution.drive_copies import move_blocks, with_drive
 from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.execution.notifier import CompletionNotifier
@@ -48,12 +48,14 @@ class CommandHooks(NamedTuple):
     """What is called before each command starts, and after it has ended, in one run of a program.
 
     words: the host's words, and their values, that stand for a signal. Where streams can await and write these, the
-    host calls nothing, but for signals of the CPU's commands. None: it always does.
+    host calls nothing, but for signals of the CPU's commands. None: it always does. arrived: waits a moment for what
+    one of the CPU's commands awaits, and tells whether that has come.
     """
 
     before: Call
     after: Call
     words: WordsOf | None = None
+    arrived: Callable[[Command], bool] = nothing_awaited
 
 
 def _then(*calls: Call) -> Call:
@@ -254,13 +256,13 @@ class Executor:
                 handler(command)
 
         before, work = self._cpu_work, None
-        by_cpu = with_drive(program, self.arenas, handler)
-        by_cpu = by_cpu if hooks is None else _then(hooks.before, by_cpu, hooks.after)
+        told = hooks or NO_HOOKS
+        by_cpu = _in_range(_then(told.before, with_drive(program, self.arenas, handler), told.after), self.range_of)
         if hooks is not None and words is None:
             fence = HostFence(_then(fence.hold, hooks.before))
         if bound.host_commands:
             earlier = {} if before is None else self._cpu_waits.of(before.program, program)
-            work = bound.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before, earlier)
+            work = bound.cpu_work(by_cpu, self._cpu_threads, before, earlier, told.arrived)
             fence = holding(program, fence, work)
         try:
             if hooks is not None and words is None:
@@ -329,7 +331,7 @@ class Executor:
         if later:
             self.finish_cpu_work()
             by_cpu = _then(hooks.before, with_drive(program, self.arenas, handler), hooks.after)
-            spans = self._start(CpuWork(program, later, by_cpu, self._cpu_threads)).spans
+            spans = self._start(CpuWork(program, later, by_cpu, self._cpu_threads, arrived=hooks.arrived)).spans
         if timed:
             self._began_s = lambda: begin - (self._zero_s or 0.0)
             self._timings = lambda: [

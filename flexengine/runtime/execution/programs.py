@@ -10,6 +10,7 @@ from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.lowering.kinds import RoundKind, UpdateKind
+from flexengine.schedule.lowering.update import lower_norm
 from flexengine.schedule.ranks.transports import transport_of
 
 MAX_ROUNDS = 64
@@ -28,6 +29,7 @@ class Programs:
         self._other: Layout | None = None
         self._rounds: dict[tuple[int, RoundShape, RoundKind], Program] = {}  # by side of the layout
         self._updates: dict[tuple[int, UpdateKind], Program] = {}
+        self._norm: Program | None = None
 
     def swap(self) -> Layout:
         """Exchange first and second planes; returns the layout of later programs."""
@@ -54,6 +56,12 @@ class Programs:
             self._updates[side, kind] = self._checked(program or self._transport.lower_update(self.layout, kind))
         return self._updates[side, kind]
 
+    def of_norm(self) -> Program:
+        """The program by which the host is told the norm of sums of squares; it touches no planes."""
+        if self._norm is None:
+            self._norm = self._checked(lower_norm(self.layout))
+        return self._norm
+
     def _on_this_side(self, program: Program | None) -> Program | None:
         """The same commands over this side's slots; what a program has beside the layout's slots is not swapped."""
         if program is None:
@@ -63,8 +71,9 @@ class Programs:
 
     def forget(self) -> None:
         """Drop all programs. Order: none of them may be running."""
-        for program in (*self._rounds.values(), *self._updates.values()):
+        for program in (*self._rounds.values(), *self._updates.values(), *([self._norm] if self._norm else [])):
             self.executor.forget(program)
+        self._norm = None
         self._rounds.clear()
         self._updates.clear()
 

@@ -256,7 +256,7 @@ class SeveralRanks(RankContext):
 
     def begin_nodes(self, num_rounds: int, loss_weight: float) -> None:
         if self.over_nodes is not None:
-            self.over_nodes.begin(num_rounds, loss_weight, self.hooks().before)
+            self.over_nodes.begin(num_rounds, loss_weight, self.hooks())
 
     def add_nodes(self, num_rounds: int, loss_weight: float) -> Tensor | None:
         if self.over_nodes is None:

@@ -24,7 +24,6 @@ from flexengine.runtime.execution.executor import CommandHooks
 from flexengine.runtime.ranks.kept_errors import KeptErrors
 from flexengine.runtime.ranks.sent_gradients import sent_gradients
 from flexengine.runtime.weights.weight_store import WeightStore
-from flexengine.schedule.commands import Command
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.node_states import GroupPiece
 from flexengine.schedule.ranks.node_exchange import (
@@ -65,16 +64,16 @@ class NodeGradients:
         self._squares: list[float] = []  # of the pieces that this rank has added
         self._failure: BaseException | None = None
 
-    def begin(self, num_rounds: int, loss_weight: float, before: Callable[[Command], None]) -> None:
+    def begin(self, num_rounds: int, loss_weight: float, hooks: CommandHooks) -> None:
         """Start to add the stored gradients of all nodes, in place, on a thread, unless that has begun.
 
-        num_rounds: of the step; loss_weight: by which its update divides them. before: waits for what a command awaits
-        of the node's last round. All ranks of all nodes make this call in a step, each when it comes to it.
+        num_rounds: of the step; loss_weight: by which its update divides them. hooks: as of the node's last round. All
+        ranks of all nodes make this call in a step, each when it comes to it.
         """
         if not self._adds:
             self._squares, self._failure, self._adds = [], None, True
             factor = 1.0 if self._errors is None else self._errors.factor(loss_weight)
-            self._start(partial(self._add, givers_of(num_rounds, self._link.nodes), factor, before))
+            self._start(partial(self._add, givers_of(num_rounds, self._link.nodes), factor, hooks))
 
     def give_weights(self, hooks: CommandHooks) -> None:
         """Start to give all nodes the weights that each has updated, where they divide states.
@@ -141,10 +140,10 @@ class NodeGradients:
             if not self._thread.is_alive():
                 self._thread = None
 
-    def _add(self, givers: range, error_factor: float, before: Callable[[Command], None]) -> None:
+    def _add(self, givers: range, error_factor: float, hooks: CommandHooks) -> None:
         try:
             sent = sent_gradients(sent_as(self._layout), error_factor)
-            self._squares = self._link.add(self._stored(before), givers, wide_dtype(self._layout), sent, self._kept)
+            self._squares = self._link.add(self._stored(hooks), givers, wide_dtype(self._layout), sent, self._kept)
         except BaseException as failure:
             self._failure = failure
 
@@ -187,16 +186,20 @@ class NodeGradients:
                     )
                     yield own, whole
 
-    def _stored(self, before: Callable[[Command], None]) -> Iterator[Piece]:
+    def _stored(self, hooks: CommandHooks) -> Iterator[Piece]:
         """This rank's pieces in the node's memory, each when the node's last round has stored it."""
         dtype, ranks = DTYPES[self._layout.plan.request.numerics.grad], self._ranks
         own = iter(own_pieces(self._layout, Share(ranks.local_rank, ranks.local_size)))
         for command in self._own.commands:
-            before(command)
-            for (offset, num_bytes), piece in zip(command.args.pieces, own, strict=False):
+            hooks.before(command)
+            places = command.args.pieces
+            if not places:
+                hooks.after(command)
+            for number, (offset, num_bytes), piece in zip(range(1, 1 + len(places)), places, own, strict=False):
                 slot = self._layout.slots[command.args.slot]
                 values = self._arenas.view(slot, offset, (num_bytes // dtype.itemsize,), dtype)
-                yield Piece(values, None if self._errors is None else self._errors.of(piece))
+                ended = partial(hooks.after, command) if number == len(places) else None
+                yield Piece(values, None if self._errors is None else self._errors.of(piece), ended)
 
     def _by_run(self, told: list[list[float]]) -> Tensor:
         """Add squares that all ranks have told: piece after piece, and of a piece node after node."""

@@ -9,6 +9,9 @@ from flexengine.parallel.signals import Signals
 from flexengine.runtime.execution.executor import CommandHooks
 from flexengine.schedule.commands import Command, Signal
 
+MOMENT_S = 0.05
+"""How long the CPU's commands await a semaphore before they look whether they are still wanted."""
+
 
 def semaphore_hooks(signals: Signals, clocks: Mapping[str, int], rows: Mapping[str, int | None]) -> CommandHooks:
     """Hooks for the run of a program. clocks: running numbers of its round and of its step's update. rows: by the name
@@ -25,6 +28,15 @@ def semaphore_hooks(signals: Signals, clocks: Mapping[str, int], rows: Mapping[s
             if value(signal) > 0:  # semaphores begin at 0
                 signals.wait(signal.semaphore, row(signal), value(signal))
 
+    def arrived(command: Command) -> bool:
+        for signal in command.awaits:
+            if value(signal) > 0:
+                try:
+                    signals.wait(signal.semaphore, row(signal), value(signal), timeout_s=MOMENT_S)
+                except TimeoutError:
+                    return False
+        return True
+
     def after(command: Command) -> None:
         for signal in command.signals:
             signals.signal(signal.semaphore, value(signal))
@@ -33,4 +45,4 @@ def semaphore_hooks(signals: Signals, clocks: Mapping[str, int], rows: Mapping[s
         reached = max(0, value(signal))  # semaphores begin at 0
         return [WordValue(address, reached) for address in signals.addresses(signal.semaphore, row(signal))]
 
-    return CommandHooks(before, after, words)
+    return CommandHooks(before, after, words, arrived)

@@ -107,6 +107,16 @@ class UpdateLowering:
         self.ends[group] = lower_cpu_update(self.builder, self.layout, group, scales, left, share=own, urgent=urgent)
 
 
+def lower_norm(layout: Layout) -> Program:
+    """The factors on all gradients and their norm, which the host is told, from sums of squares that are here."""
+    builder = ProgramBuilder("norm", layout.slots, layout.overlaps)
+    norms = Access(layout.slot("norm_squares"), "norm squares")
+    builder.holds(*norms)
+    clip(builder, layout, norms)
+    send_scalars(builder, layout)
+    return builder.build()
+
+
 def clip(builder: ProgramBuilder, layout: Layout, norms: Access) -> None:
     """Compute the factors on all gradients and their norm."""
     writes = [Access(layout.slot("scales"), "scales"), Access(layout.slot("grad_norm"), "grad norm")]

@@ -2,9 +2,10 @@
 
 Each rank takes every N-th piece, waits until its node's last round has stored the piece's group, and exchanges it with
 the ranks of the other nodes that have its place: on a thread, while that round goes on backward. All ranks have ended
-that before any of them updates. Which round is the last only the call that updates knows, and of ranks that take rounds
-in turn only one runs it. So this is no part of a round's program: `lower_exchange` writes it down as one of its own,
-which `ranks.checker` proves and `ranks.simulator` prices beside the rounds.
+that before any of them updates. A group that is updated before the norm is known waits for its own pieces alone. Which
+round is the last only the call that updates knows, and of ranks that take rounds in turn only one runs it. So this is
+no part of a round's program: `lower_exchange` writes it down as one of its own, which `ranks.checker` proves and
+`ranks.simulator` prices beside the rounds.
 
 Where nodes divide the optimizer states of a group, sums stay with the node that has added them and updates their
 elements. It then gives their weights to the others, piece by piece, under the next step's forward (`lower_gather`).
@@ -144,12 +145,19 @@ def exchange_bytes(layout: Layout) -> int:
 
 
 def lower_exchange(layout: Layout, share: Share) -> Program:
-    """What a rank exchanges in a step of which every node has run a round: its pieces of one group after the other."""
+    """What a rank exchanges in a step of which every node has run a round: its pieces of one group after the other.
+
+    Of a speculative group it tells so, also where it has no pieces.
+    """
     semaphores, width, found = Semaphores(layout), DTYPE_BYTES[layout.plan.request.numerics.grad], list[Command]()
     givers = tuple(givers_of(layout.plan.request.nodes, layout.plan.request.nodes))
     sent = sent_as(layout).share
-    for group, own in groupby(own_pieces(layout, share), key=attrgetter("group")):
-        slot, pieces = layout.plane_slot("grad", group), [piece.of_group for piece in own]
+    own = {group: list(of) for group, of in groupby(own_pieces(layout, share), key=attrgetter("group"))}
+    for group in reversed(range(len(layout.groups))):
+        signals = (semaphores.exchanged(group),) if semaphores.is_speculative(group) else ()
+        if group not in own and not signals:
+            continue
+        slot, pieces = layout.plane_slot("grad", group), [piece.of_group for piece in own.get(group, [])]
         places = tuple((piece.first * width, piece.numel * width) for piece in pieces)
         kept = _own_bytes(pieces, share.node, len(givers), width) if group in layout.node_states else None
         found.append(
@@ -163,6 +171,7 @@ def lower_exchange(layout: Layout, share: Share) -> Program:
                 waits=(),
                 args=NodeSum(group, slot, places, givers, sent, kept),
                 awaits=semaphores.stored_by_node(group),
+                signals=signals,
             )
         )
     return Program("exchange", layout.slots, tuple(found))

@@ -74,8 +74,14 @@ class Events:
         for rank, of_rank in enumerate(runs):
             self._add_rank(rank, of_rank)
         self._join_collectives()
+        awaited: dict[tuple, list[int]] = defaultdict(list)  # by rank and run, of the CPU's commands so far
         for index, event in enumerate(self.all):
-            if event.command.awaits:
+            if event.command.stream is Stream.CPU and not event.run.is_of_nodes:
+                # they become ready in the order of the program
+                so_far = awaited[event.rank, event.run.step, event.run.number, event.run.updates]
+                so_far += self._awaited(event)
+                self.before[index] += so_far
+            elif event.command.awaits:
                 self.before[index] += self._awaited(event)
             if self._exchanged and event.run.updates:
                 self.before[index] += self._exchanged_before(index)
@@ -182,8 +188,6 @@ class Events:
         last = (self._num_rounds - 1) % self._size
         rows = {"own": [event.rank], "previous": [(event.rank - 1) % self._size], "last": [last]}
         for signal in event.command.awaits:
-            if event.command.stream is Stream.CPU and not event.run.is_of_nodes:
-                raise ProgramError(f"{event.label} awaits a semaphore, which commands of the CPU cannot")
             value = self._value(event.run, signal.clock) - signal.lag
             named = [signal.of] if isinstance(signal.of, int) else rows.get(signal.of, range(self._size))
             for row in named if value > 0 else ():

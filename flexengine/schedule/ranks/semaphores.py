@@ -14,7 +14,9 @@ from flexengine.schedule.layout import Layout
 
 
 class Semaphores:
-    """Numbers of those that ranks raise: pieces of gradients relayed, groups updated, the norm's squares stored."""
+    """Numbers of those that ranks raise: pieces of gradients relayed, groups updated, the norm's squares stored.
+
+    Of several nodes also groups that are stored, exchanged and gathered."""
 
     def __init__(self, layout: Layout) -> None:
         relays = layout.places.relays_pieces
@@ -30,6 +32,10 @@ class Semaphores:
     @property
     def count(self) -> int:
         """How many semaphores there are."""
+        return self._first_exchanged + self._num_stored
+
+    @property
+    def _first_exchanged(self) -> int:
         return self._norm + 1 + self._num_speculated + self._num_stored + self._num_gathered
 
     @property
@@ -53,6 +59,14 @@ class Semaphores:
 
     def _of_stored(self, group: int) -> int:
         return self._norm + 1 + self._num_speculated + group
+
+    def exchanged(self, group: int) -> Signal:
+        """This rank's pieces of a speculative group hold the sums of all nodes."""
+        return Signal(self._first_exchanged + group, "own", "update")
+
+    def exchanged_by_node(self, group: int) -> tuple[Signal, ...]:
+        """The node's gradient of a speculative group is the sum of all nodes; nothing for one node."""
+        return (self.exchanged(group)._replace(of="all"),) if self._num_stored else ()
 
     def relayed(self, group: int, part: int, piece: int) -> Signal:
         """This rank has stored a piece of a part's gradient in this round."""

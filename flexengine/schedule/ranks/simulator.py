@@ -31,10 +31,12 @@ from flexengine.schedule.ranks.links import (
     CommandWork,
     Way,
 )
+from flexengine.schedule.ranks.node_exchange import lower_exchange
 from flexengine.schedule.ranks.order import Events, RunEvents
 from flexengine.schedule.ranks.rank_run import RankRun
 from flexengine.schedule.ranks.runs import Lowered, step_of_rank
 from flexengine.schedule.ranks.transports import transport_of
+from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, cpu_share
 from flexengine.schedule.step_parts import full_step, unfinished_updates, until_gpu_ends
 
@@ -46,8 +48,6 @@ both, and shares are added. Assumed, not measured."""
 MOST_DRAWN = 2
 """Rounds like the first that are simulated on each rank beside it, and one of each other shape; more take what the last
 of them does."""
-
-
 _OF_DRIVE = {FROM_DRIVE, TO_DRIVE}
 
 
@@ -150,14 +150,17 @@ def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
 def _left_of_speculation(
     layout: Layout, shape: RoundShape, first: bool, simulated: int, rates: Rates
 ) -> list[dict[int, float]]:
-    """By rank, groups that the CPU has yet to update when the GPU has ended the last round, and what part is left."""
+    """By rank, groups that the CPU has yet to update when GPU and network have ended the last round, and what part."""
     transport, size = transport_of(layout.plan), layout.plan.request.ranks
     wave, runs = transport.full_wave(shape, size), list[list[RankRun]]()
     for rank, one in enumerate(transport.layouts(layout, simulated)):
         kind = RoundKind(True, first, "speculative", Wave(rank, size, size, 0 if first else size - 1))
         runs.append([RankRun(transport.lower_round(one, wave, kind), 0, 0, updates=False, rounds=range(size))])
+        if layout.plan.request.nodes > 1:
+            runs[rank].append(RankRun(lower_exchange(one, Share(rank, size)), 0, 0, False, range(size), exchanges=True))
     ended = simulate_runs(runs, size, rates)
-    return [unfinished_updates(timed.run.program, timed.timing) for [timed] in ended]
+    exchanged_s = max((other.start_s + other.timing.total_s for _, *others in ended for other in others), default=0.0)
+    return [unfinished_updates(t.run.program, t.timing, exchanged_s - t.start_s) for t, *_ in ended]
 
 
 def _speculates(program: Program) -> bool:

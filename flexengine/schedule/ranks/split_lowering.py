@@ -165,7 +165,9 @@ class SplitGradients(GradientLowering):
         super().update_complete_groups(index, layer)
 
     def lower_norm(self) -> None:
-        super().lower_norm()
+        """As on one rank; several nodes have the norm when they have added up all gradients, after the round."""
+        if self._layout.plan.request.nodes == 1:
+            super().lower_norm()
         if self._untold:
             signals = tuple(self._semaphores.speculated(group) for group in self._untold)
             self._builder.between_ranks(-1, signals=signals)
@@ -175,9 +177,12 @@ class SplitGradients(GradientLowering):
         add_squares(self._builder, self._layout, list(dict.fromkeys(stored)))
 
     def _speculate(self, group: int) -> None:
-        """Update what this rank has stored of a group into its second planes."""
-        own = self._own_ranges(group)
+        """Update what this rank has stored of a group into its second planes, of several nodes when the ranks of this
+        one have the sums of all."""
+        own, first = self._own_ranges(group), len(self._builder.commands)
         last = lower_speculative_update(self._builder, self._layout, group, self._stored_at_home(group), own)
+        for index in range(first, last + 1):
+            self._builder.between_ranks(index, awaits=self._semaphores.exchanged_by_node(group))
         if last < 0:
             self._untold.append(group)
         else:
@@ -318,13 +323,13 @@ class SplitUpdate(SharedUpdate):
 
     def sums_of_squares(self) -> Access:
         layout, norms = self.layout, Access(self.layout.slot("norm_squares"), "norm squares")
-        if self.kind.norm_known:
+        if self.kind.norm_known or layout.plan.request.nodes > 1:
             self.builder.holds(*norms)
-            self.builder.holds(layout.slot("run_squares"), ALL_SQUARES)
-        elif layout.plan.request.nodes == 1:
-            add_squares(self.builder, layout)
-        else:
-            self.builder.holds(*norms)
+        if layout.plan.request.nodes == 1:
+            if self.kind.norm_known:
+                self.builder.holds(layout.slot("run_squares"), ALL_SQUARES)
+            else:
+                add_squares(self.builder, layout)
         return norms
 
     def tile_sources(self) -> list[Access]:

@@ -132,14 +132,13 @@ class Alone:
         """What bytes of a stored gradient hold where an event reads them, or has written them: the sum up to this round
         of this step.
 
-        What all nodes have added up counts as one round more. A speculative update reads what its own round has left.
+        What all nodes have added up counts as one round more. A speculative update reads that, or of one node what its
+        own round has left.
         """
         run = event.run
-        if isinstance(event.command.args, UpdateTile) and not run.updates:
-            return run.step, run.number
         if run.exchanges:
             return run.step, run.number + writes
-        if run.updates:
+        if run.updates or isinstance(event.command.args, UpdateTile):
             return run.step, run.number + (layout.plan.request.nodes > 1)
         return run.step, run.number - (not writes)
 
