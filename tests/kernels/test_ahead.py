@@ -71,6 +71,7 @@ def test_a_machine_without_cores_or_memory_to_spare_compiles_as_ever(monkeypatch
         assert not compilation.wait()
 
 
+@pytest.mark.thorough
 def test_a_compiler_that_waits_is_asked_and_then_closed():
     ready = ahead.Compiler()
     with ahead.Compilation(CARD, ahead.state_of_compiler, processes=1, compiler=ready) as compilation:
