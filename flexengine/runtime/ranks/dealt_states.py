@@ -77,18 +77,12 @@ def gather_states(
 
     begins, link = dict(_places(tensors)), context.link
 
-    def write(descriptor: int) -> None:
-        failure = None
-        try:
-            for begin, tensor in begins.items() if descriptor >= 0 else ():
-                for first, data in tensor.own(weights):
-                    write_at(descriptor, begin + first * data.element_size(), data)
-        except OSError as error:
-            failure = error
+    def write(file: RanksFile) -> None:
+        for begin, tensor in begins.items() if file.is_here else ():
+            for first, data in tensor.own(weights):
+                file.write(begin + first * data.element_size(), data)
         if link is not None and weights.layout.node_states:
-            failure = _write_of_nodes(descriptor, weights, tensors, link, failure)
-        if failure is not None:
-            raise failure
+            _write_of_nodes(file, weights, tensors, link)
 
     raw = file_of_ranks(context, folder, max(begin + tensor.num_bytes for begin, tensor in begins.items()), write)
     if raw is None:
@@ -96,11 +90,43 @@ def gather_states(
     return {t.name: raw[begin : begin + t.num_bytes].view(t.dtype) for begin, t in begins.items()}
 
 
-def file_of_ranks(context: SeveralRanks, folder: Path, num_bytes: int, write: Callable[[int], None]) -> Tensor | None:
+class RanksFile:
+    """A file that the ranks of the first node write. A disk that takes nothing more is told when all have ended, as
+    ranks wait for each other meanwhile.
+
+    descriptor: -1 on the other nodes.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._failure: OSError | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this node has the file."""
+        return self._descriptor >= 0
+
+    def write(self, offset: int, data: Tensor) -> None:
+        """Write entries, unless the disk took none before."""
+        try:
+            if self._failure is None:
+                write_at(self._descriptor, offset, data)
+        except OSError as error:
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise what the first write that failed did: OSError."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def file_of_ranks(
+    context: SeveralRanks, folder: Path, num_bytes: int, write: Callable[[RanksFile], None]
+) -> Tensor | None:
     """The bytes of a file beside a checkpoint, as the rank that writes files reads them; None on the others.
 
-    Their pages are the system's, which may drop and read them again. write: called by all ranks together with the
-    file's descriptor, -1 on the other nodes. The file has no name once it is open, and goes with the last tensor.
+    Their pages are the system's, which may drop and read them again. write: called by all ranks together. The file has
+    no name once it is open, and goes with the last tensor.
     Raises: CheckpointError where the disk is too small; OSError; what `write` raises.
     """
     writes, found = context.writes_files, None
@@ -115,7 +141,9 @@ def file_of_ranks(context: SeveralRanks, folder: Path, num_bytes: int, write: Ca
             if writes:
                 os.unlink(path)
         with context.together():
-            write(descriptor)
+            file = RanksFile(descriptor)
+            write(file)
+            file.check()
         with context.together():
             if writes:
                 os.truncate(descriptor, num_bytes)
@@ -144,14 +172,8 @@ def _places(tensors: Sequence[DealtTensor]) -> Iterator[tuple[int, DealtTensor]]
         end += -(-tensor.num_bytes // 8) * 8
 
 
-def _write_of_nodes(
-    descriptor: int, weights: WeightStore, tensors: Sequence[DealtTensor], link: NodeLink, failure: OSError | None
-) -> OSError | None:
-    """Give what this rank's node keeps to the first node, whose rank in the same place writes it; all nodes at once.
-
-    failure: of what was written before. Returns the first one: where a disk takes nothing more, the others still give
-    all, as they wait for each other.
-    """
+def _write_of_nodes(file: RanksFile, weights: WeightStore, tensors: Sequence[DealtTensor], link: NodeLink) -> None:
+    """Give what this rank's node keeps to the first node, whose rank in the same place writes it; all nodes at once."""
     layout, share = weights.layout, weights.share
     for begin, tensor in _places(tensors):
         if tensor.run.group not in layout.node_states:
@@ -164,12 +186,8 @@ def _write_of_nodes(
             sizes = [0 if part is None else part[1] * width for part in parts]
             given = link.collect(data, sizes)
             for part, found in list(zip(parts, given, strict=True))[1:] if given else ():
-                try:
-                    if part is not None and failure is None:
-                        write_at(descriptor, begin + part[0] * width, found)
-                except OSError as error:
-                    failure = error
-    return failure
+                if part is not None:
+                    file.write(begin + part[0] * width, found)
 
 
 def write_at(descriptor: int, offset: int, data: Tensor) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
 from flexengine.checkpoint.safetensors_format import CheckpointError
@@ -20,7 +19,7 @@ from flexengine.checkpoint.snapshot import StoredTensor
 from flexengine.plan import Request
 from flexengine.runtime.arena import DTYPES
 from flexengine.runtime.ranks.context import RankContext, SeveralRanks
-from flexengine.runtime.ranks.dealt_states import WRITTEN_BYTES, file_of_ranks, write_at
+from flexengine.runtime.ranks.dealt_states import WRITTEN_BYTES, RanksFile, file_of_ranks
 from flexengine.runtime.ranks.kept_errors import KeptErrors
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks.node_exchange import ERROR_DTYPE
@@ -57,8 +56,8 @@ def gather_errors(layout: Layout, context: RankContext, folder: Path) -> list[St
                 begins[node, group] = sum(counts) * _DTYPE.itemsize
                 counts.append(layout.groups[group].numel)
 
-    def write(descriptor: int) -> None:
-        _write_all(descriptor, context, begins)
+    def write(file: RanksFile) -> None:
+        _write_all(file, context, begins)
 
     raw = file_of_ranks(context, folder, sum(counts) * _DTYPE.itemsize, write)
     if raw is None:
@@ -85,28 +84,14 @@ def _name(node: int, group: str) -> str:
     return f"{PREFIX}{node}/{group}"
 
 
-def _write_all(descriptor: int, context: SeveralRanks, begins: Mapping[tuple[int, int], int]) -> None:
-    """Send this rank's errors to the rank of the first node that has its place there, which writes those of all nodes.
-
-    What fails to be written is raised when all have come: the others would wait for them.
-    """
+def _write_all(file: RanksFile, context: SeveralRanks, begins: Mapping[tuple[int, int], int]) -> None:
+    """Send this rank's errors to the rank of the first node that has its place there, which writes those of all
+    nodes."""
     assert context.errors is not None
     assert context.link is not None, "there are several nodes"
-    failure: OSError | None = None
     count = max(1, WRITTEN_BYTES // (_DTYPE.itemsize * context.ranks.nodes))
     for piece in context.errors.pieces:
         for start, data in enumerate(context.errors.of(piece).split(count)):
             sizes = [data.numel() * _DTYPE.itemsize] * context.ranks.nodes
             for node, of_node in enumerate(context.link.collect(data.view(torch.uint8), sizes)):
-                at = begins[node, piece.group] + (piece.first + start * count) * _DTYPE.itemsize
-                failure = failure or _failure_of(descriptor, of_node, at)
-    if failure is not None:
-        raise failure
-
-
-def _failure_of(descriptor: int, data: Tensor, at: int) -> OSError | None:
-    try:
-        write_at(descriptor, at, data)
-    except OSError as error:
-        return error
-    return None
+                file.write(begins[node, piece.group] + (piece.first + start * count) * _DTYPE.itemsize, of_node)
