@@ -103,12 +103,7 @@ class Plan:
         slots = self.weight_slots, self.grad_slots, self.save_slots, self.optimizer_slots, self.drive_slots
         if min(*slots, self.window_slots) < 1:
             raise ValueError("every kind of slot needs at least one")
-        if self.request.nodes == 1 and any(home.states == "nodes" for home in self.groups):
-            raise ValueError("several nodes divide optimizer states, but the plan is for one")
-        if self.deals_states and not self.shares_node:
-            raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
-        if self.uses_drive and self.shares_node:
-            _check_drive_of_ranks(self)
+        _check_homes_of_ranks(self)
         if any(home.speculative for home in self.groups) and not self.may_speculate:
             raise ValueError("one rank updates speculatively, or ranks that walk layers together with whole states")
         if self.touched_only and not self.in_parts:
@@ -187,6 +182,11 @@ class Plan:
         return any(home.states in ("dealt", "nodes") for home in self.groups)
 
     @property
+    def divides_states(self) -> bool:
+        """True when nodes divide the optimizer states of some group over their hosts."""
+        return any(home.states == "nodes" for home in self.groups)
+
+    @property
     def shards(self) -> bool:
         """True when ranks keep shares of some group on their GPUs."""
         return any(home.sharded for home in self.groups)
@@ -230,7 +230,7 @@ class Plan:
     def may_speculate(self) -> bool:
         """Whether the CPU may update before it knows that nothing is clipped: each rank finds all of some gradients."""
         rules = TRANSPORTS[self.transport]
-        whole = rules.together and not (rules.cuts_rounds or any(home.states == "nodes" for home in self.groups))
+        whole = rules.together and not (rules.cuts_rounds or self.divides_states)
         return self.request.waits_for_norm and (whole or not self.shares_node)
 
     @property
@@ -311,6 +311,16 @@ def _build(cls: Any, values: dict[str, Any]) -> Any:
     if set(values) - known:
         raise ValueError(f"{cls.__name__} has no field {sorted(set(values) - known)}; known: {sorted(known)}")
     return cls(**values)
+
+
+def _check_homes_of_ranks(plan: Plan) -> None:
+    """Raise ValueError where so many ranks and nodes do not keep things so."""
+    if plan.request.nodes == 1 and plan.divides_states:
+        raise ValueError("several nodes divide optimizer states, but the plan is for one")
+    if plan.deals_states and not plan.shares_node:
+        raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
+    if plan.uses_drive and plan.shares_node:
+        _check_drive_of_ranks(plan)
 
 
 def _check_drive_of_ranks(plan: Plan) -> None:

@@ -103,14 +103,9 @@ def gpu_lines(plan: Plan) -> list[str]:
         share = f"{100 * p.exchange_wait_s / max(p.step_s, 1e-30):.1f}% of the step"
         at_work, waits = format_seconds(p.exchange_s), format_seconds(p.exchange_wait_s)
         beside = f"for {at_work} beside the last backward pass; {waits} of it, {share}, all else waits"
-        does = "add up gradients and give each other weights" if _over_nodes(plan) else "add up gradients"
+        does = "add up gradients and give each other weights" if plan.divides_states else "add up gradients"
         lines.append(f"network: nodes {does} {beside}")
     return lines
-
-
-def _over_nodes(plan: Plan) -> bool:
-    """Whether nodes divide the optimizer states of some group."""
-    return any(home.states == "nodes" for home in plan.groups)
 
 
 def _owners(plan: Plan) -> str:

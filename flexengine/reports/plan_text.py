@@ -250,7 +250,7 @@ def shortage_report(error: ShortageError, planned: Sequence[Plan | None]) -> str
         lines.append(f"the smallest plan needs {format_bytes(required)} of {format_bytes(budget)} {place}{missing}")
         if missing:  # the categories of a memory that suffices do not help
             lines += indented_columns([(name, format_bytes(size)) for name, size in largest_first(categories) if size])
-    if any(home.states == "nodes" for home in needs.plan.groups):
+    if needs.plan.divides_states:
         lines.append(f"it divides the optimizer states over {request.nodes} nodes; more nodes would keep less each")
     lines.append("fits with one of" if error.remedies else "no change that was tried makes it fit")
     speeds = map(_speed, [*planned, *[None] * (len(error.remedies) - len(planned))])

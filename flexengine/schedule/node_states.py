@@ -70,11 +70,11 @@ class NodeStates:
 
     def num_bytes(self, kind: PlaneKind) -> int:
         """Bytes that a node keeps of one of the planes."""
-        return max((end for _, end in self._ranges(kind).values()), default=0)
+        return max((end for _, end in self._ranges.get(kind, {}).values()), default=0)
 
     def offset(self, segment: Segment, plane: Plane, place: int) -> int:
         """Where a node keeps the state of an element, by its number: the first byte in the plane's slot."""
-        return self._ranges(plane.kind)[segment.name][0] + plane.num_bytes(place)
+        return self._ranges[plane.kind][segment.name][0] + plane.num_bytes(place)
 
     def spans(self, segment: Segment, share: Share) -> list[NodeSpan]:
         """What one of a node's ranks updates of the node's shares of a segment: what of these lies in its own."""
@@ -108,14 +108,15 @@ class NodeStates:
                     ends[segment.name] += SHARE_ELEMENTS * (1 + -(-most // SHARE_ELEMENTS))
         return found, ends
 
-    def _ranges(self, kind: PlaneKind) -> dict[str, tuple[int, int]]:
-        """By segment, where its states begin and end in their slot."""
-        found, end = {}, 0
+    @cached_property
+    def _ranges(self) -> dict[PlaneKind, dict[str, tuple[int, int]]]:
+        """By kind and segment, where its states begin and end in their slot."""
+        found, ends = dict[PlaneKind, dict[str, tuple[int, int]]](), dict[PlaneKind, int]()
         for segment in self._stored.segments:
-            plane = next((plane for plane in segment.planes if plane.kind == kind), None)
-            if plane is not None:
-                start, end = align(end), align(end) + plane.num_bytes(self.placed[1][segment.name])
-                found[segment.name] = start, end
+            for plane in segment.planes:
+                start = align(ends.get(plane.kind, 0))
+                ends[plane.kind] = start + plane.num_bytes(self.placed[1][segment.name])
+                found.setdefault(plane.kind, {})[segment.name] = start, ends[plane.kind]
         return found
 
 

@@ -159,9 +159,8 @@ def _may_gain_early(plan: Plan | None) -> bool:
 
 
 def _as_split(node: NodeProblem) -> Plan | None:
-    divided = any(home.states == "nodes" for home in node.of_one.groups)
     try:
-        split = as_split(node.of_rank, node.of_one, with_node_states if divided else find_plan)
+        split = as_split(node.of_rank, node.of_one, with_node_states if node.of_one.divides_states else find_plan)
     except PlanError:
         if node.split_again is None:
             raise

@@ -135,9 +135,9 @@ def exchange_bytes(layout: Layout) -> int:
     request, sent = layout.plan.request, sent_as(layout)
     if request.nodes == 1:
         return 0
-    shares = [own_pieces(layout, Share(rank, request.ranks)) for rank in range(request.ranks)]
-    most = max(sum(piece.numel for piece in own) for own in shares)  # small pieces may all be one rank's
-    numel = max((piece.numel for piece in node_pieces(layout)), default=0)
+    sizes = [piece.numel for piece in node_pieces(layout)]
+    most = max(sum(Share(rank, request.ranks).every(sizes)) for rank in range(request.ranks))  # not by their number
+    numel = max(sizes, default=0)
     copies = request.nodes * sent.num_bytes(-(-numel // request.nodes))
     rounded = sent.num_bytes(numel) + request.nodes * sent.keeps_errors if sent.name != sent.stored else 0
     kept = DTYPE_BYTES[ERROR_DTYPE] * most if sent.keeps_errors else 0
