@@ -313,5 +313,8 @@ if __name__ == "__main__":
     with FakeTensorMode():  # what it imports takes as long as all else does
         for _module in sys.argv[1:]:
             importlib.import_module(_module)
-    (_capability, *_sizes), *_asked = json.loads(sys.stdin.buffer.read() or "[[0]]")
-    sys.exit(min(100, compile_all(Card(tuple(_capability), *_sizes), *_asked)) if _asked else 1)
+    _told = sys.stdin.buffer.read()
+    if not _told:
+        sys.exit(1)  # nobody has asked
+    (_capability, *_sizes), *_asked = json.loads(_told)
+    sys.exit(min(100, compile_all(Card(tuple(_capability), *_sizes), *_asked)))

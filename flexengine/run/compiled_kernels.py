@@ -47,8 +47,8 @@ def kernels_of(model: str | Path, planned: PlannedRun) -> CompiledAhead | nullco
     asked = json.dumps(options, default=str), planned.plan.to_json(), attention, json.dumps(choices)
     memory = planned.profile.memory
     room_bytes = memory.host_available_bytes + memory.host_base_bytes - planned.plan.request.max_host_bytes
-    arguments, limits = (launch_planned, str(model), *asked), {"room_bytes": room_bytes, "compiler": READY.process}
-    return CompiledAhead(planned.source.spec.name, planned.device, *arguments, **limits)
+    named, work = (planned.source.spec.name, planned.device), (launch_planned, str(model), *asked)
+    return CompiledAhead(*named, *work, room_bytes=room_bytes, compiler=READY.process)
 
 
 def launch_planned(model: str, options: str, plan: str, attention: Any, choices: str) -> None:

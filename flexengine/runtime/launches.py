@@ -84,8 +84,9 @@ class CompiledAhead:
             key = *state_of_compiler(), torch.cuda.get_device_name(device), arguments
             self._path = profile_path(name, key, "kernels")
             if read_remembered(self._path, str) is None:
-                limits = {"room_bytes": room_bytes, "compiler": compiler}
-                self._compilation = begin_compiling(device, work, *arguments, **limits)
+                self._compilation = begin_compiling(
+                    device, work, *arguments, room_bytes=room_bytes, compiler=compiler
+                )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
