@@ -5,7 +5,7 @@
     python -m bench.fp8_loss --preset demo --dataset docs --modes keep-fp8-inputs        # the text of docs/
 
 Runs `train` for values of --matmul-dtype and of --keep-dtype, bfloat16 first, which measures the machine, then the
-others at once, and compares each with bfloat16:
+others at once, as all of a second learning rate, and compares each with bfloat16:
 the loss of a held-out part of the data after the last step, and the mean training loss of every WINDOW steps; float32
 says how far rounding moves a run anyway. The model has a preset's shape with so many layers, random weights and the
 bundled tokenizer. Exit status 0: with fp8-blockwise the held-out loss is within MOST_DIFFERENCE of bfloat16's.
@@ -92,8 +92,8 @@ def compare(found: dict[str, tuple[list[float], float]]) -> dict[str, dict]:
     return summary
 
 
-def run_all(args: argparse.Namespace, lr: float) -> dict[str, tuple[list[float], float]]:
-    """Train in all modes. Raises: RuntimeError naming modes that failed."""
+def run_all(args: argparse.Namespace, lr: float, at_once: bool) -> dict[str, tuple[list[float], float]]:
+    """Train in all modes: at once, or all but bfloat16, which goes first. Raises: RuntimeError naming what failed."""
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         model.mkdir()
@@ -102,8 +102,7 @@ def run_all(args: argparse.Namespace, lr: float) -> dict[str, tuple[list[float],
             write_pages(Path(PAGES.format(name)))
         modes = ["bfloat16", *(mode for mode in args.modes if mode != "bfloat16")]
         failed = []
-        # those at once find the rates that the first one measured, which on a CPU decide nothing
-        for some in (modes[:1], modes[1:]) if args.device != "cpu" else (modes,):
+        for some in (modes,) if at_once else (modes[:1], modes[1:]):
             runs = {mode: start(args, model, Path(name) / mode, mode, lr) for mode in some}
             failed += [mode for mode, run in runs.items() if run.wait()]
         if failed:
@@ -129,7 +128,8 @@ def main() -> int:
     args = parser.parse_args()
     results, within = {}, True
     for lr in args.lr:
-        found = run_all(args, lr)
+        # those at once find the rates that the first run measured, which on a CPU decide nothing
+        found = run_all(args, lr, at_once=bool(results) or args.device == "cpu")
         summary = compare(found)
         for mode, row in summary.items():
             apart = " ".join(f"{100 * d:+.2f}%" for d in row["differences"])
@@ -139,9 +139,9 @@ def main() -> int:
         within = within and (blocks is None or abs(blocks["held_out_difference"]) <= MOST_DIFFERENCE)
         losses = {mode: [each[0][0], *each[0][9::10]] for mode, each in found.items()}
         results[f"{lr:g}"] = {"summary": summary, "losses_of_the_first_and_every_tenth_step": losses}
-    if args.json:
-        options = {name: value for name, value in vars(args).items() if name not in ("json", "dataset")}
-        write_json(args.json, {"options": options, "dataset": Path(args.dataset).name, "by_lr": results})
+        if args.json:
+            options = {name: value for name, value in vars(args).items() if name not in ("json", "dataset")}
+            write_json(args.json, {"options": options, "dataset": Path(args.dataset).name, "by_lr": results})
     return 0 if within else 1
 
 
