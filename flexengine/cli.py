@@ -185,10 +185,14 @@ def _train(config: TrainConfig, command: list[str], **keywords: Any) -> int:
     if config.gpus > 1 and not is_rank():
         return launch(config.gpus, ["-m", "flexengine", *command])
     logging.basicConfig(level=config.logging.upper(), format="%(message)s", handlers=[StderrHandler()], force=True)
-    with loading():
-        from flexengine.run.trainer import train  # noqa: PLC0415, loads torch
+    from flexengine.run.first_start import READY, begin_first_start  # noqa: PLC0415, other commands do not need it
 
-    return train(config, **keywords)
+    with READY:
+        begin_first_start(config)
+        with loading():
+            from flexengine.run.trainer import train  # noqa: PLC0415, loads torch
+
+        return train(config, **keywords)
 
 
 def run_completion(argv: list[str]) -> int:

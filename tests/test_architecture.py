@@ -73,6 +73,7 @@ ARROWS: dict[str, set[str]] = {
         "metrics",
         "models",
         "objectives",
+        "ops",
         "optim",
         "options",
         "output",

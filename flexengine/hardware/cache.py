@@ -33,8 +33,17 @@ def profile_path(readable: str, key: Sequence[object], kind: str = "profiles") -
     if folder is None:
         return None
     digest = hashlib.sha256(repr(tuple(key)).encode()).hexdigest()[:12]
-    name = re.sub(r"[^a-z0-9]+", "-", readable.lower()).strip("-")
-    return folder / kind / f"{name}-{digest}.json"
+    return folder / kind / f"{_file_name(readable)}-{digest}.json"
+
+
+def remembers_any(readable: str, kind: str) -> bool:
+    """Whether there is any file of this kind with this name, whatever it depends on."""
+    folder = _cache_folder()
+    return folder is not None and any((folder / kind).glob(f"{_file_name(readable)}-*.json"))
+
+
+def _file_name(readable: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", readable.lower()).strip("-")
 
 
 def read_cached(path: Path | None) -> HardwareProfile | None:

@@ -11,7 +11,7 @@ import torch
 
 from flexengine.hardware.busy import busy_signs
 from flexengine.hardware.cache import age_s, profile_path, read_cached, write_cached
-from flexengine.hardware.host_memory import host_memory
+from flexengine.hardware.host_memory import HostMemory, host_memory
 from flexengine.hardware.machine_rates import pooled, remembered_machine
 from flexengine.hardware.measure.cpu import HEAD_DIM as CPU_HEAD_DIM
 from flexengine.hardware.measure.cpu import measure_cpu_machine, measure_cpu_model
@@ -21,9 +21,12 @@ from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, rele
 from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import DEFAULT_SHAPE, HardwareProfile, ProbeShape
 from flexengine.native import library
+from flexengine.native.memory_limits import PROC
+from flexengine.native.proc_files import keyed_number
 from flexengine.native.threads import host_threads
 from flexengine.ops.attention.packages import installed_packages
 from flexengine.ops.fp8 import SCALINGS
+from flexengine.ops.ready_compiler import READY
 
 PROBE_VERSION = 14  # part of the cache key: raise it when what is measured changes its meaning
 NODE_VERSION = 3  # the same of what several ranks reach at once
@@ -169,7 +172,7 @@ def _probe_cuda(
     context_bytes = min(max(gpu_used_bytes(device) - held_bytes, 0), MAX_CONTEXT_BYTES)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     release_unused_heap()
-    host = host_memory()
+    host = _host_memory()
     sizes = (total_bytes, free_bytes, context_bytes, host.total_bytes, host.available_bytes, _base_bytes(before_bytes))
     return rates.profile(torch.cuda.get_device_name(device), "cuda", *sizes)
 
@@ -226,7 +229,7 @@ def _with_current_memory(profile: HardwareProfile, device: torch.device) -> Hard
     With rates from the cache, kernels and libraries are not loaded yet. As far as the process has not grown by them
     since its first probe, they will come on top of what it holds, and take their part of what is free.
     """
-    host, resident = host_memory(), resident_bytes()
+    host, resident = _host_memory(), resident_bytes()
     grown_bytes = max(0, resident - _at_first_probe_bytes.get(device.type, resident))
     pending_bytes = max(0, profile.memory.host_base_bytes - _AT_IMPORT_BYTES - grown_bytes)
     base_bytes = max(profile.memory.host_base_bytes, resident + pending_bytes)
@@ -245,6 +248,15 @@ def _with_current_memory(profile: HardwareProfile, device: torch.device) -> Hard
         host_available_bytes=free_host_bytes,
         host_base_bytes=base_bytes,
     )
+
+
+def _host_memory() -> HostMemory:
+    """What `host_memory` says, with what the process has that compiles for this one: it ends before the first step."""
+    host, process = host_memory(), READY.process
+    if process is None:
+        return host
+    held_bytes = 1024 * (keyed_number(PROC / f"{process.pid}/smaps_rollup", "Private_Dirty:") or 0)
+    return HostMemory(host.total_bytes, min(host.total_bytes, host.available_bytes + held_bytes))
 
 
 def release_cached_memory() -> None:

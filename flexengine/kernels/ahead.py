@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections import deque
@@ -31,15 +30,13 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from flexengine.kernels import attention_tilings
+from flexengine.kernels.compiler import Compiler, spare_processes
 
-MOST_PROCESSES, SPARED_CORES = 12, 2
-"""A step has some twenty kernels, of which a few take most of the time. Spared: the process that waits reads weights,
-or measures the card, at the same time."""
-PROCESS_BYTES = 3 * 2**28
-"""What a process that compiles may take of host memory, beside what the one that it was forked from has."""
 OWN_PACKAGE = "flexengine"
 LONGEST_S = 120.0
 """After so long nobody waits any more for a process that hangs."""
+YIELDING = 5
+"""How nice the process is that compiles: rates of the host's cores are measured beside it."""
 
 logger = logging.getLogger(__name__)
 
@@ -140,71 +137,21 @@ def state_of_compiler() -> tuple[object, ...]:
     return knobs.cache.dir, triton.__version__, *((name, state.st_size, state.st_mtime_ns) for name, state in sources)
 
 
-class Compiler:
-    """A process that imports what compiling takes, and then waits to be asked once.
-
-    modules: of this package, that the work is in. It ends with this process, where nobody asks or closes it.
-    """
-
-    def __init__(self, *modules: str) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        with suppress(OSError):  # launches compile as ever
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, *modules],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # a context of the card would take its memory
-                start_new_session=True,
-            )
-
-    def ask(self, asked: object) -> None:
-        """Have it compile: what `compile_all` takes, as values for JSON."""
-        if self._process is not None and self._process.stdin is not None:
-            with suppress(OSError), self._process.stdin as pipe:  # it may have been killed
-                pipe.write(json.dumps(asked, default=str).encode())
-
-    def wait(self, longest_s: float) -> int | None:
-        """Wait for its exit status; None where it does not end, or never began."""
-        with suppress(subprocess.TimeoutExpired):
-            return None if self._process is None else self._process.wait(longest_s)
-        return None
-
-    def close(self) -> None:
-        """End it, and what it has begun. May be called again."""
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, 9)
-            process.wait()
-            if process.stdin is not None:
-                with suppress(OSError):
-                    process.stdin.close()
-
-
-def spare_processes(room_bytes: int | None = None) -> int:
-    """How many processes may compile at once: as many as there are cores and memory to spare, and none of fewer than
-    two."""
-    spare = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - SPARED_CORES)
-    if room_bytes is not None:
-        spare = min(spare, room_bytes // PROCESS_BYTES - 1)  # one notes the launches
-    return spare if spare >= 2 else 0
-
-
 class Compilation:
     """Compiles all that a call launches, in a process that has others do it, until `wait` or `close`.
 
     work, arguments: a function of a module of this package, and values for JSON, with which it is called. What it
     launches takes tensors without memory (`ops/compiling.py`).
     room_bytes: host memory that nothing else needs meanwhile; None: no bound. processes: how many compile at once;
-    None: `spare_processes`. compiler: a process that waits to be asked.
+    None: `spare_processes`. compiler: a process that waits to be asked, and that others ask later, unless this one
+    closes it, as where it is not waited for; None: one of its own.
     """
 
     def __init__(
         self, card: Card, work: Callable[..., object], *arguments: object, room_bytes: int | None = None,
         processes: int | None = None, compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
-        self._began_s = time.monotonic()
+        self._began_s, self._is_shared = time.monotonic(), compiler is not None
         self._compiler = compiler
         processes = spare_processes(room_bytes) if processes is None else processes
         if not processes:
@@ -223,13 +170,13 @@ class Compilation:
         """Wait until all is compiled that can be; gives up after LONGEST_S, and returns False."""
         if self._compiler is None:
             return False
-        try:
-            failed = self._compiler.wait(LONGEST_S)
-        finally:
-            self.close()
+        failed = self._compiler.wait(LONGEST_S)
+        if self._is_shared and failed is not None:
+            self._compiler = None
+        self.close()
         took_s = time.monotonic() - self._began_s
         logger.info("kernels were compiled within %.1f s%s", took_s, ", but not all of them" if failed != 0 else "")
-        return failed is not None and failed >= 0
+        return failed is not None
 
     def close(self) -> None:
         """End what still compiles. May be called again."""
@@ -309,12 +256,19 @@ def build_launcher(kernel: Any) -> None:
     CudaLauncher(kernel.src, kernel.metadata)
 
 
-if __name__ == "__main__":
+def serve(modules: Sequence[str]) -> None:
+    """Answer what a `Compiler` asks until it asks no more: a line of JSON each, by a line that says how many failed."""
+    os.nice(YIELDING)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # nothing else that is printed is an answer
     with FakeTensorMode():  # what it imports takes as long as all else does
-        for _module in sys.argv[1:]:
-            importlib.import_module(_module)
-    _told = sys.stdin.buffer.read()
-    if not _told:
-        sys.exit(1)  # nobody has asked
-    (_capability, *_sizes), *_asked = json.loads(_told)
-    sys.exit(min(100, compile_all(Card(tuple(_capability), *_sizes), *_asked)))
+        for module in modules:
+            importlib.import_module(module)
+    for line in sys.stdin.buffer:
+        (capability, *sizes), *asked = json.loads(line)
+        failed = compile_all(Card(tuple(capability), *sizes), *asked)
+        os.write(answers, f"{failed}\n".encode())
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -11,38 +11,30 @@ import torch
 
 from flexengine.ops import fp8_blocks
 from flexengine.ops.cards import multiplies_in_kernels
+from flexengine.ops.ready_compiler import READY
 
 if TYPE_CHECKING:
-    from flexengine.kernels.ahead import Compilation, Compiler
+    from flexengine.kernels.ahead import Compilation
 
 
 def begin_compiling(
-    device: torch.device, work: Callable[..., object], *arguments: object, room_bytes: int | None = None,
-    compiler: Compiler | None = None,
-) -> Compilation | None:  # fmt: skip
+    device: torch.device, work: Callable[..., object], *arguments: object, room_bytes: int | None = None
+) -> Compilation | None:
     """Begin to compile what a call will launch on a device, which another process makes; None where no such card is.
 
     work: a function of a module, which launches kernels inside `without_memory`; arguments: values for JSON.
-    room_bytes: host memory that this may take; None: no bound. compiler: of `ready_compiler`.
+    room_bytes: host memory that this may take; None: no bound.
     """
-    if not _compiles(device):
+    if not compiles(device):
         return None
     from flexengine.kernels import ahead  # noqa: PLC0415 (Triton is imported when first used)
 
-    return ahead.Compilation(ahead.card_of(device), work, *arguments, room_bytes=room_bytes, compiler=compiler)
+    card, ready = ahead.card_of(device), READY.process
+    return ahead.Compilation(card, work, *arguments, room_bytes=room_bytes, compiler=ready)
 
 
-def ready_compiler(device: torch.device, work: Callable[..., object]) -> Compiler | None:
-    """Have a process import what compiling takes, and wait for a `begin_compiling` with it; None where none would
-    compile."""
-    if not _compiles(device):
-        return None
-    from flexengine.kernels import ahead  # noqa: PLC0415 (as above)
-
-    return ahead.Compiler(work.__module__) if ahead.spare_processes() else None
-
-
-def _compiles(device: torch.device) -> bool:
+def compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled ahead for a device."""
     return device.type == "cuda" and multiplies_in_kernels(device)
 
 

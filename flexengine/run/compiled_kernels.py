@@ -8,18 +8,28 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flexengine.api import PlannedRun, build, open_source
 from flexengine.hardware.profile import attention_choices, preferred_attention
 from flexengine.metrics import format_bytes
+from flexengine.ops.compiling import compiles
 from flexengine.optim import OPTIMIZERS, Optimizer
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
 from flexengine.plan import Plan
 from flexengine.request import described, with_read_adapter
+from flexengine.run.first_start import COMPILING, READY
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.engine_parts import EngineSettings
-from flexengine.runtime.launches import CompiledAhead, ReadyCompiler, launch_step
+from flexengine.runtime.launches import CompiledAhead, launch_step
 from flexengine.runtime.weights.weight_store import check_checkpoint
+
+
+def begin_compiler(device: torch.device) -> None:
+    """Have a process import what compiling for a device takes, while a plan is searched for."""
+    if compiles(device):
+        READY.begin(*COMPILING)
 
 
 def built_with_kernels(model: str | Path, planned: PlannedRun, optimizer: Optimizer) -> Engine:
@@ -48,7 +58,7 @@ def kernels_of(model: str | Path, planned: PlannedRun) -> CompiledAhead | nullco
     memory = planned.profile.memory
     room_bytes = memory.host_available_bytes + memory.host_base_bytes - planned.plan.request.max_host_bytes
     named, work = (planned.source.spec.name, planned.device), (launch_planned, str(model), *asked)
-    return CompiledAhead(*named, *work, room_bytes=room_bytes, compiler=READY.process)
+    return CompiledAhead(*named, *work, room_bytes=room_bytes)
 
 
 def launch_planned(model: str, options: str, plan: str, attention: Any, choices: str) -> None:
@@ -75,7 +85,3 @@ def launch_planned(model: str, options: str, plan: str, attention: Any, choices:
 def _as_option(value: Any) -> Any:
     """A value out of JSON as options have it: several of something are a tuple."""
     return tuple(_as_option(each) for each in value) if isinstance(value, list) else value
-
-
-READY = ReadyCompiler(launch_planned)
-"""That of this process."""

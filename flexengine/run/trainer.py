@@ -29,7 +29,7 @@ from flexengine.parallel.team import Team, is_first, join, told_by_first
 from flexengine.run.callbacks import Callback, Callbacks
 from flexengine.run.card_health import StepCard
 from flexengine.run.closing import show_samples, summary
-from flexengine.run.compiled_kernels import READY, built_with_kernels
+from flexengine.run.compiled_kernels import READY, begin_compiler, built_with_kernels
 from flexengine.run.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.run.feedback import Reviewer
 from flexengine.run.folder import check_disk, check_run_folder, started_run_folder
@@ -235,7 +235,7 @@ def stop_status(saver: RunSaver, last_step: int) -> int:
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
     """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
-    asked = {"whole_steps": True} if config.dry_run else {"whole_steps": True, "searching": READY.begin}
+    asked = {"whole_steps": True} if config.dry_run else {"whole_steps": True, "searching": begin_compiler}
     return plan_with_room(config, lambda **how: prepare_job(config.model, config.as_job(), **asked, **how))
 
 

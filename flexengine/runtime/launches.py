@@ -18,7 +18,7 @@ from torch import Tensor
 from flexengine.hardware.cache import profile_path, read_remembered, write_remembered
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.base import DropoutDraws
-from flexengine.ops.compiling import begin_compiling, ready_compiler, without_memory
+from flexengine.ops.compiling import begin_compiling, without_memory
 from flexengine.optim import Optimizer
 from flexengine.plan import Plan
 from flexengine.runtime.arena import Arenas
@@ -36,7 +36,7 @@ from flexengine.schedule.packing import PackedChunk, pack, packed_shape
 from flexengine.schedule.ranks.transports import layout_of, transport_of
 
 if TYPE_CHECKING:
-    from flexengine.kernels.ahead import Compilation, Compiler
+    from flexengine.kernels.ahead import Compilation
 
 
 class UnallocatedArenas(Arenas):
@@ -46,26 +46,6 @@ class UnallocatedArenas(Arenas):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-class ReadyCompiler:
-    """The process that will compile what a call launches: it imports what that takes while a plan is searched for."""
-
-    def __init__(self, work: Callable[..., object]) -> None:
-        self.process: Compiler | None = None
-        self._work = work
-
-    def begin(self, device: torch.device) -> None:
-        """Start it, unless that was done."""
-        self.process = self.process or ready_compiler(device, self._work)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        process, self.process = self.process, None
-        if process is not None:
-            process.close()
-
-
 class CompiledAhead:
     """Compiles what a call launches, until `wait` or the end of a block, unless an earlier start has done that.
 
@@ -73,9 +53,8 @@ class CompiledAhead:
     """
 
     def __init__(
-        self, name: str, device: torch.device, work: Callable[..., object], *arguments: object, room_bytes: int,
-        compiler: Compiler | None = None,
-    ) -> None:  # fmt: skip
+        self, name: str, device: torch.device, work: Callable[..., object], *arguments: object, room_bytes: int
+    ) -> None:
         self._path: Path | None = None
         self._compilation: Compilation | None = None
         if device.type == "cuda":
@@ -84,9 +63,7 @@ class CompiledAhead:
             key = *state_of_compiler(), torch.cuda.get_device_name(device), arguments
             self._path = profile_path(name, key, "kernels")
             if read_remembered(self._path, str) is None:
-                self._compilation = begin_compiling(
-                    device, work, *arguments, room_bytes=room_bytes, compiler=compiler
-                )  # fmt: skip
+                self._compilation = begin_compiling(device, work, *arguments, room_bytes=room_bytes)
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 import torch
 
-from flexengine.kernels import ahead
+from flexengine.kernels import ahead, compiler
 from flexengine.ops import fp8_blocks
 from flexengine.ops.compiling import without_memory
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE, Operand
@@ -63,26 +63,45 @@ def test_processes_compile_so_many_at_a_time_and_failures_are_counted(monkeypatc
     assert {path.name for path in tmp_path.iterdir()} == set("01234")
 
 
-@pytest.mark.parametrize(("cores", "room_bytes"), [(3, None), (16, 3 * ahead.PROCESS_BYTES - 1)])
+@pytest.mark.parametrize(("cores", "room_bytes"), [(3, None), (16, 3 * compiler.PROCESS_BYTES - 1)])
 def test_a_machine_without_cores_or_memory_to_spare_compiles_as_ever(monkeypatch, cores: int, room_bytes: int | None):
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(ahead.subprocess, "Popen", lambda *_, **__: pytest.fail("it starts a process"))
+    monkeypatch.setattr(compiler.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(compiler.subprocess, "Popen", lambda *_, **__: pytest.fail("it starts a process"))
     with ahead.Compilation(CARD, print, room_bytes=room_bytes) as compilation:
         assert not compilation.wait()
 
 
+def test_a_compiler_is_asked_again_and_ended_when_it_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The process is a stand-in, as the real one imports for seconds: one of "fail" counts as failed, no more do."""
+    lines = "for line in iter(input, ''):\n    while 'hang' in line: pass\n    print(line.count('fail'), flush=True)"
+    (tmp_path / "stand_in.py").write_text(lines)
+    monkeypatch.setattr(compiler, "PROGRAM", "stand_in")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ready = compiler.Compiler()
+    for asked in ([], ["fail"]):
+        with ahead.Compilation(CARD, print, *asked, processes=1, compiler=ready) as compilation:
+            assert compilation.wait()
+        assert ready.pid is not None, "it serves later calls"
+    monkeypatch.setattr(ahead, "LONGEST_S", 0.1)
+    with ahead.Compilation(CARD, print, "hang", processes=1, compiler=ready) as compilation:
+        assert not compilation.wait()
+    assert (ready.pid, ready.wait(0.0)) == (None, None), "it is ended"
+
+
 @pytest.mark.thorough
-def test_a_compiler_that_waits_is_asked_and_then_closed():
-    ready = ahead.Compiler()
-    with ahead.Compilation(CARD, ahead.state_of_compiler, processes=1, compiler=ready) as compilation:
-        assert compilation.wait(), "a call that launches nothing ends well"
-    assert ready.wait(0.0) is None, "it is closed"
+def test_the_process_that_compiles_answers_calls_one_after_the_other():
+    ready = compiler.Compiler()
+    for _ in range(2):
+        with ahead.Compilation(CARD, ahead.state_of_compiler, processes=1, compiler=ready) as compilation:
+            assert compilation.wait(), "a call that launches nothing ends well"
+    ready.close()
+    assert (ready.pid, ready.wait(0.0)) == (None, None)
 
 
 def test_a_compiler_that_may_not_compile_is_closed():
     closed = list[bool]()
     ready = SimpleNamespace(close=lambda: closed.append(True))
-    with ahead.Compilation(CARD, print, room_bytes=0, compiler=cast("ahead.Compiler", ready)):
+    with ahead.Compilation(CARD, print, room_bytes=0, compiler=cast("compiler.Compiler", ready)):
         assert closed == [True]
 
 
