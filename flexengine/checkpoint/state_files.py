@@ -128,6 +128,7 @@ def _check_engine(engine: Fields) -> None:
         exchange.text("sent")
         exchange.whole("nodes", 2)
         exchange.number("weight")
+        exchange.number("usual")
     if engine.values.get("lora") is not None:
         engine.fields("lora").whole("rank", 1)
         engine.fields("lora").number("scale")

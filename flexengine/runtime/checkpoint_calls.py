@@ -90,7 +90,8 @@ class CheckpointCalls(EngineParts):
             with self.context.together(), self.executor.on_compute_stream():
                 load_tensors(self.weights, reader, errors)
         if self.context.errors is not None:
-            self.context.errors.begin(found["engine"]["exchange"]["weight"] if taken else None)
+            saved = found["engine"]["exchange"] if taken else {}
+            self.context.errors.begin(*(saved[name] for name in ("weight", "usual") if taken))
         self.executor.synchronize()
         self.planes.fetch()
         self.state.start_accumulation()
