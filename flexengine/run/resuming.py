@@ -165,10 +165,12 @@ def check_same_data(point: ResumePoint, data: TrainingData, num_steps: int) -> N
 
 
 def describe_resumption(point: ResumePoint, config: TrainConfig, num_steps: int, request: Request) -> str:
-    """Say where a run goes on, which options differ from those of the run that saved the checkpoint, and what of it is
-    lost."""
+    """Say where a run goes on, what differs from the run that saved the checkpoint, and what of it is lost."""
     text = f"resumed after step {point.step} of {num_steps} from {point.checkpoint.folder}"
     differing, saved = differing_options(point, config), point.engine.get("exchange")
+    nodes = point.engine.get("nodes", request.nodes)
+    if nodes != request.nodes:
+        text += f"\n  nodes that add up gradients: {nodes} -> {request.nodes}, which changes last bits"
     if saved is not None and not are_taken(point.engine, request):
         now = f"{request.nodes} exchange {request.exchanged}" if request.nodes > 1 else "one exchanges nothing"
         text += f"\n  dropped: what {saved['nodes']} nodes had lost of gradients to {saved['sent']} in the last step;"
