@@ -182,7 +182,7 @@ OTHERWISE = {
         ),
         RANKS,
     ),
-    "gradient_compression": "give --exchange-dtype, as which several nodes send gradients",
+    "gradient_compression": "give --exchange-dtype for what several nodes send, --grad-dtype for what is stored",
     "device_id": "give --device cuda:N",
     "revision": "give --model ORG/NAME@REVISION",
     "model_revision": "give --model ORG/NAME@REVISION",
