@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.checkpoint.atomic import atomic_file
+from flexengine.checkpoint.manifest import manifest_path
 from flexengine.checkpoint.run_checkpoints import RunCheckpoint, checkpoints_of, fault_of, whole_checkpoints
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.state_files import STATE_FILE, Fields, read_description
 from flexengine.options.option import flag_of, options_of
 from flexengine.options.train_config import TrainConfig
+from flexengine.parallel.team import Team, is_first
 from flexengine.plan import Request
 from flexengine.run.state import LOGS, DataPlace, LogRecord, RunState
 from flexengine.run.training_data import TrainingData
@@ -94,6 +96,27 @@ def resume_points(config: TrainConfig) -> list[ResumePoint]:
     if not found:
         print(f"--resume auto: {config.run_folder} has no checkpoint, so the run starts from the beginning")
     return found
+
+
+def seen_by_all(points: list[ResumePoint], team: Team | None) -> list[ResumePoint]:
+    """The checkpoints that all nodes read alike, as each may have a disk of its own.
+
+    Raises: ValueError unless the best one is among them, as going on with an older one would lose it.
+    """
+    if team is None or team.ranks.nodes == 1 or not points:
+        return points
+    paths = [manifest_path(point.checkpoint.folder) for point in points]
+    seals = team.control.gather([path.read_text() if path.is_file() else "" for path in paths])
+    with team.control.all_or_none():
+        others = [(rank, found[0]) for rank, found in enumerate(seals) if found[0] != seals[0][0]]
+        if others and is_first(team):
+            (rank, seal), folder = others[0], points[0].checkpoint.folder
+            found = f"another {folder} than rank 0" if seal else f"no {folder}, which rank 0 has"
+            raise ValueError(
+                f"rank {rank} finds {found}; all nodes read a checkpoint, so give an --output-dir that they share, or"
+                " copy the folder to each"
+            )
+    return [point for point, *found in zip(points, *seals, strict=True) if len(set(found)) == 1]
 
 
 def saved_date(config: TrainConfig) -> str | None:

@@ -50,6 +50,7 @@ from flexengine.run.resuming import (
     load_point,
     resume_points,
     saved_date,
+    seen_by_all,
 )
 from flexengine.run.saver import STOPPED, RunSaver
 from flexengine.run.start_times import START
@@ -113,6 +114,7 @@ def _train(
     elif config.template_date is not None:
         print(f"--template-date {config.template_date}: the chat template writes no date", file=sys.stderr)
     points = told_by_first(team, lambda: check_folder(config, source, checked, replace), *POINT_RECORDS)
+    points = seen_by_all(points, team)
     add_teacher(config, source, checked.data, team)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)

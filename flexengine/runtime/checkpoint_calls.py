@@ -93,6 +93,8 @@ class CheckpointCalls(EngineParts):
             saved = found["engine"]["exchange"] if taken else {}
             self.context.errors.begin(*(saved[name] for name in ("weight", "usual") if taken))
         self.executor.synchronize()
+        if self.plan.request.nodes > 1:
+            self.context.agree(self.weights.sampled_digest(), "checkpoint")
         self.planes.fetch()
         self.state.start_accumulation()
         if self.state.loss_scale is not None:
