@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.state_files import STATE_FILE, Fields, read_description
 from flexengine.options.option import flag_of, options_of
 from flexengine.options.train_config import TrainConfig
-from flexengine.parallel.team import Team, is_first
+from flexengine.parallel.team import Team, is_first, told_by_first
 from flexengine.plan import Request
 from flexengine.run.state import LOGS, DataPlace, LogRecord, RunState
 from flexengine.run.training_data import TrainingData
@@ -98,11 +99,12 @@ def resume_points(config: TrainConfig) -> list[ResumePoint]:
     return found
 
 
-def seen_by_all(points: list[ResumePoint], team: Team | None) -> list[ResumePoint]:
-    """The checkpoints that all nodes read alike, as each may have a disk of its own.
+def seen_by_all(team: Team | None, find: Callable[[], list[ResumePoint]]) -> list[ResumePoint]:
+    """The checkpoints that rank 0 finds, which all nodes read alike, as each may have a disk of its own.
 
     Raises: ValueError unless the best one is among them, as going on with an older one would lose it.
     """
+    points = told_by_first(team, find, *POINT_RECORDS)
     if team is None or team.ranks.nodes == 1 or not points:
         return points
     paths = [manifest_path(point.checkpoint.folder) for point in points]

@@ -142,7 +142,7 @@ def seen(rank: int, folder: Path) -> list[int] | str:
     team, run = Team(ranks, Control.open(ranks)), RunState(3, 5, DataPlace(0, 3, 0, "batches"), 0.0, 0, {})
     points = [ResumePoint(RunCheckpoint(step, Path(f"step-{step}")), {}, run) for step in (3, 2, 1)]
     try:
-        return [point.checkpoint.step for point in seen_by_all(points, team)]
+        return [point.checkpoint.step for point in seen_by_all(team, lambda: points)]
     except ValueError as error:
         return str(error)
     finally:
