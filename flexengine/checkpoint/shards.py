@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from flexengine.checkpoint.atomic import format_gib
 from flexengine.checkpoint.safetensors_format import CheckpointError
+from flexengine.wording import explain_os_error
 
 
 class Sized(Protocol):
@@ -37,6 +38,11 @@ def split_by_size(tensors: Iterable[SizedT], max_bytes: int) -> list[list[SizedT
         groups[-1].append(tensor)
         used_bytes += tensor.num_bytes
     return groups
+
+
+def in_words(error: OSError) -> OSError:
+    """An error whose text says what to do, so that another rank can tell it."""
+    return OSError(explain_os_error(error))
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:

@@ -121,13 +121,15 @@ def _check_engine(engine: Fields) -> None:
         scale.whole("good_steps")
     for name, least in {"step_count": 0, "seed": 0, "chunk_tokens": 1, "round_tokens": 1}.items():
         engine.whole(name, least)
-    if "round_multiple" in engine.values:
-        engine.whole("round_multiple", 1)
+    for name in ("round_multiple", "nodes"):
+        if name in engine.values:
+            engine.whole(name, 1)
     if "exchange" in engine.values:
         exchange = engine.fields("exchange")
         exchange.text("sent")
         exchange.whole("nodes", 2)
         exchange.number("weight")
+        exchange.number("usual")
     if engine.values.get("lora") is not None:
         engine.fields("lora").whole("rank", 1)
         engine.fields("lora").number("scale")

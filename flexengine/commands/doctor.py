@@ -32,7 +32,7 @@ def _parser() -> FlagParser:
         prog="flexengine doctor",
         description="Says what this machine has and lacks: versions, GPU, driver and what holds its clocks"
         " down, native library, memory and its limits, page locks, huge pages, disk; of several GPUs, how they reach"
-        " each other. Lines with ! tell what to do.",
+        " each other; under torchrun, whether nodes know each other. Lines with ! tell what to do.",
     )
     help_text = "look at the drive of this folder, too: file system, free bytes, whether it goes past the page cache"
     parser.add_argument("--offload-dir", metavar="DIR", type=Path, help=help_text)

@@ -52,7 +52,7 @@ def findings(folder: Path, offload_dir: Path | None = None) -> list[Finding]:
     another one if it is named."""
     looks = (_versions, _gpu, _clocks, _kernels, _native, _memory, _slurm, _page_locks, _huge_pages)
     drive = [] if offload_dir is None else [_drive(offload_dir)]
-    return [*(look() for look in looks), _disk(folder), *drive, *_between_gpus()]
+    return [*(look() for look in looks), _disk(folder), *drive, *_between_gpus(), *_between_nodes()]
 
 
 def _versions() -> Finding:
@@ -111,6 +111,17 @@ def _between_gpus() -> list[Finding]:
     alone = "the host alone" in ways
     remedy = "split goes through the host there; relay and stages need nothing between GPUs" if alone else ""
     return [Finding("between GPUs", ", ".join(told), remedy)]
+
+
+def _between_nodes() -> list[Finding]:
+    """Whether ranks of several nodes would know each other; nothing for those of one."""
+    all_ranks, ranks = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if all_ranks == ranks:
+        return []
+    known = "FLEXENGINE_RUN_TOKEN" in os.environ
+    found = f"{all_ranks // ranks} of {ranks} ranks; FLEXENGINE_RUN_TOKEN is {'set' if known else 'not set'}"
+    remedy = "give all nodes the same random text: whoever reaches this machine could pass for a rank"
+    return [Finding("nodes", found, "" if known else remedy)]
 
 
 def _kernels() -> Finding:

@@ -43,6 +43,11 @@ def gradient_scales(
     return scales.to(dtype), norm.to(dtype)
 
 
+def kept_share(grad_norm: float, max_grad_norm: float | None) -> float:
+    """The share of gradients that clipping keeps. Under it the norm is finite."""
+    return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (grad_norm + 1e-6))
+
+
 def unclipped_scale(loss_weight: float, dtype: torch.dtype) -> Tensor:
     """The multiplier [1] of stored gradients where nothing is clipped, on the CPU. Its bits are `gradient_scales`'s."""
     return torch.tensor([1.0 / loss_weight], dtype=torch.float64).to(dtype)

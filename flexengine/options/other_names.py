@@ -182,7 +182,7 @@ OTHERWISE = {
         ),
         RANKS,
     ),
-    "gradient_compression": "gradients are stored and exchanged as --grad-dtype says",
+    "gradient_compression": "give --exchange-dtype for what several nodes send, --grad-dtype for what is stored",
     "device_id": "give --device cuda:N",
     "revision": "give --model ORG/NAME@REVISION",
     "model_revision": "give --model ORG/NAME@REVISION",

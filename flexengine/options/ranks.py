@@ -55,9 +55,14 @@ def check_several(job: Asked, gpus: int, nodes: int) -> None:
     if job.transport != "auto" and gpus == 1:
         asked = job.words.setting("transport", job.transport)
         raise ValueError(f"{asked} is about several GPUs, and there is one; give more with --gpus, or leave it out")
+    if job.transport == "split" and gpus == nodes:
+        asked = job.words.setting("transport", job.transport)
+        raise ValueError(f"{asked} is about several GPUs of a node, and each node has one; leave it out")
     if job.exchange_dtype is not None and nodes == 1:
         asked = job.words.setting("exchange_dtype", job.exchange_dtype)
-        raise ValueError(f"{asked} is about several nodes, and there is one; start more by torchrun, or leave it out")
+        raise ValueError(
+            f"{asked} is about several nodes, and there is one; start more by torchrun (plan: --nodes), or leave it out"
+        )
     values = {"offload_dir": job.offload_dir, "max_disk_gib": job.max_disk_gib}
     drive = [job.words.setting(name, value) for name, value in values.items() if value is not None]
     if drive and nodes > 1:

@@ -93,7 +93,8 @@ def gpu_lines(plan: Plan) -> list[str]:
     if request.ranks == request.nodes == 1:
         return []
     nodes = f"{request.nodes} nodes of " if request.nodes > 1 else ""
-    lines = [f"GPUs: {nodes}{request.ranks}, {TRANSPORT_WORDS[plan.transport]}"]
+    shared = TRANSPORT_WORDS[plan.transport] if request.ranks > 1 else "each of which runs rounds of its own"
+    lines = [f"GPUs: {nodes}{request.ranks}, {shared}"]
     if plan.owns_blocks:
         lines.append(f"blocks: {_owners(plan)}")
     if p.shared_host_bytes:
@@ -103,8 +104,10 @@ def gpu_lines(plan: Plan) -> list[str]:
         share = f"{100 * p.exchange_wait_s / max(p.step_s, 1e-30):.1f}% of the step"
         at_work, waits = format_seconds(p.exchange_s), format_seconds(p.exchange_wait_s)
         beside = f"for {at_work} beside the last backward pass; {waits} of it, {share}, all else waits"
-        does = "add up gradients and give each other weights" if plan.divides_states else "add up gradients"
-        lines.append(f"network: nodes {does} {beside}")
+        does = f"add up gradients in {request.exchanged}"
+        does += " and give each other weights" if plan.divides_states else ""
+        coding = "; coding, by the CPU, is not priced" if request.exchanged == "fp8" else ""
+        lines.append(f"network: nodes {does} {beside}{coding}")
     return lines
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flexengine.checkpoint.atomic import atomic_file
+from flexengine.checkpoint.manifest import manifest_path
 from flexengine.checkpoint.run_checkpoints import RunCheckpoint, checkpoints_of, fault_of, whole_checkpoints
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.state_files import STATE_FILE, Fields, read_description
 from flexengine.options.option import flag_of, options_of
 from flexengine.options.train_config import TrainConfig
+from flexengine.parallel.team import Team, is_first, told_by_first
 from flexengine.plan import Request
 from flexengine.run.state import LOGS, DataPlace, LogRecord, RunState
 from flexengine.run.training_data import TrainingData
@@ -96,6 +99,28 @@ def resume_points(config: TrainConfig) -> list[ResumePoint]:
     return found
 
 
+def seen_by_all(team: Team | None, find: Callable[[], list[ResumePoint]]) -> list[ResumePoint]:
+    """The checkpoints that rank 0 finds, which all nodes read alike, as each may have a disk of its own.
+
+    Raises: ValueError unless the best one is among them, as going on with an older one would lose it.
+    """
+    points = told_by_first(team, find, *POINT_RECORDS)
+    if team is None or team.ranks.nodes == 1 or not points:
+        return points
+    paths = [manifest_path(point.checkpoint.folder) for point in points]
+    seals = team.control.gather([path.read_text() if path.is_file() else "" for path in paths])
+    with team.control.all_or_none():
+        others = [(rank, found[0]) for rank, found in enumerate(seals) if found[0] != seals[0][0]]
+        if others and is_first(team):
+            (rank, seal), folder = others[0], points[0].checkpoint.folder
+            found = f"another {folder} than rank 0" if seal else f"no {folder}, which rank 0 has"
+            raise ValueError(
+                f"rank {rank} finds {found}; all nodes read a checkpoint, so give an --output-dir that they share, or"
+                " copy the folder to each"
+            )
+    return [point for point, *found in zip(points, *seals, strict=True) if len(set(found)) == 1]
+
+
 def saved_date(config: TrainConfig) -> str | None:
     """Find the day that chat templates saw in the run which --resume names; None where there is none yet.
 
@@ -165,10 +190,12 @@ def check_same_data(point: ResumePoint, data: TrainingData, num_steps: int) -> N
 
 
 def describe_resumption(point: ResumePoint, config: TrainConfig, num_steps: int, request: Request) -> str:
-    """Say where a run goes on, which options differ from those of the run that saved the checkpoint, and what of it is
-    lost."""
+    """Say where a run goes on, what differs from the run that saved the checkpoint, and what of it is lost."""
     text = f"resumed after step {point.step} of {num_steps} from {point.checkpoint.folder}"
     differing, saved = differing_options(point, config), point.engine.get("exchange")
+    nodes = point.engine.get("nodes", request.nodes)
+    if nodes != request.nodes:
+        text += f"\n  nodes that add up gradients: {nodes} -> {request.nodes}, which changes last bits"
     if saved is not None and not are_taken(point.engine, request):
         now = f"{request.nodes} exchange {request.exchanged}" if request.nodes > 1 else "one exchanges nothing"
         text += f"\n  dropped: what {saved['nodes']} nodes had lost of gradients to {saved['sent']} in the last step;"

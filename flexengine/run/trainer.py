@@ -42,7 +42,6 @@ from flexengine.run.ranks import as_rank, first_rank_first
 from flexengine.run.recording import Recorder, check_recording
 from flexengine.run.reference import add_reference
 from flexengine.run.resuming import (
-    POINT_RECORDS,
     ResumePoint,
     check_same_data,
     cut_logs,
@@ -50,6 +49,7 @@ from flexengine.run.resuming import (
     load_point,
     resume_points,
     saved_date,
+    seen_by_all,
 )
 from flexengine.run.saver import STOPPED, RunSaver
 from flexengine.run.start_times import START
@@ -112,7 +112,7 @@ def _train(
         config = dated  # the run keeps its day, for those that resume it
     elif config.template_date is not None:
         print(f"--template-date {config.template_date}: the chat template writes no date", file=sys.stderr)
-    points = told_by_first(team, lambda: check_folder(config, source, checked, replace), *POINT_RECORDS)
+    points = seen_by_all(team, lambda: check_folder(config, source, checked, replace))
     add_teacher(config, source, checked.data, team)
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)

@@ -90,8 +90,11 @@ class CheckpointCalls(EngineParts):
             with self.context.together(), self.executor.on_compute_stream():
                 load_tensors(self.weights, reader, errors)
         if self.context.errors is not None:
-            self.context.errors.begin(found["engine"]["exchange"]["weight"] if taken else None)
+            saved = found["engine"]["exchange"] if taken else {}
+            self.context.errors.begin(*(saved[name] for name in ("weight", "usual") if taken))
         self.executor.synchronize()
+        if self.plan.request.nodes > 1:
+            self.context.agree(self.weights.sampled_digest(), "checkpoint")
         self.planes.fetch()
         self.state.start_accumulation()
         if self.state.loss_scale is not None:

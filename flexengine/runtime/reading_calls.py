@@ -100,7 +100,8 @@ class ReadingCalls(EngineParts):
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the mean loss over all target tokens since the last step, by Hugging Face name, on the CPU.
 
-        Frozen parameters have none. Raises ValueError when there are no gradients.
+        Frozen parameters have none. Where nodes exchange them in FP8, they are what the step rounds, as stored.
+        Raises ValueError when there are no gradients.
         """
         self.state.require_gradients("there are no gradients: call fwd_bwd(batch) first")
         self.executor.synchronize()

@@ -165,20 +165,22 @@ class StepRunner:
             if self._layout.plan.speculates and settings.max_grad_norm is not None:
                 self._was_unclipped = way == "committed" or self._updates.is_unclipped(settings)
             skipped = not math.isfinite(grad_norm)
-            self._state.bad_layer = self._bad_layer() if skipped else ""
+            bad = self._bad_groups() if skipped else set[int]()
+            self._state.bad_layer = first_bad_gradient(self._layout.model, bad)
+            if self._context.errors is not None:
+                self._context.errors.end_step(grad_norm, settings.max_grad_norm, bad)
         self._runner.measurement.active = False
         seconds, scale = self._state.finish_step(
             counts=not skipped or settings.max_grad_norm is None, finite=not skipped
         )
         return StepOutput(grad_norm, skipped, seconds, scale)
 
-    def _bad_layer(self) -> str:
-        """Name the group whose gradient was the first that is not finite. Waits for the device."""
+    def _bad_groups(self) -> set[int]:
+        """The groups whose gradients are not finite. Waits for the device."""
         self._executor.synchronize_device()
         finite = torch.isfinite(self._updates.group_squares()).tolist()
         groups = self._layout.model.groups
-        bad = {i for i, group in enumerate(groups) if not group.frozen and not finite[i]}
-        return first_bad_gradient(self._layout.model, bad)
+        return {i for i, group in enumerate(groups) if not group.frozen and not finite[i]}
 
     def _balance_of(self, batch: Sequences) -> ExpertBalance | None:
         """What routers report to, where the model balances its experts."""

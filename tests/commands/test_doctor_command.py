@@ -5,6 +5,7 @@ import torch
 
 from flexengine import cli
 from flexengine.hardware import doctor, drive
+from flexengine.parallel.hub import TOKEN_VARIABLE
 
 NAMES = [
     "versions",
@@ -87,10 +88,16 @@ def test_how_gpus_reach_each_other(reaches, nvlink, found, remedy, tmp_path, mon
     assert remedy in told.remedy
 
 
-def test_one_rank_of_a_node_tells(monkeypatch, capsys):
+def test_one_rank_of_a_node_tells(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert cli.main(["doctor"]) == 0
-    assert "between GPUs    unknown: this process sees 0 of those of 2 ranks" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "between GPUs    unknown: this process sees 0 of those of 2 ranks" in told
+    assert f"! nodes           2 of 2 ranks; {TOKEN_VARIABLE} is not set; give all nodes the same random text" in told
+    monkeypatch.setenv(TOKEN_VARIABLE, "a secret")
+    assert doctor.findings(tmp_path)[-1] == ("nodes", f"2 of 2 ranks; {TOKEN_VARIABLE} is set", "")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out == ""

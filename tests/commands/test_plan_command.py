@@ -255,6 +255,7 @@ def test_nothing_fits_as_json(run):
         ("--gpu cpu-test --max-seq-len 512", "--max-seq-len 512"),
         ("--gpu cpu-test --network-gbit-per-s 100", "is about several nodes, and there is one; give --nodes"),
         ("--gpu cpu-test --transport stages", "--transport stages is about several GPUs, and there is one"),
+        ("--gpu cpu-test --nodes 2 --transport split", "--transport split is about several GPUs of a node, and each"),
         (
             "--gpu cpu-test --gpus 2 --transport stages --max-disk-gib 1",
             "GPUs share --max-disk-gib 1.0 with --transport relay",

@@ -55,7 +55,7 @@ def test_gpus_and_nodes_are_planned_for(capsys, tmp_path):
     described = describe(plan, None)
     assert "2 nodes of 2" in described
     assert "state once" in described
-    assert "add up gradients" in described
+    assert "network: nodes add up gradients in bfloat16 for " in described
     on_gpus, on_hosts = format_bytes(4 * plan.predicted.gpu_bytes), format_bytes(2 * plan.predicted.host_bytes)
     assert f"all 4 GPUs: {on_gpus} of GPU memory, {on_hosts} of host memory; " in described
     assert "GPU memory of each GPU: " in described
@@ -148,7 +148,11 @@ def test_states_are_divided_over_nodes_where_one_host_is_too_small_for_them(tmp_
     assert plan.predicted.host_categories["optimizer states"] == pytest.approx((moments + halves) / 4, rel=0.01)
     described = describe(plan, None)
     assert "30 of 30 groups divided over the nodes" in described
-    assert "nodes add up gradients and give each other weights" in described
+    assert "nodes add up gradients in bfloat16 and give each other weights" in described
+    of_one = replace(plan.request, ranks=1, transport="relay", exchange="fp8")
+    coded = describe(replace(plan, request=of_one, transport="relay"), None)
+    assert "4 nodes of 1, each of which runs rounds of its own" in coded
+    assert re.search("gradients in fp8 .* all else waits; coding, by the CPU, is not priced", coded)
     assert "divided over the nodes" in (tmp_path / "plan.html").read_text()
     assert main([*ARGUMENTS, "--nodes", "4", "--host-mem-gib", "8"]) == 2
     told = capsys.readouterr().err

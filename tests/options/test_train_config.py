@@ -106,7 +106,7 @@ REFUSED_NAMES = {
     "--nodes 2": "torchrun",
     "--force-save-level 2": "--recompute",
     "--strategy prefix": "its values are full, lora, qlora",
-    "--gradient-compression x": "--grad-dtype",
+    "--gradient-compression x": "--exchange-dtype",
     "--activation-checkpointing": "--recompute",
     "--chat-template x": "--tokenizer names a folder with another",
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 from random import Random
+from typing import Literal
 
 import pytest
 
@@ -24,18 +26,20 @@ from flexengine.schedule.shares import Share
 from tests.schedule.small_plans import random_plan, small_model
 
 
+def layout_of_nodes(exchange: Literal["fp8"] | None) -> Layout:
+    """Of two ranks on each of three nodes."""
+    model = small_model()
+    plan = random_plan(Random(5), model, sliced=False)
+    request = replace(plan.request, ranks=2, nodes=3, transport="relay", exchange=exchange)
+    groups = tuple(GroupPlan() for _ in plan.groups)
+    return Layout(model, replace(plan, groups=groups, request=request, transport="relay", touched_only=False))
+
+
 def test_fewer_bytes_cross_in_fp8_and_what_it_loses_is_counted(monkeypatch):
     """As they are written: of shares of odd lengths, and 2 bytes for each element that a rank exchanges."""
     monkeypatch.setattr(node_states, "PIECE_ELEMENTS", 1601)
-    model = small_model()
-    plan = random_plan(Random(5), model, sliced=False)
-    groups = tuple(GroupPlan() for _ in plan.groups)
-    layouts = []
-    for exchange in (None, "fp8"):
-        request = replace(plan.request, ranks=2, nodes=3, transport="relay", exchange=exchange)
-        changes = {"groups": groups, "request": request, "transport": "relay", "touched_only": False}
-        layouts.append(Layout(model, replace(plan, **changes)))
-    (stored, coded), width = layouts, layouts[0].groups[0].element_bytes("grad")
+    layouts = stored, coded = layout_of_nodes(None), layout_of_nodes("fp8")
+    width = stored.groups[0].element_bytes("grad")
     for numel in (1, 127, 128, 129, 1601):
         sent = sent_as(coded)
         assert sent_gradients(sent).num_bytes(numel) == sent.num_bytes(numel) == numel + -(-numel // 128)
@@ -50,3 +54,22 @@ def test_fewer_bytes_cross_in_fp8_and_what_it_loses_is_counted(monkeypatch):
     assert kept_errors(stored, Share(0, 2)) is None
     pieces = PIECES_UNDER_WAY * (3 * (534 + 5) + 1601 + 13 + 3)  # copies of a share by three nodes, and all shares
     assert exchange_bytes(coded) == 2 * by_rank[1] + pieces + WIDENED_BYTES
+
+
+def test_errors_count_as_the_update_counts_their_step():
+    errors = kept_errors(layout_of_nodes("fp8"), Share(0, 2))
+    assert errors is not None
+    errors.begin(10.0, usual=0.5)
+    errors.end_step(2.0, 1.0, ())
+    assert errors.factor(20.0) == 2.0, "this step is clipped as the one before"
+    errors.end_step(100.0, 1.0, ())
+    assert errors.factor(20.0) == pytest.approx(0.01 / 0.25), "this one keeps far less, of half of what was usual"
+    errors.end_step(100.0, 1.0, ())
+    errors.end_step(100.0, None, ())
+    assert errors.factor(20.0) == pytest.approx(0.01 / 0.125), "without clipping all that a step has lost counts"
+    bad = errors.pieces[0].group
+    for norm, limit, skipped in ((nan, None, {bad}), (inf, 1.0, {piece.group for piece in errors.pieces})):
+        for piece in errors.pieces:
+            errors.of(piece).fill_(1.0)
+        errors.end_step(norm, limit, {bad})
+        assert {piece.group for piece in errors.pieces if not errors.of(piece).any()} == skipped

@@ -11,11 +11,17 @@ from ranks_helper import run_ranks, values_of
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flexengine.checkpoint import state_writer
-from flexengine.checkpoint.run_checkpoints import checkpoint_folder, checkpoints_of, whole_checkpoints
+from flexengine.checkpoint.manifest import manifest_path
+from flexengine.checkpoint.run_checkpoints import RunCheckpoint, checkpoint_folder, checkpoints_of, whole_checkpoints
 from flexengine.hardware.presets import preset
 from flexengine.options.train_config import TrainConfig
+from flexengine.parallel.control import Control
+from flexengine.parallel.ranks import Ranks
+from flexengine.parallel.team import Team
 from flexengine.run import saver as run_saver
 from flexengine.run import trainer
+from flexengine.run.resuming import ResumePoint, seen_by_all
+from flexengine.run.state import DataPlace, RunState
 from tests.failures.provoke import OPTIONS, fingerprint, half_written, write_model
 
 STEPS = 5
@@ -127,6 +133,40 @@ def test_a_disk_that_takes_no_checkpoint_does_not_end_the_run(model, whole, tmp_
     monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
     assert run(2, model, folder, resume="auto") == 0
     assert shown(folder) == whole
+
+
+def seen(rank: int, folder: Path) -> list[int] | str:
+    """The steps of the checkpoints that ranks with folders of their own go on from."""
+    os.chdir(folder / str(rank))
+    ranks = Ranks.of_environment()
+    team, run = Team(ranks, Control.open(ranks)), RunState(3, 5, DataPlace(0, 3, 0, "batches"), 0.0, 0, {})
+    points = [ResumePoint(RunCheckpoint(step, Path(f"step-{step}")), {}, run) for step in (3, 2, 1)]
+    try:
+        return [point.checkpoint.step for point in seen_by_all(team, lambda: points)]
+    except ValueError as error:
+        return str(error)
+    finally:
+        team.close()
+
+
+@pytest.mark.parametrize(
+    ("of_second", "found"),
+    [
+        ({3: "a", 1: "c"}, [3, 1]),
+        ({2: "b", 1: "c"}, "rank 1 finds no step-3, which rank 0 has; all nodes read a checkpoint"),
+        ({3: "z", 2: "b"}, "rank 1 finds another step-3 than rank 0; all nodes read a checkpoint"),
+    ],
+    ids=["lacks an older one", "lacks the newest", "has another"],
+)
+def test_nodes_with_disks_of_their_own_go_on_from_what_all_have(tmp_path, of_second, found):
+    """An older checkpoint, which a node may still have, would lose what was trained since."""
+    for rank, manifests in enumerate(({3: "a", 2: "b", 1: "c"}, of_second)):
+        for step, text in manifests.items():
+            folder = tmp_path / str(rank) / f"step-{step}"
+            folder.mkdir(parents=True)
+            manifest_path(folder).write_text(text)
+    for told in values_of(run_ranks(seen, 2, tmp_path, nodes=2)):
+        assert told == found if isinstance(found, list) else found in told
 
 
 def train_or_die(model: Path, folder: Path, options: dict) -> int:

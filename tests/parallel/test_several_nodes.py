@@ -10,9 +10,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,11 +26,13 @@ from test_from_pretrained import JOB, profile
 from test_several_ranks import Shown, change_plans, check_same, opened, several_plans, speculate, train
 
 from flexengine import from_pretrained
+from flexengine.ops.custom_loss import LogitsBlock
 from flexengine.parallel.control import Control
 from flexengine.parallel.nodes import NodeLink, Piece
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import leave
+from flexengine.runtime.engine import Engine
 from flexengine.runtime.execution.in_order import InOrder
 from flexengine.runtime.ranks.sent_gradients import Fp8, sent_gradients
 from flexengine.schedule import node_states
@@ -116,28 +120,56 @@ def test_nodes_that_exchange_fewer_bytes_train_to_the_same_bits(exchange):
         check_same(shown, first)
 
 
-def shown_steps(rank: int, size: int, case: Case) -> tuple[list[float], list[bool], list[Any]]:
-    """Losses of steps, which of them were skipped, and the weights at the end."""
+class Shot(NamedTuple):
+    """Losses and norms of steps, which of them were skipped, what is kept of exchanges after each, and the weights at
+    the end."""
+
+    losses: list[float]
+    norms: list[float]
+    skipped: list[bool]
+    kept: list[float]
+    weights: list[Any]
+
+
+def kept_by(engine: Engine) -> float:
+    """The sum of the sizes of what a rank keeps of exchanges."""
+    errors = engine.context.errors
+    return sum(float(errors.of(piece).double().abs().sum()) for piece in errors.pieces) if errors is not None else 0.0
+
+
+def shown_steps(rank: int, size: int, case: Case, factors: Sequence[float]) -> Shot:
+    """Steps of which the loss is multiplied by factors."""
     engine = opened(rank, size, case)
-    steps = [engine.train_step(calls[0]) for calls in case.steps]
-    weights = [tensor.numpy() for tensor in engine.state_dict().values()]
+    shot = Shot([], [], [], [], [])
+    for calls, factor in zip(case.steps, factors, strict=True):
+        output, update = engine.train_step(calls[0], loss=partial(cross_entropy_times, factor))
+        shot.losses.append(output.loss)
+        shot.norms.append(update.grad_norm)
+        shot.skipped.append(update.skipped)
+        shot.kept.append(kept_by(engine))
+    shot.weights.extend(tensor.numpy() for tensor in engine.state_dict().values())
     engine.close()
-    return [output.loss for output, _ in steps], [update.skipped for _, update in steps], weights
+    return shot
 
 
-def test_losses_with_fp8_stay_near_and_a_step_that_is_not_finite_is_skipped():
-    """Beside one rank, of which the second of seven steps on two batches is skipped as well."""
-    case = not_finite()
-    case = case._replace(steps=[*case.steps[:2], *[case.steps[step % 2 * 2] for step in range(5)]])
-    request = replace(case.plan.request, exchange="fp8")
-    told, other = values_of(
-        run_ranks(shown_steps, 2, 2, case._replace(plan=replace(case.plan, request=request)), nodes=2)
-    )
-    losses, skipped, weights = shown_steps(0, 1, case)
-    assert told[1] == skipped == [False, True, *[False] * 5]
-    np.testing.assert_allclose(told[0], losses, rtol=0.01)
-    assert told[0][-1] != losses[-1]
-    for found, same, alone in zip(told[2], other[2], weights, strict=True):
+def cross_entropy_times(factor: float, block: LogitsBlock) -> torch.Tensor:
+    return factor * torch.nn.functional.cross_entropy(block.logits, block.labels, reduction="sum")
+
+
+def test_losses_with_fp8_stay_near_whatever_a_step_skips_or_clips():
+    """Beside one rank. The gradients of the second of seven steps are not finite, and those of the fifth 1e6 times as
+    large: what rounding loses of them is more than what the next steps have."""
+    case, factors = float32(), (1.0, 1e38, 1.0, 1.0, 1e6, 1.0, 1.0)
+    case = case._replace(steps=[case.steps[step % 2 * 2] for step in range(7)])
+    told, other = values_of(run_ranks(shown_steps, 2, 2, exchanging(case, "fp8"), factors, nodes=2))
+    one = shown_steps(0, 1, case, factors)
+    assert told.skipped == one.skipped == [False, True, *[False] * 5]
+    assert [kept > 0.0 for kept in told.kept] == [not skipped for skipped in told.skipped]
+    np.testing.assert_allclose(told.losses, one.losses, rtol=0.01)
+    np.testing.assert_allclose(told.norms, one.norms, rtol=0.2)
+    assert told.norms[4] > 1e5
+    assert told.losses[-1] != one.losses[-1]
+    for found, same, alone in zip(told.weights, other.weights, one.weights, strict=True):
         np.testing.assert_array_equal(found, same)
         assert np.isfinite(found).all()
         assert not np.array_equal(found, alone)
@@ -151,9 +183,7 @@ def go_on(rank: int, size: int, case: Case, folder: Path, resumed: bool) -> tupl
     else:
         engine.train_step(case.steps[0][0])
         engine.save_checkpoint(folder)
-    errors = engine.context.errors
-    assert errors is not None
-    kept = sum(float(errors.of(piece).double().abs().sum()) for piece in errors.pieces)
+    kept = kept_by(engine)
     updates = [engine.train_step(calls[0])[1] for calls in case.steps[1:]]
     weights = {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
     engine.close()

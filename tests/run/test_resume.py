@@ -100,14 +100,15 @@ def test_a_checkpoint_pins_what_gradients_are_stored_in(saved, options, grad):
     ],
     ids=str,
 )
-def test_what_fp8_had_lost_is_said_to_be_dropped(nodes, exchange, says):
+def test_another_number_of_nodes_is_said_and_that_what_fp8_had_lost_is_dropped(nodes, exchange, says):
     run = RunState(3, 5, DataPlace(0, 3, 0, "batches"), 0.0, 0, {})
-    engine = {"exchange": {"sent": "fp8", "nodes": 2, "weight": 64.0}}
+    engine = {"nodes": 2, "exchange": {"sent": "fp8", "nodes": 2, "weight": 64.0}}
     point = ResumePoint(RunCheckpoint(3, Path("step-3")), engine, run)
     config = TrainConfig(model="preset:demo", data_source="synthetic")
     text = describe_resumption(point, config, 5, Request(64, 64, 1, 1, nodes=nodes, exchange=exchange))
     assert ("dropped: what 2 nodes had lost of gradients to fp8 in the last step; " in text) is bool(says)
     assert says in text
+    assert (f"gradients: 2 -> {nodes}, which changes last bits" in text) is (nodes != 2)
 
 
 def logged(folder):

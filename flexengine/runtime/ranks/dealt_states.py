@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.checkpoint.shards import check_disk
+from flexengine.checkpoint.shards import check_disk, in_words
 from flexengine.parallel.nodes import NodeLink
 from flexengine.runtime.arena import DTYPES
 from flexengine.runtime.ranks.context import RankContext, SeveralRanks
@@ -115,9 +115,9 @@ class RanksFile:
             self._failure = error
 
     def check(self) -> None:
-        """Raise what the first write that failed did: OSError."""
+        """Raise what the first write that failed did, in words: OSError."""
         if self._failure is not None:
-            raise self._failure
+            raise in_words(self._failure) from self._failure
 
 
 def file_of_ranks(

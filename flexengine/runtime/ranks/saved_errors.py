@@ -38,7 +38,8 @@ def describe_errors(errors: KeptErrors | None, request: Request) -> dict[str, An
     """What a checkpoint says of errors, as JSON values; nothing where none are kept."""
     if errors is None:
         return {}
-    return {"exchange": {"sent": request.exchanged, "nodes": request.nodes, "weight": errors.weight}}
+    kept = {"weight": errors.weight, "usual": errors.usual}
+    return {"exchange": {"sent": request.exchanged, "nodes": request.nodes, **kept}}
 
 
 def gather_errors(layout: Layout, context: RankContext, folder: Path) -> list[StoredTensor]:

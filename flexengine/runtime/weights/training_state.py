@@ -164,6 +164,7 @@ def describe_state(
         "chunk_tokens": plan.chunk_tokens,
         "round_tokens": plan.round_tokens,
         "round_multiple": plan.round_multiple,
+        "nodes": plan.request.nodes,
     }
     if state.loss_scale is not None:
         engine["loss_scale"] = asdict(state.loss_scale)
