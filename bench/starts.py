@@ -8,7 +8,7 @@ times, each in a process of its own. What is measured, planned and compiled is r
 that only the first start finds nothing. Prints, and writes with --json, the seconds of every start and of its parts as
 `train` tells them, and what it says of measurements, plans and kernels. What a start reads from the disk is in memory,
 as the checkpoint was just written; so is Python's bytecode, which installing a package makes, of all that a start
-imports: a first process, which is not counted, looks a model up.
+imports: a first process, which is not counted, imports it, and bytecode is written whatever the environment says.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from pathlib import Path
 
 from bench.environment import write_json
 from bench.plan_accuracy import write_config
+from flexengine.run.first_start import COMPILING
 
 TOTAL = re.compile(r"from the command to the end of the first step: ([\d.]+) s \((.*)\)")
 PART = re.compile(r"([a-z ]+) ([\d.]+)(?:, |$)")
 TOLD = ("measured the ", "the plan ", "kernels were compiled")
+IMPORTED = "import flexengine.run.trainer, flexengine.hardware.measure.gpu, torch._dynamo"
 STARTS = 3
 
 
@@ -44,18 +46,21 @@ def write_model(preset: str, folder: Path) -> None:
     write_checkpoint(config, folder)
 
 
+def environment(caches: Path) -> dict[str, str]:
+    """Of a start: folders of its own, and Python's bytecode in one where the environment names none."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    folders = {"FLEXENGINE_CACHE": "flexengine", "TRITON_CACHE_DIR": "triton"}
+    bytecode = {"PYTHONPYCACHEPREFIX": str(caches / "bytecode")} if len(kept) < len(os.environ) else {}
+    return {**bytecode, **kept, **{name: str(caches / folder) for name, folder in folders.items()}}
+
+
 def start(model: Path | str, flags: list[str], caches: Path, number: int) -> dict:
     """Train one step; gives the seconds of the start and of its parts, and what was told. Raises: RuntimeError."""
-    environment = {
-        **os.environ,
-        "FLEXENGINE_CACHE": str(caches / "flexengine"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-    }
     command = [
         *(sys.executable, "-m", "flexengine", "train", f"--model={model}", "--data-source=synthetic", "--steps=1"),
         *(f"--output-dir={caches / f'run{number}'}", *flags),
     ]
-    run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment(caches))
     said = (run.stdout + run.stderr).splitlines()
     found = [match for line in said if (match := TOTAL.search(line))]
     if run.returncode or not found:
@@ -82,8 +87,10 @@ def main() -> int:
         model = args.model or Path(folder) / "model"
         if args.model is None:
             write_model(args.preset, Path(model))
-        look = "import flexengine.run.trainer, flexengine.hardware.measure.gpu, flexengine.kernels.ahead, torch._dynamo"
-        subprocess.run([sys.executable, "-c", look], check=True)
+        for program in (["-c", IMPORTED], ["-m", "flexengine.kernels.ahead", *COMPILING]):
+            subprocess.run(
+                [sys.executable, *program], check=True, stdin=subprocess.DEVNULL, env=environment(Path(folder))
+            )
         starts = []
         for number in range(1, args.starts + 1):
             starts.append(start(model, shlex.split(args.flags), Path(folder), number))

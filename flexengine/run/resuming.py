@@ -207,10 +207,14 @@ def differing_options(point: ResumePoint, config: TrainConfig) -> str:
     """Which options that may change results differ from those of the checkpoint's run; empty where none do."""
     saved = point.run.options
     return ", ".join(
-        f"{flag_of(name)} {saved[name]} -> {value}"
+        f"{flag_of(name)} {_as_given(saved[name])} -> {_as_given(value)}"
         for name, value in options_as_flags(config).items()
         if name in saved and saved[name] != value and name not in SAME_RESULTS
     )
+
+
+def _as_given(value: Any) -> Any:
+    return "not given" if value is None else value
 
 
 def options_as_flags(config: TrainConfig) -> dict[str, Any]:
