@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from flexengine.hardware.nodes import rank_profile
@@ -37,6 +38,9 @@ CHUNK_TOKENS, WAVES, MOST_CHUNKS = (2048, 4096, 8192), (1, 2, 4), 8
 MOST_BUSY = 0.9
 """Stages are tried by themselves where GPUs compute for less than this share of the step of another plan: they shorten
 what GPUs wait for, and have GPUs wait for each other."""
+NEAR, MOST_IN_FULL = 1.02, 2
+"""Searched in full is what a quick search finds within this factor of the best, and at most so many of these. A quick
+search takes a third of the time."""
 
 
 def may_stage(model: ModelSpec, request: Request, profile: HardwareProfile, best: Plan | None) -> bool:
@@ -73,30 +77,41 @@ def _why_not(model: ModelSpec, request: Request) -> str:
     return "there are several nodes" if request.nodes > 1 else why_no_stages(model, request.ranks)
 
 
-def fastest_in_stages(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
-    """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so."""
+def fastest_in_stages(
+    model: ModelSpec, request: Request, profile: HardwareProfile, beside: Plan | None = None
+) -> Plan | None:
+    """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so.
+
+    Sizes and ways are searched quickly, the nearest of them in full: none where all are far from `beside`.
+    """
     check_sizes(request)
+    quick = sorted(_searched_quickly(_Search(model, request, profile, quick=True)), key=_step_s)
+    if not quick or (beside is not None and _step_s(quick[0]) > NEAR * beside.predicted.step_s):
+        return None
     search = _Search(model, request, profile)
+    near = [found for found in quick if _step_s(found) <= NEAR * _step_s(quick[0])][:MOST_IN_FULL]
+    plans = (search.planned(found.size, found.way) for found in near)
+    return min((quick[0].plan, *filter(None, plans)), key=lambda plan: plan.predicted.step_s)
+
+
+def _searched_quickly(search: _Search) -> list[_Found]:
+    """A plan of each size of chunks that fits, and those of the fastest one's size in other ways."""
     found = list[_Found]()
-    for sizes in stage_sizes(request):
-        if found and sizes[0].chunks_per_round == 1 and not _issues_long(min(found, key=_step_s).plan, model, profile):
+    for sizes in stage_sizes(search.request):
+        if found and sizes[0].chunks_per_round == 1 and not search.issues_long(min(found, key=_step_s).plan):
             continue
         plans = ((search.planned(size, way), size, way) for size in sizes for way in search.first_ways)
-        found += [_Found(plan, size, way) for plan, size, way in plans if plan is not None][:1]
+        fitting = (_Found(plan, size, way) for plan, size, way in plans if plan is not None)
+        found += islice(fitting, 1)  # others are not even searched
     if not found:
-        return None
-    best, size, way = min(found, key=_step_s)
-    others = (search.planned(size, other) for other in search.others(way))
-    return min((best, *filter(None, others)), key=lambda plan: plan.predicted.step_s)
+        return []
+    _, size, way = min(found, key=_step_s)
+    others = ((search.planned(size, other), other) for other in search.others(way))
+    return [*found, *(_Found(plan, size, other) for plan, other in others if plan is not None)]
 
 
 def _step_s(found: _Found) -> float:
     return found.plan.predicted.step_s
-
-
-def _issues_long(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> bool:
-    """Whether a rank's host issues blocks' commands for so long that fewer, larger chunks may be worth idle ranks."""
-    return issue_seconds(model, plan, profile) / plan.request.ranks > LEAST_ISSUE_SHARE * plan.predicted.step_s
 
 
 class StageSize(NamedTuple):
@@ -153,13 +168,15 @@ class _Found(NamedTuple):
 class _Search:
     """Plans of one request. Searches of equal blocks are made once."""
 
-    def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
-        self._model, self._request, self._profile, self._size = model, request, profile, request.ranks
+    def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile, quick: bool = False) -> None:
+        self._model, self.request, self._profile, self._size = model, request, profile, request.ranks
         self._small = _with_small_edges(model)
         rates = tuple((name, rate / self._size) for name, rate in profile.host.adamw_parameters_per_s)
         self._of_one = rank_profile(profile, self._size)
         self._of_rank = self._of_one.changed(cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
         self._judge = Problem(model, request.of_rank, self._of_rank)
+        if quick:
+            self._judge = replace(self._judge, limits=self._judge.limits.quick)
         self._plans: dict[tuple, _Blocks | None] = {}
         self._reserved: dict[Way, tuple[int, int]] = {}  # what the last plan that fits left free
         adapters = resident_adapter_bytes(model, request) / self._size  # on a GPU, if they live there
@@ -176,6 +193,11 @@ class _Search:
         """What is worth a look with the best sizes, beside the way of their plan. Large adapters on GPUs leave little
         room for weights that are to come."""
         return [way._replace(share_edges=False), *(other for other in self.first_ways if other.streamed > way.streamed)]
+
+    def issues_long(self, plan: Plan) -> bool:
+        """Whether a rank's host issues blocks' commands for so long that fewer, larger chunks may be worth idleness."""
+        seconds = issue_seconds(self._model, plan, self._profile) / plan.request.ranks
+        return seconds > LEAST_ISSUE_SHARE * plan.predicted.step_s
 
     def planned(self, size: StageSize, way: Way) -> Plan | None:
         """The plan of all ranks with these sizes, priced; None where none fits."""
@@ -219,7 +241,7 @@ class _Search:
         return replace(
             plans[0],
             model=model.name,
-            request=self._request,
+            request=self.request,
             chunk_tokens=size.chunk_tokens,
             chunks_per_round=size.chunks_per_round,
             layers=tuple(layers),
@@ -238,7 +260,7 @@ class _Search:
         if self._model.groups[group].frozen:
             return GroupPlan(update="none")
         on_cpu = self._profile.device_type == "cuda"
-        stored = group_storage(self._model.groups[group], self._request.numerics)
+        stored = group_storage(self._model.groups[group], self.request.numerics)
         return GroupPlan(update="cpu" if on_cpu and not stored.on_gpu_only else "gpu")
 
     def _plan_of(self, blocks: Sequence[int], size: StageSize, way: Way, reserved: tuple[int, int]) -> _Blocks | None:
@@ -253,14 +275,14 @@ class _Search:
         key = tuple(blocks), request, way.streamed
         if key not in self._plans:
             model = self._small.with_layers([0, *blocks, len(self._model.layers) - 1])
-            problem = Problem(model, request, self._of_rank, streams_adapters=way.streamed)
+            problem = replace(self._judge, model=model, request=request, streams_adapters=way.streamed)
             found = fastest(OF_WHOLE_EXPERTS, problem)
             self._plans[key] = None if found is None else _Blocks.of(model, found.plan)
         return self._plans[key]
 
     def _request_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Request | None:
         """What a rank is asked: all tokens of a step for its blocks, within what its budgets leave for them."""
-        request, width, model = self._request, DTYPE_BYTES[self._request.numerics.compute], self._model
+        request, width, model = self.request, DTYPE_BYTES[self.request.numerics.compute], self._model
         wave = self._size * size.chunks_per_round * size.chunk_tokens
         either = max(spec.num_bytes(wave, width) for spec in (model.hidden, model.hidden_rows))
         handed = (len(model.layers) - 2) * either
