@@ -253,7 +253,7 @@ class Search:
         if self.bold is None or self.request.shares_node:
             return False
         plan, estimate = self.bold.waiting
-        if not plan.may_speculate or not plan.updates_on_cpu:
+        if not plan.may_speculate or not plan.updates_on_cpu or not self.bold.may_find_room(self._smallest):
             return False
         if estimate.step_s - estimate.busy_s["compute"] >= LEAST_IDLE * estimate.step_s:
             return True
