@@ -323,7 +323,7 @@ def test_stages_far_slower_than_another_plan_are_searched_quickly_in_the_first_s
     faster = replace(plan, predicted=replace(plan.predicted, step_s=plan.predicted.step_s / 2))
     asked = request(2, 4096, transport="stages", chunk_tokens=2048)  # in rounds of two chunks, else of one
     assert stages.fastest_in_stages(spec, asked, with_gpus(preset("rtx4090"), 2), faster) is None
-    assert {problem.limits for problem in searched} == {limits.LIMITS.quick}
+    assert {problem.limits.finalists for problem in searched} == {limits.LIMITS.quick.finalists}
     assert {problem.request.round_tokens for problem in searched} == {2 * 4096}
 
 

@@ -9,9 +9,9 @@ in the node's memory of all that lies on GPUs. Where a layout then lacks room, t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from typing import NamedTuple
 
 from flexengine.hardware.nodes import rank_profile
@@ -38,9 +38,12 @@ CHUNK_TOKENS, WAVES, MOST_CHUNKS = (2048, 4096, 8192), (1, 2, 4), 8
 MOST_BUSY = 0.9
 """Stages are tried by themselves where GPUs compute for less than this share of the step of another plan: they shorten
 what GPUs wait for, and have GPUs wait for each other."""
-NEAR, MOST_IN_FULL = 1.05, 2
-"""Searched in full is what a quick search finds within this factor of the best plan, and at most so many of these. A
-quick search takes a third of the time, and steps are up to 3% longer."""
+NEAR = 1.05
+"""The fastest that quick searches find is searched in full where it is within this factor of the best other plan. A
+quick search takes a third of the time; what it finds is up to 3% slower, or faster, as a rank is searched alone."""
+QUICK_SEARCHES, SAME_SPARE = 8, 2
+"""Searches of a size for a layout that fits, where each is quick. What one that lacks memory is told to spare, the next
+may take for something else: after so many, twice as much is spared each time."""
 
 
 def may_stage(model: ModelSpec, request: Request, profile: HardwareProfile, best: Plan | None) -> bool:
@@ -82,16 +85,15 @@ def fastest_in_stages(
 ) -> Plan | None:
     """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so.
 
-    Sizes and ways are searched quickly, the nearest of them in full: none where all are far from `beside`.
+    Sizes and ways are searched quickly, the fastest of them in full: none where that is far from `beside`.
     """
     check_sizes(request)
     quick = sorted(_searched_quickly(_Search(model, request, profile, quick=True)), key=_step_s)
     if not quick or (beside is not None and _step_s(quick[0]) > NEAR * beside.predicted.step_s):
         return None
-    search = _Search(model, request, profile)
-    near = [found for found in quick if _step_s(found) <= NEAR * _step_s(quick[0])][:MOST_IN_FULL]
-    plans = (search.planned(found.size, found.way) for found in near)
-    return min((quick[0].plan, *filter(None, plans)), key=lambda plan: plan.predicted.step_s)
+    best, size, way = quick[0]
+    plans = (best, _Search(model, request, profile).planned(size, way))
+    return min(filter(None, plans), key=lambda plan: plan.predicted.step_s)
 
 
 def _searched_quickly(search: _Search) -> list[_Found]:
@@ -100,14 +102,11 @@ def _searched_quickly(search: _Search) -> list[_Found]:
     for sizes in stage_sizes(search.request):
         if found and sizes[0].chunks_per_round == 1 and not search.issues_long(min(found, key=_step_s).plan):
             continue
-        plans = ((search.planned(size, way), size, way) for size in sizes for way in search.first_ways)
-        fitting = (_Found(plan, size, way) for plan, size, way in plans if plan is not None)
-        found += islice(fitting, 1)  # others are not even searched
+        found += islice(search.found(sizes, search.first_ways), 1)  # others are not even searched
     if not found:
         return []
     _, size, way = min(found, key=_step_s)
-    others = ((search.planned(size, other), other) for other in search.others(way))
-    return [*found, *(_Found(plan, size, other) for plan, other in others if plan is not None)]
+    return [*found, *search.found([size], search.others(way))]
 
 
 def _step_s(found: _Found) -> float:
@@ -176,7 +175,7 @@ class _Search:
         self._of_rank = self._of_one.changed(cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
         self._judge = Problem(model, request.of_rank, self._of_rank)
         if quick:
-            self._judge = replace(self._judge, limits=self._judge.limits.quick)
+            self._judge = replace(self._judge, limits=replace(self._judge.limits.quick, searches=QUICK_SEARCHES))
         self._plans: dict[tuple, _Blocks | None] = {}
         self._reserved: dict[Way, tuple[int, int]] = {}  # what the last plan that fits left free
         adapters = resident_adapter_bytes(model, request) / self._size  # on a GPU, if they live there
@@ -199,11 +198,18 @@ class _Search:
         seconds = issue_seconds(self._model, plan, self._profile) / plan.request.ranks
         return seconds > LEAST_ISSUE_SHARE * plan.predicted.step_s
 
+    def found(self, sizes: Sequence[StageSize], ways: Sequence[Way]) -> Iterator[_Found]:
+        """The plans that fit with each of these sizes, in each of these ways."""
+        for size, way in product(sizes, ways):
+            plan = self.planned(size, way)
+            if plan is not None:
+                yield _Found(plan, size, way)
+
     def planned(self, size: StageSize, way: Way) -> Plan | None:
         """The plan of all ranks with these sizes, priced; None where none fits."""
         reserved = self._reserved.get(way, (0, 0))
         limits = self._judge.limits
-        for _ in range(limits.searches):  # the first one begins with what the size before needed
+        for number in range(limits.searches):  # the first one begins with what the size before needed
             plan = self._assembled(size, way, reserved)
             if plan is None:
                 return None
@@ -212,7 +218,7 @@ class _Search:
             if room.fits:
                 self._reserved[way] = reserved
                 return self._priced(layouts)
-            gpu, host = room.lacks(limits.spare_bytes)
+            gpu, host = room.lacks(limits.spare_bytes << max(0, number - SAME_SPARE))
             reserved = reserved[0] + gpu, reserved[1] + host
         return None
 
