@@ -102,8 +102,7 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     alike: simulate only so many ranks of a split plan, all of which do the same at the same time.
     """
     shapes = _rounds_of_a_rank(layout)
-    size = layout.plan.request.ranks
-    transport = transport_of(layout.plan)
+    size, transport = layout.plan.request.ranks, transport_of(layout.plan)
     few = min(alike or size, size) if transport.ranks_alike else size
     rates, layouts, lowered = _rates_of_few(rates, few / size), transport.layouts(layout, few), Lowered()
     left: list[dict[int, float]] | None = None
