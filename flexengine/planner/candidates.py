@@ -123,12 +123,17 @@ class CandidateMemory:
     def fixed_gpu_bytes(self, slots: Slots, staged_bytes: int, scratch_bytes: int) -> np.ndarray:
         """GPU bytes [S] beside what blocks hold or keep, when slots and scratch have at most such bytes."""
         counts = (count + (self.held if count else 0) for count in slots[:2])
-        weight, grad = (size * count for size, count in zip(self.buffers.slot_bytes.max(axis=1), counts, strict=True))
+        weight, grad = (size * count for size, count in zip(self._largest_slots, counts, strict=True))
         block, edges = self.buffers.accumulator_bytes + weight + grad, self.edge_slots[0]
         region = np.where(self.share, np.maximum(block, edges), block + edges) + slots[2] * staged_bytes
         activations = self.tables.activations
         fixed = activations.fixed_gpu_bytes + activations.round_gpu_bytes + self.round_tile_bytes
         return fixed + max(activations.scratch_floor, scratch_bytes) + self.edge_gpu + region
+
+    @cached_property
+    def _largest_slots(self) -> list[int]:
+        """Bytes of the largest weight slot, and gradient slot, of any residencies."""
+        return self.buffers.slot_bytes.max(axis=1).tolist()
 
     @cached_property
     def block_tables(self) -> BlockSums:

@@ -22,7 +22,8 @@ def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> P
     """
     plan = find_plan(Problem(model, request, profile))
     if plan is None:
-        raise shortage(Problem(in_parts(model), request, profile))
+        with collector_paused():
+            raise shortage(Problem(in_parts(model), request, profile))
     return plan
 
 

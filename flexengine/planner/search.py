@@ -139,7 +139,13 @@ class Search:
                 started.append(size)
                 far = far + 1 if size.best_s > self.limits.far * best_s else 0
                 best_s = min(best_s, size.best_s)
+            elif not started and not self._smallest.fits():  # nothing fits in any size
+                break
         return started
+
+    @cached_property
+    def _smallest(self) -> Feasibility:
+        return Feasibility(self.problem, as_given=True)
 
     def race(self, sizes: list[SizeSearch]) -> list[SizeSearch]:
         """Search the best sizes further and further; fewer are left after every round."""
@@ -176,8 +182,7 @@ class Search:
 
     def last_resort(self) -> list[Plan]:
         """Plans where the search found none: the largest chunks that fit, else that of least GPU memory, which may."""
-        feasibility = Feasibility(self.problem, as_given=True)
-        return list(feasibility.fitting())[-2:] or [feasibility.least_gpu().plan]
+        return list(self._smallest.fitting())[-2:] or [self._smallest.least_gpu().plan]
 
     def simulated(self, plans: Iterable[Plan]) -> Priced | None:
         """The fastest plan by simulation of its real programs, of those of one speed that of the least host memory;
@@ -248,7 +253,7 @@ class Search:
         if self.bold is None or self.request.shares_node:
             return False
         plan, estimate = self.bold.waiting
-        if not plan.may_speculate or not plan.updates_on_cpu:
+        if not plan.may_speculate or not plan.updates_on_cpu or not self.bold.may_find_room(self._smallest):
             return False
         if estimate.step_s - estimate.busy_s["compute"] >= LEAST_IDLE * estimate.step_s:
             return True

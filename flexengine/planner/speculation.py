@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan
+from flexengine.plan import GroupPlan, Plan
 from flexengine.planner.cost.cost_model import StepPricer
+from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.problem import Problem
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.second_planes import second_drive_bytes, second_plane_bytes
@@ -75,6 +76,17 @@ class Speculation:
         layout = self._problem.layout(plan)
         room = self._problem.room(layout)
         return has_second_planes(layout, room.host_bytes, room.drive_bytes)
+
+    def may_find_room(self, smallest: Feasibility) -> bool:
+        """Whether any plan may have second planes of a group: where the one that waits leaves too little for those of
+        the smallest, what takes the least host memory. A drive may always have some."""
+        layout = self._problem.layout(self.waiting[0])
+        each = (second_plane_bytes(stored, GroupPlan(update="cpu")) for stored in layout.groups)
+        least_bytes = min(filter(None, each), default=0)
+        if self._problem.on_drive or self._problem.room(layout).host_bytes >= least_bytes:
+            return True
+        least = smallest.least_host()
+        return least is None or least.host_bytes + least_bytes <= self._problem.request.max_host_bytes
 
     @property
     def mean_s(self) -> float:

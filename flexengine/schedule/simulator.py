@@ -64,6 +64,7 @@ class Rates(NamedTuple):
     network_bytes_per_s: float = 0.0
 
 
+CPU = STREAM_INDEX[Stream.CPU]
 OTHER_DIRECTION = {Stream.H2D: Stream.D2H, Stream.D2H: Stream.H2D}
 LEAST_CPU_SHARE = 0.2
 """The CPU keeps at least this share of its speed, however busy the link is."""
@@ -152,11 +153,10 @@ class _Simulation:
         """Start what can start. Returns when the host issues the next command that waits for nothing but that."""
         due = inf
         for i in self.used:
-            queue = self.queues[i]
-            if STREAMS[i] is Stream.CPU:
+            if i == CPU:
                 due = min(due, self._start_cpu(i, now))
-            elif self.running[i] is None and self.heads[i] < len(queue):
-                command = queue[self.heads[i]]
+            elif self.running[i] is None and self.heads[i] < len(self.queues[i]):
+                command = self.queues[i][self.heads[i]]
                 ready_s = self._ready_s(command)
                 if ready_s > now:
                     due = min(due, ready_s)
@@ -168,7 +168,7 @@ class _Simulation:
     def _ready_s(self, command: Command) -> float:
         """When the host has issued a command whose waits have ended; infinite while one has not."""
         end = self.end
-        for wait in command.waits:
+        for wait in reversed(command.waits):  # the latest mostly ends last, and a command may have thousands
             if end[wait] < 0:
                 return inf
         return self.issued[command.index]
@@ -223,7 +223,7 @@ class _Simulation:
         rate = (self.rates.duplex_bytes_per_s if both else self.rates.alone_bytes_per_s)[direction]
         beside, only = self.rates.beside_cpu_bytes_per_s, self.rates.only_beside_cpu_bytes_per_s
         beside = beside if both or only is None else only
-        if beside is None or self.running[STREAM_INDEX[Stream.CPU]] is None:
+        if beside is None or self.running[CPU] is None:
             return rate
         return min(rate, beside[direction])
 

@@ -23,9 +23,13 @@ from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, Request
+from flexengine.planner import limits
 from flexengine.planner.cost.cost_model import CostModel
+from flexengine.planner.problem import Problem
+from flexengine.planner.ranks import stages
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.ranks.stages import stage_sizes
+from flexengine.planner.variants import Found, Variant, fastest
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_text import report
 from flexengine.schedule import fixed_slots, pieces
@@ -305,6 +309,22 @@ def test_rounds_of_one_chunk_spare_the_host_that_issues_many_commands():
     assert (plan.chunk_tokens, plan.chunks_per_round) == (4096, 1)
     of_two = plan_for_ranks(spec, replace(asked, chunk_tokens=2048), with_gpus(preset("h200"), 2))
     assert plan.predicted.step_s < of_two.predicted.step_s
+
+
+def test_stages_far_slower_than_another_plan_are_searched_quickly_in_the_first_size_that_fits(planned, monkeypatch):
+    spec, plan = planned
+    searched = list[Problem]()
+
+    def noted(kinds: tuple[Variant[Problem, Found], ...], problem: Problem) -> Found | None:
+        searched.append(problem)
+        return fastest(kinds, problem)
+
+    monkeypatch.setattr(stages, "fastest", noted)
+    faster = replace(plan, predicted=replace(plan.predicted, step_s=plan.predicted.step_s / 2))
+    asked = request(2, 4096, transport="stages", chunk_tokens=2048)  # in rounds of two chunks, else of one
+    assert stages.fastest_in_stages(spec, asked, with_gpus(preset("rtx4090"), 2), faster) is None
+    assert {problem.limits.finalists for problem in searched} == {limits.LIMITS.quick.finalists}
+    assert {problem.request.round_tokens for problem in searched} == {2 * 4096}
 
 
 def test_a_simulated_step_runs_every_layer_once_for_every_chunk_in_order(planned):

@@ -157,3 +157,17 @@ def test_inputs_in_fp8_are_among_the_remedies_of_long_sequences():
     (found,) = [remedy for remedy in error.value.remedies if remedy.flags == "--keep-dtype fp8-inputs"]
     plan = make_plan(with_coded_inputs(model, "fp8-inputs"), found.request, profile)
     assert plan.predicted.host_bytes <= tight.max_host_bytes
+
+
+def test_what_is_far_from_fitting_is_not_laid_out(monkeypatch):
+    request = Request(64, 512, 1 << 30, 1 << 40, numerics=FLOAT32)
+    problem = Problem(small_model(hidden=128), request, preset("cpu-test"))
+    least = Feasibility(problem).least_host()
+    assert least is not None
+    tight, just = (
+        replace(problem, request=replace(request, max_host_bytes=most))
+        for most in (least.host_bytes * 9 // 10, least.host_bytes)
+    )
+    assert Feasibility(just).fits()
+    monkeypatch.setattr(Problem, "layout", None)
+    assert not Feasibility(tight).fits()

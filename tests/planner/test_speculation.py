@@ -11,6 +11,7 @@ from flexengine.metrics import format_seconds
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.planner import variants
+from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan
 from flexengine.planner.problem import Problem
 from flexengine.planner.search import Search, Unclipped
@@ -20,10 +21,12 @@ from flexengine.reports.simulated_step import simulate_step
 from flexengine.run.step_prediction import StepPredictor
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.second_planes import second_plane_bytes
 from flexengine.schedule.step_parts import StepEstimate
 
 if TYPE_CHECKING:
     from flexengine.planner.cost.cost_model import StepPricer
+    from flexengine.planner.feasibility.shortage import Needs
 
 GIB = 2**30
 MODEL = open_model("preset:llama-3.2-1b").spec
@@ -206,3 +209,13 @@ def test_states_in_blocks_wait_for_the_norm(plan):
     everything = tuple(replace(group, speculative=True) for group in groups)
     with pytest.raises(ValueError, match="cannot be updated speculatively"):
         Layout(MODEL, replace(waiting, groups=everything))
+
+
+def test_nothing_is_searched_for_speculation_where_the_least_host_memory_leaves_no_second_planes():
+    least = cast("Needs", Feasibility(Problem(MODEL, REQUEST, PROFILE)).least_host())
+    second = min(second_plane_bytes(stored, GroupPlan(update="cpu")) for stored in Layout(MODEL, least.plan).groups)
+    for spare_bytes in (second - 1, second):
+        asked = Problem(MODEL, replace(REQUEST, max_host_bytes=least.host_bytes + spare_bytes), PROFILE)
+        waiting = replace(least.plan, request=asked.request), StepEstimate(1.0, {}, 0.0, {})
+        bold = Speculation(asked, cast("StepPricer", None), waiting)
+        assert bold.may_find_room(Feasibility(asked)) == (spare_bytes == second)

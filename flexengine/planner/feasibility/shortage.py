@@ -28,6 +28,9 @@ from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.layer_program import align
 
 NUM_SHOWN = 4
+OVER = 1.01
+"""Candidates that take more than this factor of what is sought are not laid out: that takes long, and their bytes are
+known to 0.01%."""
 ADAPTERS = "adapters beside frozen weights take less: --mode lora, and --base-dtype nf4 for these weights in 4 bits"
 FOUR_BITS = "the frozen layers take about a quarter in 4 bits: --base-dtype nf4"
 
@@ -88,6 +91,7 @@ class Feasibility:
         sizes = chunk_sizes(problem.request)  # the shortest rounds of a chunk size take the least of both memories
         self.sizes = sorted({chunk: min(n for c, n in sizes if c == chunk) for chunk, _ in sizes}.items())
         self._memories: list[CandidateMemory] = []
+        self._least_host: list[_LeastHost | None] = []  # of these
 
     @cached_property
     def _buffers(self) -> list[SharedBuffers]:
@@ -118,7 +122,9 @@ class Feasibility:
 
     def least_host(self) -> Needs | None:
         """Find a plan within the GPU budget that takes the least host memory; None when none is within it."""
-        return min(self._least_host_plans(), key=lambda n: n.host_bytes, default=None)
+        least_bytes = min((found.host_bytes for found in self._least_host_plans()), default=0)
+        near = [self._needs(found) for found in self._least_host_plans() if found.host_bytes <= OVER * least_bytes]
+        return min(near, key=lambda n: n.host_bytes, default=None)
 
     def fits(self) -> bool:
         """Whether there is a plan within the budgets of both memories."""
@@ -130,19 +136,42 @@ class Feasibility:
 
     def within(self) -> Iterator[Needs]:
         """What they take."""
-        return (n for n in self._least_host_plans() if n.host_bytes <= self.request.max_host_bytes)
+        most_bytes = self.request.max_host_bytes
+        near = (self._needs(found) for found in self._least_host_plans() if found.host_bytes <= OVER * most_bytes)
+        return (needs for needs in near if needs.host_bytes <= most_bytes)
 
-    def _least_host_plans(self) -> Iterator[Needs]:
-        """For every chunk size and home of adapters the plan within the GPU budget that takes the least host memory."""
-        for memory in self.memories():
-            seeds = list(Seeder(Surrogate(memory)).least_memory())
-            if not seeds:
-                continue
-            candidates = Candidates.of(seeds).distinct()
-            host = memory.host_bytes(candidates) * 1.0
-            host[memory.gpu_bytes(candidates) > self.request.max_gpu_bytes] = np.inf
-            if np.isfinite(host.min()):
-                yield Needs.of(self.problem, memory.plan(candidates, int(host.argmin())))
+    def _needs(self, found: _LeastHost) -> Needs:
+        return Needs.of(self.problem, found.memory.plan(found.one, 0))
+
+    def _least_host_plans(self) -> Iterator[_LeastHost]:
+        """For every chunk size and home of adapters what takes the least host memory within the GPU budget, found when
+        first asked for."""
+        for i, memory in enumerate(self.memories()):
+            if i == len(self._least_host):
+                self._least_host.append(_least_host(memory, self.request))
+            found = self._least_host[i]
+            if found is not None:
+                yield found
+
+
+class _LeastHost(NamedTuple):
+    """What takes the least host memory of one size, nearly `host_bytes`."""
+
+    host_bytes: float
+    memory: CandidateMemory
+    one: Candidates
+
+
+def _least_host(memory: CandidateMemory, request: Request) -> _LeastHost | None:
+    """What takes the least host memory within the GPU budget; None where nothing is within it."""
+    seeds = list(Seeder(Surrogate(memory)).least_memory())
+    if not seeds:
+        return None
+    candidates = Candidates.of(seeds).distinct()
+    host = memory.host_bytes(candidates) * 1.0
+    host[memory.gpu_bytes(candidates) > request.max_gpu_bytes] = np.inf
+    best = int(host.argmin())
+    return _LeastHost(float(host[best]), memory, candidates.take(np.array([best]))) if np.isfinite(host[best]) else None
 
 
 def _uniform(memory: CandidateMemory) -> Candidates:

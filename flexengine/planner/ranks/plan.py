@@ -363,7 +363,7 @@ CONTEXT = Variant[NodeProblem, Plan](
 )
 STAGES = Variant[NodeProblem, Plan](
     lambda node, best: may_stage(node.model, node.request, node.profile, best),
-    lambda node, _: fastest_in_stages(node.model, node.without_drive.request, node.profile),
+    lambda node, best: fastest_in_stages(node.model, node.without_drive.request, node.profile, best),
 )
 KINDS: dict[TransportName, Variant[NodeProblem, Plan]] = {
     "split": SPLIT,

@@ -9,8 +9,9 @@ in the node's memory of all that lies on GPUs. Where a layout then lacks room, t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice, product
 from typing import NamedTuple
 
 from flexengine.hardware.nodes import rank_profile
@@ -37,6 +38,12 @@ CHUNK_TOKENS, WAVES, MOST_CHUNKS = (2048, 4096, 8192), (1, 2, 4), 8
 MOST_BUSY = 0.9
 """Stages are tried by themselves where GPUs compute for less than this share of the step of another plan: they shorten
 what GPUs wait for, and have GPUs wait for each other."""
+NEAR = 1.05
+"""The fastest that quick searches find is searched in full where it is within this factor of the best other plan. A
+quick search takes a third of the time; what it finds is up to 3% slower, or faster, as a rank is searched alone."""
+QUICK_SEARCHES, SAME_SPARE = 8, 2
+"""Searches of a size for a layout that fits, where each is quick. What one that lacks memory is told to spare, the next
+may take for something else: after so many, twice as much is spared each time."""
 
 
 def may_stage(model: ModelSpec, request: Request, profile: HardwareProfile, best: Plan | None) -> bool:
@@ -73,30 +80,37 @@ def _why_not(model: ModelSpec, request: Request) -> str:
     return "there are several nodes" if request.nodes > 1 else why_no_stages(model, request.ranks)
 
 
-def fastest_in_stages(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
-    """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so."""
+def fastest_in_stages(
+    model: ModelSpec, request: Request, profile: HardwareProfile, beside: Plan | None = None
+) -> Plan | None:
+    """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so.
+
+    Sizes and ways are searched quickly, the fastest of them in full: none where that is far from `beside`.
+    """
     check_sizes(request)
-    search = _Search(model, request, profile)
-    found = list[_Found]()
-    for sizes in stage_sizes(request):
-        if found and sizes[0].chunks_per_round == 1 and not _issues_long(min(found, key=_step_s).plan, model, profile):
-            continue
-        plans = ((search.planned(size, way), size, way) for size in sizes for way in search.first_ways)
-        found += [_Found(plan, size, way) for plan, size, way in plans if plan is not None][:1]
-    if not found:
+    quick = sorted(_searched_quickly(_Search(model, request, profile, quick=True)), key=_step_s)
+    if not quick or (beside is not None and _step_s(quick[0]) > NEAR * beside.predicted.step_s):
         return None
-    best, size, way = min(found, key=_step_s)
-    others = (search.planned(size, other) for other in search.others(way))
-    return min((best, *filter(None, others)), key=lambda plan: plan.predicted.step_s)
+    best, size, way = quick[0]
+    plans = (best, _Search(model, request, profile).planned(size, way))
+    return min(filter(None, plans), key=lambda plan: plan.predicted.step_s)
+
+
+def _searched_quickly(search: _Search) -> list[_Found]:
+    """A plan of each size of chunks that fits, and those of the fastest one's size in other ways."""
+    found = list[_Found]()
+    for sizes in stage_sizes(search.request):
+        if found and sizes[0].chunks_per_round == 1 and not search.issues_long(min(found, key=_step_s).plan):
+            continue
+        found += islice(search.found(sizes, search.first_ways), 1)  # others are not even searched
+    if not found:
+        return []
+    _, size, way = min(found, key=_step_s)
+    return [*found, *search.found([size], search.others(way))]
 
 
 def _step_s(found: _Found) -> float:
     return found.plan.predicted.step_s
-
-
-def _issues_long(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> bool:
-    """Whether a rank's host issues blocks' commands for so long that fewer, larger chunks may be worth idle ranks."""
-    return issue_seconds(model, plan, profile) / plan.request.ranks > LEAST_ISSUE_SHARE * plan.predicted.step_s
 
 
 class StageSize(NamedTuple):
@@ -153,13 +167,15 @@ class _Found(NamedTuple):
 class _Search:
     """Plans of one request. Searches of equal blocks are made once."""
 
-    def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
-        self._model, self._request, self._profile, self._size = model, request, profile, request.ranks
+    def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile, quick: bool = False) -> None:
+        self._model, self.request, self._profile, self._size = model, request, profile, request.ranks
         self._small = _with_small_edges(model)
         rates = tuple((name, rate / self._size) for name, rate in profile.host.adamw_parameters_per_s)
         self._of_one = rank_profile(profile, self._size)
         self._of_rank = self._of_one.changed(cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
         self._judge = Problem(model, request.of_rank, self._of_rank)
+        if quick:
+            self._judge = replace(self._judge, limits=replace(self._judge.limits.quick, searches=QUICK_SEARCHES))
         self._plans: dict[tuple, _Blocks | None] = {}
         self._reserved: dict[Way, tuple[int, int]] = {}  # what the last plan that fits left free
         adapters = resident_adapter_bytes(model, request) / self._size  # on a GPU, if they live there
@@ -177,11 +193,23 @@ class _Search:
         room for weights that are to come."""
         return [way._replace(share_edges=False), *(other for other in self.first_ways if other.streamed > way.streamed)]
 
+    def issues_long(self, plan: Plan) -> bool:
+        """Whether a rank's host issues blocks' commands for so long that fewer, larger chunks may be worth idleness."""
+        seconds = issue_seconds(self._model, plan, self._profile) / plan.request.ranks
+        return seconds > LEAST_ISSUE_SHARE * plan.predicted.step_s
+
+    def found(self, sizes: Sequence[StageSize], ways: Sequence[Way]) -> Iterator[_Found]:
+        """The plans that fit with each of these sizes, in each of these ways."""
+        for size, way in product(sizes, ways):
+            plan = self.planned(size, way)
+            if plan is not None:
+                yield _Found(plan, size, way)
+
     def planned(self, size: StageSize, way: Way) -> Plan | None:
         """The plan of all ranks with these sizes, priced; None where none fits."""
         reserved = self._reserved.get(way, (0, 0))
         limits = self._judge.limits
-        for _ in range(limits.searches):  # the first one begins with what the size before needed
+        for number in range(limits.searches):  # the first one begins with what the size before needed
             plan = self._assembled(size, way, reserved)
             if plan is None:
                 return None
@@ -190,7 +218,7 @@ class _Search:
             if room.fits:
                 self._reserved[way] = reserved
                 return self._priced(layouts)
-            gpu, host = room.lacks(limits.spare_bytes)
+            gpu, host = room.lacks(limits.spare_bytes << max(0, number - SAME_SPARE))
             reserved = reserved[0] + gpu, reserved[1] + host
         return None
 
@@ -219,7 +247,7 @@ class _Search:
         return replace(
             plans[0],
             model=model.name,
-            request=self._request,
+            request=self.request,
             chunk_tokens=size.chunk_tokens,
             chunks_per_round=size.chunks_per_round,
             layers=tuple(layers),
@@ -238,7 +266,7 @@ class _Search:
         if self._model.groups[group].frozen:
             return GroupPlan(update="none")
         on_cpu = self._profile.device_type == "cuda"
-        stored = group_storage(self._model.groups[group], self._request.numerics)
+        stored = group_storage(self._model.groups[group], self.request.numerics)
         return GroupPlan(update="cpu" if on_cpu and not stored.on_gpu_only else "gpu")
 
     def _plan_of(self, blocks: Sequence[int], size: StageSize, way: Way, reserved: tuple[int, int]) -> _Blocks | None:
@@ -253,14 +281,14 @@ class _Search:
         key = tuple(blocks), request, way.streamed
         if key not in self._plans:
             model = self._small.with_layers([0, *blocks, len(self._model.layers) - 1])
-            problem = Problem(model, request, self._of_rank, streams_adapters=way.streamed)
+            problem = replace(self._judge, model=model, request=request, streams_adapters=way.streamed)
             found = fastest(OF_WHOLE_EXPERTS, problem)
             self._plans[key] = None if found is None else _Blocks.of(model, found.plan)
         return self._plans[key]
 
     def _request_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Request | None:
         """What a rank is asked: all tokens of a step for its blocks, within what its budgets leave for them."""
-        request, width, model = self._request, DTYPE_BYTES[self._request.numerics.compute], self._model
+        request, width, model = self.request, DTYPE_BYTES[self.request.numerics.compute], self._model
         wave = self._size * size.chunks_per_round * size.chunk_tokens
         either = max(spec.num_bytes(wave, width) for spec in (model.hidden, model.hidden_rows))
         handed = (len(model.layers) - 2) * either

@@ -102,16 +102,15 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     alike: simulate only so many ranks of a split plan, all of which do the same at the same time.
     """
     shapes = _rounds_of_a_rank(layout)
-    size = layout.plan.request.ranks
-    transport = transport_of(layout.plan)
+    size, transport = layout.plan.request.ranks, transport_of(layout.plan)
     few = min(alike or size, size) if transport.ranks_alike else size
-    rates = _rates_of_few(rates, few / size)
+    rates, layouts, lowered = _rates_of_few(rates, few / size), transport.layouts(layout, few), Lowered()
     left: list[dict[int, float]] | None = None
     if layout.plan.speculates:
         shape, count = shapes.pop()
         shapes += [*([(shape, count - 1)] if count > 1 else []), (shape, 1)]
-        left = _left_of_speculation(layout, shape, len(shapes) == 1, few, rates)
-    runs = _runs(layout, [shape for shape, _ in shapes], few, left)
+        left = _left_of_speculation(layouts, shape, len(shapes) == 1, lowered, rates)
+    runs = _runs(layouts, [shape for shape, _ in shapes], lowered, left)
     ranks = simulate_runs(runs, (1 if layout.plan.cuts_rounds else size) * len(shapes), rates)
     exchanges = [rank.pop() for rank in ranks] if layout.plan.request.nodes > 1 else []
     gathers = [rank.pop(1) for rank in ranks] if layout.node_states else []
@@ -148,15 +147,17 @@ def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
 
 
 def _left_of_speculation(
-    layout: Layout, shape: RoundShape, first: bool, simulated: int, rates: Rates
+    layouts: Sequence[Layout], shape: RoundShape, first: bool, lowered: Lowered, rates: Rates
 ) -> list[dict[int, float]]:
     """By rank, groups that the CPU has yet to update when GPU and network have ended the last round, and what part."""
-    transport, size = transport_of(layout.plan), layout.plan.request.ranks
+    transport, request = transport_of(layouts[0].plan), layouts[0].plan.request
+    size = request.ranks
     wave, runs = transport.full_wave(shape, size), list[list[RankRun]]()
-    for rank, one in enumerate(transport.layouts(layout, simulated)):
+    for rank, one in enumerate(layouts):
         kind = RoundKind(True, first, "speculative", Wave(rank, size, size, 0 if first else size - 1))
-        runs.append([RankRun(transport.lower_round(one, wave, kind), 0, 0, updates=False, rounds=range(size))])
-        if layout.plan.request.nodes > 1:
+        program = lowered[one, wave, kind] = transport.lower_round(one, wave, kind)
+        runs.append([RankRun(program, 0, 0, updates=False, rounds=range(size))])
+        if request.nodes > 1:
             runs[rank].append(RankRun(lower_exchange(one, Share(rank, size)), 0, 0, False, range(size), exchanges=True))
     ended = simulate_runs(runs, size, rates)
     exchanged_s = max((other.start_s + other.timing.total_s for _, *others in ended for other in others), default=0.0)
@@ -169,16 +170,16 @@ def _speculates(program: Program) -> bool:
 
 
 def _runs(
-    layout: Layout, shapes: Sequence[RoundShape], simulated: int, left: Sequence[dict[int, float]] | None
+    layouts: Sequence[Layout], shapes: Sequence[RoundShape], lowered: Lowered, left: Sequence[dict[int, float]] | None
 ) -> list[list[RankRun]]:
     """What each simulated rank runs: its update at the end of step 0, beside what nodes then gather, then a round of
     each shape in step 1, and beside the last one what several nodes add up.
 
     left: by rank, of what the CPU updates speculatively in the last round; None = it does not.
     """
-    size, lowered, found = layout.plan.request.ranks, Lowered(), list[list[RankRun]]()
-    all_rounds = [shape for shape in shapes for _ in range(1 if layout.plan.cuts_rounds else size)]
-    for rank, one in enumerate(transport_of(layout.plan).layouts(layout, simulated)):
+    plan, found = layouts[0].plan, list[list[RankRun]]()
+    all_rounds = [shape for shape in shapes for _ in range(1 if plan.cuts_rounds else plan.request.ranks)]
+    for rank, one in enumerate(layouts):
         way: UpdateWay = "after_norm" if left is None else "committed"
         runs = step_of_rank(one, rank, all_rounds, way, None if left is None else left[rank], lowered)
         rounds = [run._replace(step=1) for run in runs if not (run.updates or run.gathers)]
