@@ -1,7 +1,8 @@
-"""How long does `train` take from its command to the end of its first step, on a machine that it never saw, and then?
+r"""How long does `train` take from its command to the end of its first step, on a machine that it never saw, and then?
 
     python -m bench.starts --preset llama-3.1-8b --json out.json
-    python -m bench.starts --model flexengine/assets/demo --flags "--init=random --device=cpu"
+    python -m bench.starts --model flexengine/assets/demo \
+        --flags "--init=random --device=cpu --max-seq-len=512 --max-global-batch-tokens=2048"
 
 Writes a checkpoint of a preset's shape with random values, unless --model names one, and trains one step of it so many
 times, each in a process of its own. What is measured, planned and compiled is remembered in folders that are new, so
