@@ -121,7 +121,7 @@ def test_an_export_says_where_options_differ(train, capsys):
     path = Path("run/config.yaml")
     path.write_text(path.read_text().replace("train_on: null", "train_on: all"))
     assert cli.main(["export", "--run", "run"]) == 0
-    assert "other options than the checkpoint's run: --train-on None -> all" in capsys.readouterr().out
+    assert "other options than the checkpoint's run: --train-on not given -> all" in capsys.readouterr().out
 
 
 def test_a_base_is_named_by_what_others_can_look_up(tmp_path):
