@@ -29,11 +29,10 @@ from flexengine.ops.fp8_scaling import (
 )
 from flexengine.ops.linear_shape import LinearShape
 from flexengine.ops.products import use_product_kernel
+from flexengine.ops.scaled_mm import ScaledMatrix, has_scale_kinds, scaled_product
 
 TERMS = 128
 """Terms of a sum that share a scale, and so rows and columns of a weight."""
-CUBLAS_VERSION = (12, 9)
-"""CUDA's version from which cuBLAS multiplies with scales for blocks, on Hopper alone."""
 
 
 def num_blocks(features: int) -> int:
@@ -134,26 +133,15 @@ def _takes_cublas(a: Operand, b: Operand) -> bool:
 
 @cache
 def _has_block_scales(device: int) -> bool:
-    """Whether cuBLAS takes scales for blocks on a card."""
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    known = hasattr(torch.ops.aten, "_scaled_mm_v2")
-    return known and cuda >= CUBLAS_VERSION and torch.cuda.get_device_capability(device)[0] == 9
+    """Whether cuBLAS takes scales for blocks on a card: on Hopper alone."""
+    return has_scale_kinds() and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def cublas_product(a: Operand, b: Operand, out: Tensor, bias: Tensor | None) -> None:
     """out = a @ b.T (+ bias), by cuBLAS."""
-    by_rows, by_squares = _recipes()
-    torch.ops.aten._scaled_mm_v2.out(  # torch.nn.functional.scaled_mm has no out
-        a.codes, b.codes.t(), [a.scales.contiguous().t()], [by_rows], [],
-        [b.scales.contiguous().t()], [by_squares if b.square else by_rows], [], bias, out.dtype, [], False, out=out,
-    )  # fmt: skip
-
-
-@cache
-def _recipes() -> tuple[int, int]:
-    """torch's numbers of scales for 128 terms of a row and for squares."""
-    kinds = torch.nn.functional.ScalingType
-    return int(kinds.BlockWise1x128.value), int(kinds.BlockWise128x128.value)
+    of_b = "BlockWise128x128" if b.square else "BlockWise1x128"
+    rows = ScaledMatrix(a.codes, [a.scales.contiguous().t()], ["BlockWise1x128"])
+    scaled_product(rows, ScaledMatrix(b.codes, [b.scales.contiguous().t()], [of_b]), out, bias)
 
 
 class BlockScaling(Scaling):

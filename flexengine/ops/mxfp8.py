@@ -25,7 +25,6 @@ from flexengine.ops.fp8_scaling import (
     Role,
     Scaling,
     of_tokens,
-    of_weight,
 )
 from flexengine.ops.linear_shape import LinearShape
 from flexengine.ops.scale_tiles import (
@@ -35,8 +34,9 @@ from flexengine.ops.scale_tiles import (
     in_tiles,
     multiply,
     refusal,
-    row_scales,
     scale_shape,
+    tokens_in_tiles,
+    weight_in_tiles,
 )
 
 SPAN = 32
@@ -91,11 +91,11 @@ class MicroScaling(Scaling):
 
     def forward_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
         d, f = shape.in_features, shape.out_features
-        return *_tokens(shape, "x8", d), *_weight(shape, "weight8", f, d)
+        return *tokens_in_tiles(shape, "x8", d, SPAN), *weight_in_tiles(shape, "weight8", (f, d), SPAN)
 
     def input_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
         d, f = shape.in_features, shape.out_features
-        return *_tokens(shape, "grad8", f), *_weight(shape, "weight8_t", d, f)
+        return *tokens_in_tiles(shape, "grad8", f, SPAN), *weight_in_tiles(shape, "weight8_t", (d, f), SPAN)
 
     def shared_scratch(self, shape: LinearShape, both: bool) -> tuple[TensorSpec, ...]:
         return _transposed(shape, "grad8_t", shape.out_features) if both else ()
@@ -143,18 +143,6 @@ class MicroScaling(Scaling):
     def rounding_work(self, elements: int, compute_bytes: int, results: int = 1, transposed: bool = False) -> Work:
         """A read, and a write of codes and scales for each result."""
         return Work(memory_bytes=elements * (compute_bytes + results * (1.0 + 1.0 / SPAN)), kernels=1)
-
-
-def _tokens(shape: LinearShape, suffix: str, features: int) -> tuple[TensorSpec, TensorSpec]:
-    """Codes and scales of a matrix with a row for every token."""
-    codes = of_tokens(shape, suffix, features)
-    return codes, row_scales(f"{codes.name}_scales", features, SPAN)
-
-
-def _weight(shape: LinearShape, suffix: str, rows: int, terms: int) -> tuple[TensorSpec, TensorSpec]:
-    """Codes and scales of a weight, or of it transposed."""
-    codes = of_weight(shape, suffix, rows, terms)
-    return codes, row_scales(f"{codes.name}_scales", terms, SPAN, rows)
 
 
 def _transposed(shape: LinearShape, suffix: str, features: int) -> tuple[TensorSpec, TensorSpec]:

@@ -33,13 +33,20 @@ from flexengine.ops.fp8_scaling import (
     Operand,
     Role,
     Scaling,
-    of_tokens,
-    of_weight,
     scale_buffer,
     scale_of,
 )
 from flexengine.ops.linear_shape import LinearShape
-from flexengine.ops.scale_tiles import TILE_ROWS, in_rows, in_tiles, multiply, refusal, row_scales, scale_shape
+from flexengine.ops.scale_tiles import (
+    TILE_ROWS,
+    in_rows,
+    in_tiles,
+    multiply,
+    refusal,
+    scale_shape,
+    tokens_in_tiles,
+    weight_in_tiles,
+)
 from flexengine.random_bits import random_bits16, stream_keys
 
 SPAN = 16
@@ -138,11 +145,13 @@ class FourBitScaling(Scaling):
 
     def forward_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
         d, f = shape.in_features, shape.out_features
-        return *_tokens(shape, "x4", d), *_weight(shape, "weight4", f, d), scale_buffer(shape.name)
+        x, weight = tokens_in_tiles(shape, "x4", d, SPAN, 2), weight_in_tiles(shape, "weight4", (f, d), SPAN, 2)
+        return *x, *weight, scale_buffer(shape.name)
 
     def input_scratch(self, shape: LinearShape) -> tuple[TensorSpec, ...]:
         d, f = shape.in_features, shape.out_features
-        return *_tokens(shape, "grad4", f), *_weight(shape, "weight4_t", d, f), scale_buffer(f"{shape.name}_grad")
+        grad, weight = tokens_in_tiles(shape, "grad4", f, SPAN, 2), weight_in_tiles(shape, "weight4_t", (d, f), SPAN, 2)
+        return *grad, *weight, scale_buffer(f"{shape.name}_grad")
 
     def shared_scratch(self, shape: LinearShape, both: bool) -> tuple[TensorSpec, ...]:
         return ()
@@ -195,18 +204,6 @@ class FourBitScaling(Scaling):
     def rounding_work(self, elements: int, compute_bytes: int, results: int = 1, transposed: bool = False) -> Work:
         """Two reads, one of them for the factor, and a write of codes and scales for each result."""
         return Work(memory_bytes=elements * (2 * compute_bytes + results * (0.5 + 1.0 / SPAN)), kernels=2)
-
-
-def _tokens(shape: LinearShape, suffix: str, features: int) -> tuple[TensorSpec, TensorSpec]:
-    """Codes and scales of a matrix with a row for every token."""
-    codes = of_tokens(shape, suffix, features // 2)
-    return codes, row_scales(f"{codes.name}_scales", features, SPAN)
-
-
-def _weight(shape: LinearShape, suffix: str, rows: int, terms: int) -> tuple[TensorSpec, TensorSpec]:
-    """Codes and scales of a weight, or of it transposed."""
-    codes = of_weight(shape, suffix, rows, terms // 2)
-    return codes, row_scales(f"{codes.name}_scales", terms, SPAN, rows)
 
 
 def _side(t: Buffers, suffix: str, factor: Tensor) -> Operand:

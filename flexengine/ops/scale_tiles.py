@@ -8,20 +8,19 @@ Source: NVIDIA, cuBLAS 13, "1D Block Scaling Factors Layout", https://docs.nvidi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from flexengine.ops.base import TensorSpec
-from flexengine.ops.fp8_scaling import Operand
+from flexengine.ops.fp8_scaling import Operand, of_tokens, of_weight
+from flexengine.ops.linear_shape import LinearShape
+from flexengine.ops.scaled_mm import CUDA_VERSION, ScaledMatrix, has_scale_kinds, scaled_product
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
 TILE_BYTES = TILE_ROWS * TILE_BLOCKS
 BLACKWELL = (10, 0)
 """Compute capability from which cards multiply operands with such scales."""
-CUDA_VERSION = (12, 9)
-"""From which cuBLAS does so on all of these cards."""
 
 
 def across(terms: int, span: int) -> int:
@@ -63,8 +62,7 @@ def refusal(device: torch.device) -> str | None:
     if capability < BLACKWELL:
         asked, found = (".".join(map(str, each)) for each in (BLACKWELL, capability))
         return f"it takes a Blackwell card, of compute capability {asked} or more, and this one has {found}"
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    if cuda < CUDA_VERSION or not hasattr(torch.ops.aten, "_scaled_mm_v2"):
+    if not has_scale_kinds():
         return (
             f"it takes a torch with torch.nn.functional.scaled_mm for CUDA {'.'.join(map(str, CUDA_VERSION))} or more,"
             f" and torch {torch.__version__} is here"
@@ -74,22 +72,29 @@ def refusal(device: torch.device) -> str | None:
 
 def multiply(a: Operand, b: Operand, of_codes: torch.dtype, kind: str, out: Tensor, bias: Tensor | None) -> None:
     """out = a @ b.T (+ bias), by cuBLAS. of_codes: how bytes of codes are read; kind: torch's name of the scales."""
-    if out.device.type != "cuda":
-        return  # tensors without memory, where kernels are compiled ahead
+    scaled_product(_scaled(a, of_codes, kind), _scaled(b, of_codes, kind), out, bias)
+
+
+def _scaled(side: Operand, of_codes: torch.dtype, kind: str) -> ScaledMatrix:
     of_scales = torch.float8_e8m0fnu if kind == "BlockWise1x32" else torch.float8_e4m3fn
-    factors = [[] if side.factor is None else [side.factor] for side in (a, b)]
-    scales = [[side.scales.view(of_scales), *own] for side, own in zip((a, b), factors, strict=True)]
-    kinds, orders = [_number("ScalingType", kind)], [_number("SwizzleType", "SWIZZLE_32_4_4")]
-    if a.factor is not None:
-        kinds.append(_number("ScalingType", "TensorWise"))
-        orders.append(_number("SwizzleType", "NO_SWIZZLE"))
-    torch.ops.aten._scaled_mm_v2.out(  # torch.nn.functional.scaled_mm has no out
-        a.codes.view(of_codes), b.codes.view(of_codes).t(), scales[0], kinds, orders, scales[1], kinds, orders, bias,
-        out.dtype, [], False, out=out,
-    )  # fmt: skip
+    codes, scales, order = side.codes.view(of_codes), side.scales.view(of_scales), "SWIZZLE_32_4_4"
+    if side.factor is None:
+        return ScaledMatrix(codes, [scales], [kind], [order])
+    return ScaledMatrix(codes, [scales, side.factor], [kind, "TensorWise"], [order, "NO_SWIZZLE"])
 
 
-@cache
-def _number(kind: str, name: str) -> int:
-    """torch's number of a kind of scales, or of an order that these lie in."""
-    return int(getattr(getattr(torch.nn.functional, kind), name).value)
+def tokens_in_tiles(
+    shape: LinearShape, suffix: str, terms: int, span: int, per_byte: int = 1
+) -> tuple[TensorSpec, ...]:
+    """Codes, so many in a byte, and scales of a matrix with a row for every token."""
+    codes = of_tokens(shape, suffix, terms // per_byte)
+    return codes, row_scales(f"{codes.name}_scales", terms, span)
+
+
+def weight_in_tiles(
+    shape: LinearShape, suffix: str, size: tuple[int, int], span: int, per_byte: int = 1
+) -> tuple[TensorSpec, ...]:
+    """The same of a weight, or of it transposed; size: its rows and terms."""
+    rows, terms = size
+    codes = of_weight(shape, suffix, rows, terms // per_byte)
+    return codes, row_scales(f"{codes.name}_scales", terms, span, rows)
