@@ -14,12 +14,13 @@ from flexengine.api import PlannedRun, build, open_source
 from flexengine.hardware.profile import attention_choices, preferred_attention
 from flexengine.metrics import format_bytes
 from flexengine.ops.compiling import compiles
+from flexengine.ops.ready_compiler import READY
 from flexengine.optim import OPTIMIZERS, Optimizer
 from flexengine.options.job import Job
 from flexengine.options.option import options_of
 from flexengine.plan import Plan
 from flexengine.request import described, with_read_adapter
-from flexengine.run.first_start import COMPILING, READY
+from flexengine.run.first_start import COMPILING
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.engine_parts import EngineSettings
 from flexengine.runtime.launches import CompiledAhead, launch_step

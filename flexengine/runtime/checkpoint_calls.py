@@ -90,8 +90,8 @@ class CheckpointCalls(EngineParts):
             with self.context.together(), self.executor.on_compute_stream():
                 load_tensors(self.weights, reader, errors)
         if self.context.errors is not None:
-            saved = found["engine"]["exchange"] if taken else {}
-            self.context.errors.begin(*(saved[name] for name in ("weight", "usual") if taken))
+            saved = found["engine"]["exchange"] if taken else {"weight": 0.0, "usual": 0.0}
+            self.context.errors.begin(saved["weight"], saved["usual"])
         self.executor.synchronize()
         if self.plan.request.nodes > 1:
             self.context.agree(self.weights.sampled_digest(), "checkpoint")

@@ -62,7 +62,7 @@ class KeptErrors:
             self.usual = max(share, self.usual / 2)
             self.weight *= self.usual / share
 
-    def begin(self, weight: float = 0.0, usual: float = 0.0) -> None:
+    def begin(self, weight: float, usual: float) -> None:
         """Go on from a checkpoint: with errors that have been read, or with nothing kept where they have no weight."""
         if not weight:
             self._flat.zero_()
