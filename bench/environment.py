@@ -12,6 +12,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,6 +89,15 @@ def require_native_code(script: str) -> None:
             f"{script} measures training with native code, and the library is not built here: `pip install -e .` with "
             f"a C++ compiler builds it; {DISABLING_VARIABLE}=0 measures without"
         )
+
+
+def rounded(value: Any, digits: int) -> Any:
+    """Numbers of a result, at any depth, to so many digits."""
+    if isinstance(value, dict):
+        return {name: rounded(each, digits) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each, digits) for each in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def write_json(path: str | None, results: dict) -> None:

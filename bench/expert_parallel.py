@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bench.environment import write_json
+from bench.environment import rounded, write_json
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
@@ -135,8 +135,7 @@ def measured(row: Row) -> dict[str, Any]:
     if plan is not None:
         assert plan.owns_blocks, "it was asked for, or found fastest"
         found |= least(model, plan, node)
-    rounded = {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in found.items()}
-    return {**row._asdict(), **rounded}
+    return {**row._asdict(), **rounded(found, 3)}
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from bench.environment import write_json
+from bench.environment import rounded, write_json
 from bench.plan_accuracy import write_config
 from flexengine.ops.fp8 import SCALINGS
 from flexengine.options.train_config import EVAL_LOG_FILE, LOG_FILE
@@ -92,15 +92,6 @@ def compare(found: dict[str, tuple[list[float], float]]) -> dict[str, dict]:
     return summary
 
 
-def rounded(value: object) -> Any:
-    """Numbers of a result, at any depth, to five digits."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
 def run_all(args: argparse.Namespace, lr: float, at_once: bool) -> dict[str, tuple[list[float], float]]:
     """Train in all modes: at once, or all but bfloat16, which goes first. Raises: RuntimeError naming what failed."""
     with tempfile.TemporaryDirectory() as name:
@@ -147,7 +138,7 @@ def main() -> int:
         blocks = summary.get("fp8-blockwise")
         within = within and (blocks is None or abs(blocks["held_out_difference"]) <= MOST_DIFFERENCE)
         losses = {mode: [each[0][0], *each[0][9::10]] for mode, each in found.items()}
-        results[f"{lr:g}"] = rounded({"summary": summary, "losses_of_the_first_and_every_tenth_step": losses})
+        results[f"{lr:g}"] = rounded({"summary": summary, "losses_of_the_first_and_every_tenth_step": losses}, 5)
         if args.json:
             options = {name: value for name, value in vars(args).items() if name not in ("json", "dataset")}
             write_json(args.json, {"options": options, "dataset": Path(args.dataset).name, "by_lr": results})

@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.environment import write_json
+from bench.environment import rounded, write_json
 from bench.plan_bars import CARDS, SMALL_MODELS, TOLERANCE
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import preset
@@ -131,8 +131,7 @@ def check(random: Random) -> dict[str, Any] | None:
         if free_s > TOLERANCE * pinned_s:
             by = f"{gpus} GPUs, {freely.plan.transport}: {free_s:.4f} s"
             broken.append(f"{by}, {pin}: {pinned_s:.4f} s, {free_s / pinned_s:.3f} times")
-    seconds = {name: float(f"{step_s:.4g}") for name, step_s in found.items()}
-    return {"id": told, "step_s": seconds, "cpu_s": round(time.process_time() - start_s), "broken": broken}
+    return {"id": told, "step_s": rounded(found, 4), "cpu_s": round(time.process_time() - start_s), "broken": broken}
 
 
 def main() -> None:
