@@ -382,10 +382,15 @@ def autocast_of(setting: Setting, device: torch.device) -> Callable[[], Abstract
 
 
 def with_adapters(model: Any, setting: Setting) -> Any:
-    """The model with LoRA adapters on every linear layer but the head."""
+    """The model with LoRA adapters on every linear layer but the head, as ours has by default.
+
+    Layers are named: PEFT takes "all-linear" for the router and all experts, too, where these are in stacked tensors.
+    """
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 (an import that takes seconds)
 
-    lora = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    blocks = model.model.layers.named_modules()
+    targets = sorted({name.rpartition(".")[2] for name, module in blocks if isinstance(module, torch.nn.Linear)})
+    lora = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, autocast_adapter_dtype=setting.adapter_dtype == "float32")
     dtypes = {str(p.dtype) for p in model.parameters() if p.requires_grad}
     assert dtypes == {f"torch.{setting.adapter_dtype}"}, dtypes

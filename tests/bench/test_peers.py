@@ -8,7 +8,18 @@ from transformers import AutoModelForCausalLM
 
 from bench import peer_engines, peer_packages, peers
 from bench.job_flags import job_from
-from bench.peer_engines import FILES, LORA_ALPHA, LORA_RANK, OURS, PACKAGE_OF, Setting, config_of, measure
+from bench.peer_engines import (
+    FILES,
+    LORA_ALPHA,
+    LORA_RANK,
+    OURS,
+    PACKAGE_OF,
+    Setting,
+    config_of,
+    measure,
+    model_without_values,
+    with_adapters,
+)
 from bench.peer_engines import WORKS as CAN
 from bench.peer_results import markdown, merge, reason
 from bench.peers import WORKS, line, parse, run, runs_of, settings_of, table, without_folders
@@ -27,6 +38,13 @@ def test_engines_learn(engine, mode):
     assert len(row["losses"]) == len(row["steps_s"]) == 3
     assert row["losses"][-1] < row["losses"][0]
     assert row["tokens_per_s"] == pytest.approx(32 / row["step_s"])
+
+
+def test_experts_and_router_get_no_adapters_where_ours_get_none():
+    setting = ONE._replace(preset="qwen3-30b-a3b", mode="lora")
+    model = with_adapters(model_without_values(config_of(setting), recompute=False), setting)
+    trained = {name.split("layers.0.")[1].split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"self_attn.{letter}_proj" for letter in "qkvo"}
 
 
 def test_ours_is_asked_for_the_same_work(monkeypatch):
