@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 def findings(folder: Path, offload_dir: Path | None = None) -> list[Finding]:
     """Look at versions, GPU, driver, native code, memory, locks, huge pages, the disk of `folder`, and the drive of
     another one if it is named."""
-    looks = (_versions, _gpu, _clocks, _kernels, _native, _memory, _slurm, _page_locks, _huge_pages)
+    looks = (_versions, _bytecode, _gpu, _clocks, _kernels, _native, _memory, _slurm, _page_locks, _huge_pages)
     drive = [] if offload_dir is None else [_drive(offload_dir)]
     return [*(look() for look in looks), _disk(folder), *drive, *_between_gpus(), *_between_nodes()]
 
@@ -63,6 +63,15 @@ def _versions() -> Finding:
         return Finding("versions", found, "flexengine needs Linux; on Windows use WSL 2")
     needed = ".".join(map(str, LEAST_TORCH))
     return Finding("versions", found, "" if release >= LEAST_TORCH else f"install torch {needed} or newer")
+
+
+def _bytecode() -> Finding:
+    if Path(importlib.util.cache_from_source(torch.__file__)).exists():
+        return Finding("bytecode", "kept on the disk")
+    remedy = "set PYTHONPYCACHEPREFIX to a folder that can be written"
+    if sys.dont_write_bytecode:
+        remedy = f"unset PYTHONDONTWRITEBYTECODE, and where packages cannot be written {remedy}"
+    return Finding("bytecode", "not kept: every start compiles Python's packages again, for 6 s or more", remedy)
 
 
 def _gpu() -> Finding:

@@ -1,5 +1,8 @@
 """`flexengine doctor`: a line for everything that is looked at, and a remedy where something is missing."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from flexengine.parallel.hub import TOKEN_VARIABLE
 
 NAMES = [
     "versions",
+    "bytecode",
     "GPU",
     "GPU clocks",
     "Triton",
@@ -52,6 +56,17 @@ def test_huge_pages_that_are_off(tmp_path, monkeypatch):
     assert f"echo madvise > {setting}" in remedy_of("huge pages", tmp_path)
     setting.write_text("always [madvise] never\n")
     assert remedy_of("huge pages", tmp_path) == ""
+
+
+def test_bytecode_that_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    for wanted, remedy in ((False, "set PYTHONPYCACHEPREFIX"), (True, "unset PYTHONDONTWRITEBYTECODE")):
+        monkeypatch.setattr(sys, "dont_write_bytecode", wanted)
+        assert remedy_of("bytecode", tmp_path).startswith(remedy)
+    kept = tmp_path / Path(torch.__file__).relative_to("/").with_suffix(f".{sys.implementation.cache_tag}.pyc")
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    assert remedy_of("bytecode", tmp_path) == ""
 
 
 def test_the_drive_of_a_folder(tmp_path, monkeypatch, capsys):
