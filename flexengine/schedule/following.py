@@ -6,7 +6,7 @@ bytes waits for them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 
@@ -22,19 +22,25 @@ def _address(slot: Slot) -> int:
     return slot.offset + BEYOND.get(slot.memory, 0)
 
 
-class _Touched(NamedTuple):
-    """Ranges [start, end) of memory that commands of the host's threads touch, the command, and whether it writes."""
+class _Touched:
+    """Ranges of memory that commands of the host's threads touch, and which of these have to be waited for.
 
-    start: np.ndarray
-    end: np.ndarray
-    index: np.ndarray
-    writes: np.ndarray
+    rows: start, end, the command's index, and whether those that read, and those that write there, have to wait for it;
+    int64 [ranges, 5].
+    """
 
-    def touching(self, slot: Slot, among: np.ndarray) -> frozenset[int]:
-        """The commands that touch a slot, among those where `among` is True."""
+    def __init__(self, rows: np.ndarray) -> None:
+        start, self._end, self._index, *awaited = rows[np.argsort(rows[:, 0], kind="stable")].T
+        self._awaited = tuple(each.astype(bool) for each in awaited)
+        self._starts: list[int] = start.tolist()
+        self._ends_until: list[int] = np.maximum.accumulate(self._end).tolist()  # of a range and all before it
+
+    def touching(self, slot: Slot, *, writing: bool) -> frozenset[int]:
+        """The commands that whoever reads, or writes, a slot has to wait for."""
         first = _address(slot)
-        here = among & (self.start < first + slot.num_bytes) & (self.end > first)
-        return frozenset(self.index[here].tolist())
+        near = slice(bisect_right(self._ends_until, first), bisect_left(self._starts, first + slot.num_bytes))
+        here = (self._end[near] > first) & self._awaited[writing][near]
+        return frozenset(self._index[near][here].tolist())
 
 
 def cpu_commands(program: Program) -> list[Command]:
@@ -107,7 +113,6 @@ class CpuWaits:
 
     def __init__(self, before: Program) -> None:
         self._touched = _touched(before)
-        self._everyone = np.ones(len(self._touched.index), dtype=bool)
         self._slots: tuple[Slot, ...] = ()
         self._to_read: dict[int, frozenset[int]] = {}
         self._to_write: dict[int, frozenset[int]] = {}
@@ -130,21 +135,39 @@ class CpuWaits:
     def _commands_of(self, slot: int, *, writing: bool) -> frozenset[int]:
         """The commands that whoever reads, or writes, a slot must wait for."""
         place = self._slots[slot]
-        among = self._everyone if writing else self._touched.writes
-        return self._touched.touching(place, among) if place.memory in BEYOND else frozenset()
+        return self._touched.touching(place, writing=writing) if place.memory in BEYOND else frozenset()
 
 
 def _touched(program: Program) -> _Touched:
-    first = [_address(slot) for slot in program.slots]
-    rows = [
-        (first[slot], first[slot] + program.slots[slot].num_bytes, command.index, writes)
-        for command in lasting_commands(program)
-        for accesses, writes in ((command.reads, False), (command.writes, True))
-        for slot, _ in accesses
-        if program.slots[slot].memory in BEYOND
-    ]
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    return _Touched(columns[0], columns[1], columns[2], columns[3].astype(bool))
+    places: dict[tuple[int, int], dict[int, bool]] = {}
+    for command in lasting_commands(program):
+        for accesses, writes in ((command.reads, False), (command.writes, True)):
+            for slot, _ in accesses:
+                place = program.slots[slot]
+                if place.memory in BEYOND:
+                    first = _address(place)
+                    here = places.setdefault((first, first + place.num_bytes), {})
+                    here[command.index] = here.get(command.index, False) or writes
+    rows = [(*place, *row) for place, writes in places.items() for row in _awaited(program, writes)]
+    return _Touched(np.array(rows, dtype=np.int64).reshape(-1, 5))
+
+
+def _awaited(program: Program, writes: dict[int, bool]) -> list[tuple[int, bool, bool]]:
+    """Of commands that touch one range, in their order, with whether they write: which of them are left to wait for.
+
+    Thousands may take turns there. Whoever waits for the last has waited for those that it waits for itself. Gives the
+    index, and whether those that read, and those that write, wait for it.
+    """
+    found = []
+    by_any, by_writers = set[int](), set[int]()  # commands that a later one here waits for: any, or one that writes
+    for index in reversed(writes):
+        row = (index, writes[index] and index not in by_writers, index not in by_any)
+        found += [row] if any(row[1:]) else []
+        here = [wait for wait in program.commands[index].waits if wait in writes]
+        by_any.update(here)
+        if writes[index] or index in by_writers:
+            by_writers.update(here)
+    return found
 
 
 def followed(before: Program, after: Program) -> Program:

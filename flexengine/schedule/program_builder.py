@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import (
     STREAM_INDEX,
@@ -36,12 +38,12 @@ class ProgramBuilder:
         self.commands: list[Command] = []
         self.initial: dict[int, str] = {}
         self._writer = [-1] * len(slots)
-        self._readers: list[list[int] | None] = [None] * len(slots)  # the last one of every stream since the last write
+        self._readers: list[dict[int, int]] = [{} for _ in slots]  # the last one of every stream since the last write
         self._streams: list[int] = []
-        self._clocks: list[list[int]] = []
-        self._cpu_groups, self._num_lanes = cpu_groups, len(STREAMS) + cpu_groups
-        self._cpu_ready = [-1] * self._num_lanes
-        self._stream_clock = [[-1] * self._num_lanes for _ in range(self._num_lanes)]
+        self._clocks: list[np.ndarray] = []
+        self._cpu_groups, num_lanes = cpu_groups, len(STREAMS) + cpu_groups
+        self._cpu_ready = np.full(num_lanes, -1)
+        self._stream_clock = list(np.full((num_lanes, num_lanes), -1))
 
     def last_writer(self, slot: int) -> int:
         """Index of the last command that wrote the slot, -1 when none has."""
@@ -88,26 +90,23 @@ class ProgramBuilder:
         index, own = len(self.commands), STREAM_INDEX[stream]
         if self._cpu_groups and stream is Stream.CPU:
             own = len(STREAMS) + args.group
+        clock = self._stream_clock[own].copy()
         if own >= len(STREAMS):  # all of the CPU's become ready in the order of the program
-            self._stream_clock[own] = list(map(max, self._stream_clock[own], self._cpu_ready))
-        waits = self._derive_waits(own, reads, writes)
-        clock = self._stream_clock[own]
+            np.maximum(clock, self._cpu_ready, out=clock)
+        waits = self._derive_waits(own, clock, reads, writes)
         for wait in waits:
-            clock = list(map(max, clock, self._clocks[wait]))
+            np.maximum(clock, self._clocks[wait], out=clock)
             if own >= len(STREAMS):
-                self._cpu_ready = list(map(max, self._cpu_ready, self._clocks[wait]))
-        clock = [*clock[:own], index, *clock[own + 1 :]]
+                np.maximum(self._cpu_ready, self._clocks[wait], out=self._cpu_ready)
+        clock[own] = index
         self._clocks.append(clock)
         self._streams.append(own)
         self._stream_clock[own] = clock
         for slot, _ in writes:
             self._writer[slot] = index
-            self._readers[slot] = None
+            self._readers[slot] = {}
         for slot, _ in reads:
-            readers = self._readers[slot]
-            if readers is None:
-                readers = self._readers[slot] = [-1] * self._num_lanes
-            readers[own] = index
+            self._readers[slot][own] = index
         return waits
 
     def copy(
@@ -130,21 +129,21 @@ class ProgramBuilder:
         initial = tuple(Access(slot, content) for slot, content in self.initial.items())
         return Program(self.name, self.slots, tuple(self.commands), initial)
 
-    def _derive_waits(self, own: int, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
-        latest = [-1] * self._num_lanes
-        overlaps, streams = self.overlaps, self._streams
+    def _derive_waits(self, own: int, clock: np.ndarray, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
+        """What the next command of a stream waits for, beside what its clock implies."""
+        latest: dict[int, int] = {}
+        streams = self._streams
         for access, _ in (*reads, *writes):
-            for slot in overlaps[access]:
+            for slot in self.overlaps[access]:
                 writer = self._writer[slot]
-                if writer >= 0 and writer > latest[streams[writer]]:
+                if writer >= 0 and writer > latest.get(streams[writer], -1):
                     latest[streams[writer]] = writer
         for access, _ in writes:
-            for slot in overlaps[access]:
-                readers = self._readers[slot]
-                if readers is not None:
-                    latest = list(map(max, latest, readers))
-        known = self._stream_clock[own]
-        needed = [i for s, i in enumerate(latest) if s != own and i > known[s]]
+            for slot in self.overlaps[access]:
+                for stream, reader in self._readers[slot].items():
+                    if reader > latest.get(stream, -1):
+                        latest[stream] = reader
+        needed = [i for stream, i in latest.items() if stream != own and i > clock[stream]]
         # a wait that another wait of this command implies is dropped too
         if len(needed) > 1:
             needed = [i for i in needed if not any(j != i and self._clocks[j][streams[i]] >= i for j in needed)]

@@ -103,6 +103,7 @@ class _Simulation:
         for command in program.commands:
             self.queues[STREAM_INDEX[command.stream]].append(command)
         self.used = [i for i, queue in enumerate(self.queues) if queue]
+        self.unended = [len(command.waits) for command in program.commands]  # the first so many may not have ended
         self.threaded = frozenset(c.index for c in program.commands if c.stream in THREAD_STREAMS)
         self.heads = [0] * len(STREAMS)
         self.cpu_ready: list[Command] = []
@@ -167,11 +168,11 @@ class _Simulation:
 
     def _ready_s(self, command: Command) -> float:
         """When the host has issued a command whose waits have ended; infinite while one has not."""
-        end = self.end
-        for wait in reversed(command.waits):  # the latest mostly ends last, and a command may have thousands
-            if end[wait] < 0:
-                return inf
-        return self.issued[command.index]
+        end, waits, unended = self.end, command.waits, self.unended[command.index]
+        while unended and end[waits[unended - 1]] >= 0:  # the latest mostly ends last, and there may be thousands
+            unended -= 1
+        self.unended[command.index] = unended
+        return inf if unended else self.issued[command.index]
 
     def _start_cpu(self, i: int, now: float) -> float:
         """`_start_ready` for the CPU, whose commands become ready in order and run by priority."""

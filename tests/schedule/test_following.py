@@ -1,12 +1,13 @@
 """Programs that follow each other while the CPU works on."""
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
 
 from flexengine.plan import GroupPlan, Request
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Stream
 from flexengine.schedule.following import cpu_commands, cpu_waits, followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
@@ -73,6 +74,46 @@ def test_commands_wait_for_what_threads_do_on_a_drive():
         b = ProgramBuilder("after", slots, overlapping_slots(slots))
         b.copy(CommandName("copy"), stream, "c", [CopyRegion(source, 0, target, 0, 16)])
         assert cpu_waits(before, b.build()) == ({0: waits} if waits else {})
+
+
+def taking_turns(random: Random) -> Program:
+    """Threads read tiles from a drive into few places of the host, work on them and write them back, in turns."""
+    b = builder("before")
+    b.copy(CommandName("send"), Stream.D2H, "x", [CopyRegion(GPU0, 0, HOST0, 0, 16)])
+    b.add("work", CommandName("first"), Stream.CPU, [Access(HOST0, "x")], [Access(HOST1, "y")])
+    host = (HOST0, HOST1, HOST2, HOST3, WIDE)
+    for _ in range(20):
+        stream = random.choice((Stream.CPU, Stream.CPU, Stream.DRIVE_IN, Stream.DRIVE_OUT))
+        reads, writes = (random.sample(host, random.randrange(3)) for _ in range(2))
+        b.add("work", CommandName("turn"), stream, [Access(s, "y") for s in reads], [Access(s, "y") for s in writes])
+    return b.build()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whoever_waits_for_the_last_turns_has_waited_for_all(seed):
+    """Of commands that take turns in some bytes only those are named that no other one named implies."""
+    random = Random(seed)
+    before = taking_turns(random)
+    ended: dict[int, set[int]] = {}  # what has ended before each command ends
+    for command in before.commands:
+        ended[command.index] = {command.index}.union(*(ended[wait] for wait in command.waits))
+    named = all_of_them = 0
+    for place, writing in product((HOST0, HOST1, HOST2, HOST3, WIDE), (False, True)):
+        b = builder("after")
+        access = [Access(place, "y")]
+        b.add("other", CommandName("other"), Stream.D2H, *(([], access) if writing else (access, [])))
+        waits = cpu_waits(before, b.build()).get(0, frozenset())
+        overlapping = {slot for slot in range(len(SLOTS)) if slot in b.overlaps[place]}
+        touching = {
+            c.index
+            for c in before.commands
+            if c.stream is not Stream.D2H
+            and overlapping & {slot for slot, _ in ((*c.reads, *c.writes) if writing else c.writes)}
+        }
+        assert touching <= set().union(*(ended[wait] for wait in waits))
+        assert waits <= touching
+        named, all_of_them = named + len(waits), all_of_them + len(touching)
+    assert named < all_of_them
 
 
 def test_work_of_the_cpu_waits_for_the_gpu_and_is_waited_for_by_none():
