@@ -308,6 +308,9 @@ def is_split(segment: str, numerics: Numerics) -> bool:
     return numerics.compute == "bfloat16" and (segment == "vector" or numerics.master == "split")
 
 
+_ELEMENT_BYTES = {**DTYPE_BYTES, "int16": 2, "uint8": 1}
+
+
 def element_bytes(dtype: str) -> int:
     """Bytes of one element."""
-    return {"int16": 2, "uint8": 1}.get(dtype) or DTYPE_BYTES[dtype]
+    return _ELEMENT_BYTES[dtype]

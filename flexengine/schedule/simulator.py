@@ -65,6 +65,7 @@ class Rates(NamedTuple):
 
 
 CPU = STREAM_INDEX[Stream.CPU]
+READS, WRITES = (tuple(STREAM_INDEX[stream] for stream in ways) for ways in (DRIVE_READS, DRIVE_WRITES))
 OTHER_DIRECTION = {Stream.H2D: Stream.D2H, Stream.D2H: Stream.H2D}
 LEAST_CPU_SHARE = 0.2
 """The CPU keeps at least this share of its speed, however busy the link is."""
@@ -231,12 +232,9 @@ class _Simulation:
     def _drive_rate(self, stream: Stream) -> float:
         assert self.rates.drive_bytes_per_s is not None, "a plan with planes on a drive has its rates"
         alone, beside = self.rates.drive_bytes_per_s[stream]
-        writes, reads = (sum(map(self._runs, ways)) for ways in (DRIVE_WRITES, DRIVE_READS))
+        writes, reads = (sum(self.running[i] is not None for i in ways) for ways in (WRITES, READS))
         rate = beside if writes and reads else alone
         return rate / (writes if stream in DRIVE_WRITES else reads)
-
-    def _runs(self, stream: Stream) -> bool:
-        return self.running[STREAM_INDEX[stream]] is not None
 
     def _finish(self, i: int, now: float) -> None:
         run = self.running[i]
