@@ -59,6 +59,7 @@ class PlannedSizes:
         }
         self._check_shards()
         self.pieces = tuple(tuple(self._pieces_of(i, part) for part in g.parts) for i, g in enumerate(self.groups))
+        self._sections: dict[tuple[int, int], list[Section]] = {}
         self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
         self.segments = Segments(model, plan)
         if plan.request.hidden_on_host and plan.in_parts:
@@ -108,7 +109,9 @@ class PlannedSizes:
 
     def sections(self, group: int, part: int) -> list[Section]:
         """What ranks exchange at once of a part's accumulator in a split plan."""
-        return sections_of(self.pieces[group][part], self.plan.request.ranks)
+        if (group, part) not in self._sections:
+            self._sections[group, part] = sections_of(self.pieces[group][part], self.plan.request.ranks)
+        return self._sections[group, part]
 
     def received_bytes(self, group: int) -> int:
         """Bytes of a slot for the pieces of all ranks that a rank receives of any section of a group."""

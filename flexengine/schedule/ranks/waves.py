@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from flexengine.schedule.pieces import Piece, PieceRun
 SECTION_BYTES = 256 * 2**20
 """Bytes of an accumulator that are exchanged at once, to all ranks together. Smaller sections take less GPU memory for
 what arrives, and cost more commands."""
+KNOWN_PARTS = 512
+"""Parts whose pieces are remembered: planning lays a model out thousands of times, and experts have many runs."""
 OWN_SQUARES, ALL_SQUARES = "squares of this rank's pieces", "squares of all pieces"
 """What the table of partial sums of squares holds in a round, and when ranks have added up theirs."""
 
@@ -60,6 +63,7 @@ def _within(region: CopyRegion, first: int, last: int) -> list[CopyRegion]:
     return [CopyRegion(region.source, region.source_offset + skipped, region.target, start, end - start)]
 
 
+@lru_cache(maxsize=KNOWN_PARTS)
 def owned_pieces(part: Part, size: int, element_bytes: int, in_sections: bool = True) -> tuple[Piece, ...]:
     """Cut a part into sections, or one, and each section into a piece for every rank: piece p belongs to rank p % size.
 
