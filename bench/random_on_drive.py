@@ -21,6 +21,8 @@ from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
+import torch
+
 from bench.random_cases import Case, Variant, draw_case
 from bench.random_runs import MOST_BYTES, Outcome, on_ranks, planned_run, train
 from flexengine.api import PlannedRun
@@ -123,7 +125,9 @@ def main() -> None:
     """Parse arguments, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 100), metavar=("FIRST", "END"))
-    print(dict(compared(range(*parser.parse_args().seeds))))
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # a forked rank would wait forever for threads that it has not
+    print(dict(compared(range(*args.seeds))))
 
 
 if __name__ == "__main__":
