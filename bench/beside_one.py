@@ -20,16 +20,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from bench.environment import rounded, write_json
 from flexengine.reports.text_format import align_columns
@@ -142,14 +143,14 @@ def measure(commands: Iterable[Command], gpus: int, host_gib: float, ends_s: flo
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             line = command.line(gpus, host_gib, out)
-            told = shlex.join(["python", *line[1:-1], "OUT.json"])
-            print(f"\n$ {told}", flush=True)
+            asked = {"command": shlex.join(["python", *line[1:-1], "OUT.json"]), "gpus": command.count(gpus)}
+            print(f"\n$ {asked['command']}", flush=True)
             failed = run(line, Path(folder) / "log", min(command.limit_s, ends_s - time.monotonic()))
             found = json.loads(out.read_text()) if out.exists() else {}
         new = [{k: v for k, v in row.items() if k not in LEFT_OUT} for row in rows_of(found)]
-        rows += [{"command": told, "gpus": command.count(gpus), **row} for row in new]
+        rows += [{**asked, **row} for row in new]
         if failed:
-            rows.append({"command": told, "gpus": command.count(gpus), "failed": failed})
+            rows.append({**asked, "failed": failed})
     return rows
 
 
@@ -166,13 +167,17 @@ def run(line: list[str], log: Path, limit_s: float) -> str:
         return f"not started: {max(0.0, limit_s):.0f} s were left"
     ends_s = time.monotonic() + limit_s
     with log.open("w") as written, log.open(encoding="utf-8", errors="replace") as read:
-        process = subprocess.Popen(line, stdout=written, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(line, stdout=written, stderr=subprocess.STDOUT)
         while process.poll() is None and time.monotonic() < ends_s:
             print(read.read(), end="", flush=True)
             time.sleep(SAMPLE_S)
         stopped = process.poll() is None
         if stopped:
-            os.killpg(process.pid, signal.SIGKILL)
+            begun = psutil.Process(process.pid).children(recursive=True)  # ranks are sessions of their own
+            process.kill()
+            for each in begun:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
         status = process.wait()
         print(read.read(), end="", flush=True)
     last = [f"stopped after {limit_s:.0f} s"] if stopped else []
@@ -194,7 +199,7 @@ def told(rows: Sequence[dict]) -> list[str]:
             continue
         each = tokens // gpus if "tokens_per_step" in row else tokens
         alone = next((ones[n] for n in (each, tokens) if n in ones), None)  # of one sequence, all tokens are shared
-        same = "" if not (first and row.get("weights_digest")) else _same(row, first)
+        same = _same(row, first) if first and row.get("weights_digest") else "-"
         lines.append(
             (
                 str(gpus),
@@ -205,7 +210,7 @@ def told(rows: Sequence[dict]) -> list[str]:
                 f"{row['predicted_step_s']:.3f}" if "predicted_step_s" in row else "-",
                 f"{row.get('gpu_peak_gib') or 0:.2f}",
                 f"{row.get('host_peak_gib') or row.get('host_system_gib') or 0:.1f}",
-                same or "-",
+                same,
                 row.get("engine", ""),
             )
         )

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -165,7 +166,7 @@ def wrong(found: dict, limit_s: float = LIMIT_S) -> list[str]:
     return said
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--gpus", type=int, default=2)
@@ -177,7 +178,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scratch", default=None, help="where runs are written; default: the temporary folder")
     parser.add_argument("--json", default=None, help="write the figures to this file")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse()
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         found = flow(args, Path(scratch))
     print(json.dumps({name: found[name] for name in ("one_equals_several", "killed_equals_whole", "seconds")}))

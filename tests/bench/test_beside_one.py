@@ -3,14 +3,15 @@
 import math
 import time
 
+import psutil
 import pytest
 
-from bench import peers, step
+from bench import kill_ranks, peers, step
 from bench.beside_one import MEASUREMENTS, Command, measure, told
 from bench.job_flags import job_from
 
 FAKE = """
-import argparse, json, sys, time
+import argparse, json, subprocess, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--way", default="good"); parser.add_argument("--tokens-per-step", type=int)
 parser.add_argument("--also-tokens", type=int, nargs="*", default=[]); parser.add_argument("--json")
@@ -20,7 +21,10 @@ for tokens in (args.tokens_per_step, *args.also_tokens):
     rows.append({**row, "weights_digest": "ab", "losses": [2.0, 1.0], "busy_s": {}})
     json.dump({"environment": {}, "rows": rows}, open(args.json, "w"))
 print("went", args.way, flush=True)
-if args.way == "stuck": time.sleep(60)
+if args.way == "stuck":
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    print(rank.pid, flush=True)
+    time.sleep(60)
 sys.exit(args.way == "bad")
 """
 
@@ -31,6 +35,13 @@ def fake(tmp_path, monkeypatch):
     (tmp_path / "fake_bench.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return "fake_bench"
+
+
+def has_ended(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize("name", MEASUREMENTS)
@@ -47,6 +58,8 @@ def test_every_command_is_one_that_its_module_takes(name, tmp_path):
                 assert args.max_global_batch_tokens == count * command.tokens[0]
         elif command.module == "bench.peers":
             assert peers.parse(flags).ranks == 4
+        else:
+            assert (command.module, kill_ranks.parse(flags).gpus) == ("bench.kill_ranks", 4)
 
 
 def test_rows_of_commands_and_what_went_wrong(fake, capsys):
@@ -76,7 +89,9 @@ def test_commands_that_take_too_long_or_come_too_late(fake, monkeypatch):
     stuck = Command("one", "--way stuck", (8,), fake, limit_s=2.0)
     rows = measure([stuck], 2, 1.0, math.inf)
     assert rows[0]["tokens_per_step"] == 8  # what it wrote before is kept
-    assert rows[1]["failed"].splitlines() == ["stopped after 2 s", "went stuck"]
+    *said, rank = rows[1]["failed"].splitlines()
+    assert said == ["stopped after 2 s", "went stuck"]
+    assert any(has_ended(int(rank)) or time.sleep(0.1) for _ in range(200))
     monkeypatch.setattr("bench.beside_one.LEAST_S", 15.0)
     [row] = measure([stuck._replace(limit_s=240.0)], 2, 1.0, time.monotonic() + 9.5)
     assert row["failed"].startswith("not started: ")
