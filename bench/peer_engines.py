@@ -276,7 +276,7 @@ def build(setting: Setting, device: torch.device) -> tuple[Trainer, int]:
         import_module("unsloth")  # it changes transformers, which must not be imported before
     config = config_of(setting)
     if setting.liger != NO_LIGER:
-        apply_liger(config.model_type, setting.liger)
+        apply_liger(config, setting)
     builders = {"fsdp2": fsdp2_trainer, "fsdp2-offload": fsdp2_trainer, "deepspeed-zero3": deepspeed_trainer}
     if setting.engine in ("unsloth", "torchtune", *STREAMED):
         builders = import_module("bench.peer_packages").BUILDERS
@@ -294,14 +294,17 @@ def config_of(setting: Setting) -> Any:
     return config
 
 
-def apply_liger(model_type: str, which: str) -> None:
+def apply_liger(config: Any, setting: Setting) -> None:
     """Have transformers build models of this type with Liger's kernels."""
     options: dict[str, bool] = {}
-    if which == "no-loss":
+    if setting.liger == "no-loss":
         options = {"fused_linear_cross_entropy": False, "cross_entropy": True}
-    if which == "loss":
+    if setting.liger == "loss":
         options = {"rms_norm": False, "rope": False, "swiglu": False}
-    import_module("liger_kernel.transformers.monkey_patch")._apply_liger_kernel(model_type, **options)
+    if setting.mode == "lora" and hasattr(config, "num_experts"):
+        # Liger's experts tune for minutes and compute gradients of frozen weights; those of transformers do neither.
+        options["swiglu"] = False
+    import_module("liger_kernel.transformers.monkey_patch")._apply_liger_kernel(config.model_type, **options)
 
 
 def make_model(config: Any, dtype: torch.dtype, recompute: bool, reentrant: bool = False) -> Any:

@@ -1,6 +1,7 @@
 """bench/peers.py with tiny models on the CPU: figures come from steps, and a failed run says why."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from bench.peer_engines import (
     OURS,
     PACKAGE_OF,
     Setting,
+    apply_liger,
     config_of,
     measure,
     model_without_values,
@@ -45,6 +47,18 @@ def test_experts_and_router_get_no_adapters_where_ours_get_none():
     model = with_adapters(model_without_values(config_of(setting), recompute=False), setting)
     trained = {name.split("layers.0.")[1].split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {f"self_attn.{letter}_proj" for letter in "qkvo"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "mode", "expected"), [("qwen3-30b-a3b", "lora", {"swiglu": False}), ("qwen3-30b-a3b", "full", {})]
+)
+def test_frozen_experts_are_not_those_of_liger(monkeypatch, preset, mode, expected):
+    asked = {}
+    liger = SimpleNamespace(_apply_liger_kernel=lambda model_type, **options: asked.update({model_type: options}))
+    monkeypatch.setattr(peer_engines, "import_module", lambda _: liger)
+    setting = ONE._replace(preset=preset, mode=mode, liger="all")
+    apply_liger(config_of(setting), setting)
+    assert asked == {"qwen3_moe": expected}
 
 
 def test_ours_is_asked_for_the_same_work(monkeypatch):
