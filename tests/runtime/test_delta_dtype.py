@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_helpers import FLOAT32, build_engine, make_plan, random_batch, random_weights, same_bits, streamed_plan
+from engine_helpers import (
+    FLOAT32,
+    build_engine,
+    config_of,
+    make_plan,
+    random_batch,
+    random_weights,
+    same_bits,
+    streamed_plan,
+)
 from family_configs import CASES, FAMILY_CASES
 
 from flexengine.models.delta_dtype import check_delta_dtype, with_delta_dtype
@@ -56,7 +65,7 @@ def test_no_plan_changes_a_bit():
 def test_losses_and_gradients_are_near_those_of_transformers(tmp_path):
     """The loss within a thousandth and gradients within 4% of the exact rule's; whole sequences and slices."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**QWEN)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config_of(QWEN)).eval()
     model.save_pretrained(tmp_path)
     batch = random_batch(0, LENGTHS, QWEN["vocab_size"])
     source = stored_in("bfloat16", open_model(tmp_path))
