@@ -238,7 +238,7 @@ def _run_ranks(setting: Setting, folder: Path, limit_s: float, host: HostMemory,
     deadline_s, stopped = time.perf_counter() + limit_s, ""
     while any(p.poll() is None for p in processes):
         if time.perf_counter() > deadline_s:
-            stopped = f"stopped after {limit_s:g} s"
+            stopped = f"stopped after {limit_s:.0f} s"
         if setting.host_gib is not None and host.system_bytes > HOST_SLACK * setting.host_gib * GIB:
             stopped = f"stopped at {host.system_bytes / GIB:.1f} GiB of host memory, {setting.host_gib:g} were allowed"
         if stopped or any(p.poll() for p in processes):
