@@ -19,6 +19,7 @@ from flexengine.planner.limits import LIMITS
 from flexengine.planner.ranks.fewer import beside_fewer_gpus
 from flexengine.planner.ranks.plan import (
     AGAIN,
+    AS_RELAY,
     AS_SPLIT,
     KINDS,
     OTHER_SIZES,
@@ -169,3 +170,16 @@ def test_the_cpu_makes_all_updates_where_ranks_would_wait_for_those_of_gpus():
     edges = (replace(plan.groups[0], update="gpu"), *plan.groups[1:-1], replace(plan.groups[-1], update="gpu"))
     with_gpu = priced_together(Layout(spec, replace(plan, groups=edges)), plan.predicted, profile)
     assert plan.predicted.step_s < 0.99 * with_gpu.step_s
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_ranks_make_again_what_would_wait_on_the_host_that_all_of_them_copy_through():
+    """The search of one rank has the link to itself, and sends outputs of attention to the host."""
+    spec, sizes = open_model("preset:olmoe-1b-7b").spec, (2048, 65536, int(8.1 * GIB), 256 * GIB)
+    request = Request(*sizes, numerics=Numerics(state="float32"), ranks=4, transport="relay", whole_steps=True)
+    node = NodeProblem(spec, request, with_gpus(preset("rtx-4090"), 4))
+    plan, searched = plan_for_ranks(spec, request, node.profile), AS_RELAY.planned(node, None)
+    assert searched is not None
+    assert any(layer.keep_host for layer in searched.layers)
+    assert not any(layer.keep_host for layer in plan.layers)
+    assert plan.predicted.step_s < 0.95 * searched.predicted.step_s

@@ -25,6 +25,7 @@ from flexengine.planner.planner import find_plan, make_plan
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.context import may_cut, nothing_fits, plans_in_context, why_not
 from flexengine.planner.ranks.dealt import with_dealt_states
+from flexengine.planner.ranks.kept import keeping_none
 from flexengine.planner.ranks.over_nodes import with_node_states
 from flexengine.planner.ranks.price import bytes_planned, predicted_together
 from flexengine.planner.ranks.refusal import refusal
@@ -92,6 +93,17 @@ class NodeProblem(Problem):
         plan = None if self.searched is None else best_again(self.of_rank, self.searched.search)
         return None if plan is None else replace(plan, predicted=self.of_one.predicted)
 
+    @cached_property
+    def split(self) -> Plan | None:
+        """The fastest plan of one rank as a priced split of all; None where none fits, but another search may."""
+        try:
+            split = as_split(self.of_rank, self.of_one, with_node_states if self.of_one.divides_states else find_plan)
+        except PlanError:
+            if self.split_again is None:
+                raise
+            return None
+        return None if split is None else _priced_split(self, split)
+
     def priced(self, of_one: Plan) -> Plan:
         """The plan of all ranks, priced together, from that of one."""
         plan = replace(of_one, request=self.request)
@@ -156,16 +168,6 @@ def _busy(plan: Plan | None, share: float) -> bool:
 def _may_gain_early(plan: Plan | None) -> bool:
     """Whether updates before the norm is known may make a step shorter."""
     return plan is not None and plan.may_speculate and not _busy(plan, TOO_BUSY)
-
-
-def _as_split(node: NodeProblem) -> Plan | None:
-    try:
-        split = as_split(node.of_rank, node.of_one, with_node_states if node.of_one.divides_states else find_plan)
-    except PlanError:
-        if node.split_again is None:
-            raise
-        return None
-    return None if split is None else _priced_split(node, split)
 
 
 def _priced_split(node: NodeProblem, split: Plan) -> Plan:
@@ -287,6 +289,20 @@ def _updated_by_cpu(problem: Problem, plan: Plan) -> Plan | None:
     return replace(found, predicted=bytes_planned(layout, plan.predicted, problem.profile))
 
 
+def _on_gpus(node: NodeProblem, best: Plan | None) -> Plan | None:
+    """The plan, or that of the search, with what would wait on the host made again; None where that is no faster."""
+    assert best is not None, "there is a plan that may keep less"
+    waiting, found = best.after_clipping(), list[Plan]()
+    first = node.split if best.transport == "split" else None
+    for plan in (waiting,) if first is None or first.layers == waiting.layers else (waiting, first):
+        kept = keeping_none(node.of_rank, plan)
+        made_again = None if kept is None else node.priced(kept)
+        if made_again is not None and made_again.predicted.step_s < plan.predicted.step_s:
+            bold = _may_gain_early(made_again) and made_again.transport == "split"
+            found.append((_with_speculation(node, made_again) if bold else None) or made_again)
+    return min(found, key=lambda plan: plan.predicted.step_s, default=None)
+
+
 def _with_speculation(node: NodeProblem, plan: Plan | None) -> Plan | None:
     """A split plan of all ranks in which the CPU updates before the norm is known; None where none is faster.
 
@@ -347,17 +363,18 @@ def _in_context(node: NodeProblem) -> Plan | None:
 
 
 BY_CPU = Variant[NodeProblem, Plan](lambda _, best: not _busy(best, BUSY_SHARE), _all_by_cpu, BY_CPU_GAIN)
+ON_GPUS = Variant[NodeProblem, Plan](lambda _, best: best is not None, _on_gpus)
 SPECULATION = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _with_speculation, -inf)
 OTHER_SIZES = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _of_other_sizes)
 AGAIN = Variant[NodeProblem, Plan](_may_move_more, _again)
 SHARDS = Variant[NodeProblem, Plan](_may_shard, _with_shards)
-AS_SPLIT = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: _as_split(node))
+AS_SPLIT = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: node.split)
 AS_RELAY = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: node.priced(node.of_one))
 SPLIT = Variant[NodeProblem, Plan](
     lambda node, _: _may_split(node),
-    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, OTHER_SIZES, AGAIN, SHARDS), node),
+    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, OTHER_SIZES, AGAIN, SHARDS, ON_GPUS), node),
 )
-RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU), node))
+RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU, ON_GPUS), node))
 CONTEXT = Variant[NodeProblem, Plan](
     lambda node, best: may_cut(node.model, node.request, best), lambda node, _: _in_context(node)
 )
