@@ -67,6 +67,8 @@ DRAWN_ELEMENTS = (1 << 24) - 5
 FILES = "PEERS_FILES"
 """Names the folder of files that the runs of a call share."""
 NO_LIGER = "none"
+EXPERTS = ("num_experts", "num_local_experts")
+"""Fields of transformers' configs for the number of experts, of which every type with experts has at least one."""
 
 
 class Setting(NamedTuple):
@@ -301,7 +303,7 @@ def apply_liger(config: Any, setting: Setting) -> None:
         options = {"fused_linear_cross_entropy": False, "cross_entropy": True}
     if setting.liger == "loss":
         options = {"rms_norm": False, "rope": False, "swiglu": False}
-    if setting.mode == "lora" and hasattr(config, "num_experts"):
+    if setting.mode == "lora" and any(hasattr(config, name) for name in EXPERTS):
         # Liger's experts tune for minutes and compute gradients of frozen weights; those of transformers do neither.
         options["swiglu"] = False
     import_module("liger_kernel.transformers.monkey_patch")._apply_liger_kernel(config.model_type, **options)

@@ -50,7 +50,13 @@ def test_experts_and_router_get_no_adapters_where_ours_get_none():
 
 
 @pytest.mark.parametrize(
-    ("preset", "mode", "expected"), [("qwen3-30b-a3b", "lora", {"swiglu": False}), ("qwen3-30b-a3b", "full", {})]
+    ("preset", "mode", "expected"),
+    [
+        ("qwen3-30b-a3b", "lora", {"qwen3_moe": {"swiglu": False}}),
+        ("deepseek-v3", "lora", {"deepseek_v3": {"swiglu": False}}),
+        ("qwen3-30b-a3b", "full", {"qwen3_moe": {}}),
+        ("llama-3.1-8b", "lora", {"llama": {}}),
+    ],
 )
 def test_frozen_experts_are_not_those_of_liger(monkeypatch, preset, mode, expected):
     asked = {}
@@ -58,7 +64,7 @@ def test_frozen_experts_are_not_those_of_liger(monkeypatch, preset, mode, expect
     monkeypatch.setattr(peer_engines, "import_module", lambda _: liger)
     setting = ONE._replace(preset=preset, mode=mode, liger="all")
     apply_liger(config_of(setting), setting)
-    assert asked == {"qwen3_moe": expected}
+    assert asked == expected
 
 
 def test_ours_is_asked_for_the_same_work(monkeypatch):
