@@ -11,7 +11,7 @@ from flexengine.plan import GroupPlan, Plan, Request
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import find_plan
 from flexengine.planner.problem import Problem
-from flexengine.planner.ranks.price import bytes_planned
+from flexengine.planner.ranks.price import if_it_fits
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.shares import DealtStates
@@ -42,10 +42,9 @@ def with_dealt_states(problem: Problem) -> Plan | None:
             continue
         homes = [GroupPlan(states="dealt") if i in dealt else home for i, home in enumerate(found.groups)]
         for tile in dict.fromkeys((found.optimizer_tile, *SMALLER_TILES)):
-            plan = replace(found, request=request, groups=tuple(homes), optimizer_tile=tile)
-            layout = problem.layout(plan)
-            if problem.fits(layout):
-                return replace(plan, predicted=bytes_planned(layout, plan.predicted, problem.profile))
+            plan = if_it_fits(problem, replace(found, request=request, groups=tuple(homes), optimizer_tile=tile))
+            if plan is not None:
+                return plan
     return None
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from flexengine.plan import Plan
 from flexengine.planner.problem import Problem
-from flexengine.planner.ranks.price import bytes_planned
+from flexengine.planner.ranks.price import if_it_fits
 
 
 def keeping_none(of_rank: Problem, plan: Plan) -> Plan | None:
@@ -18,8 +18,4 @@ def keeping_none(of_rank: Problem, plan: Plan) -> Plan | None:
     if of_rank.request.recompute != "auto" or not any(layer.keep_host for layer in plan.layers):
         return None
     layers = tuple(replace(layer, keep_host=()) for layer in plan.layers)
-    found = replace(plan, request=of_rank.request, layers=layers)
-    layout = of_rank.layout(found)
-    if not of_rank.fits(layout):
-        return None
-    return replace(found, predicted=bytes_planned(layout, plan.predicted, of_rank.profile))
+    return if_it_fits(of_rank, replace(plan, request=of_rank.request, layers=layers))

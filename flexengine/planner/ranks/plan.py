@@ -27,7 +27,7 @@ from flexengine.planner.ranks.context import may_cut, nothing_fits, plans_in_con
 from flexengine.planner.ranks.dealt import with_dealt_states
 from flexengine.planner.ranks.kept import keeping_none
 from flexengine.planner.ranks.over_nodes import with_node_states
-from flexengine.planner.ranks.price import bytes_planned, predicted_together
+from flexengine.planner.ranks.price import bytes_planned, if_it_fits, predicted_together
 from flexengine.planner.ranks.refusal import refusal
 from flexengine.planner.ranks.shards import Sharded, has_adapters, plans_with_shards, searched_in_full
 from flexengine.planner.ranks.split import as_split, laid_out_as_split, may_split
@@ -280,26 +280,21 @@ def _updated_by_cpu(problem: Problem, plan: Plan) -> Plan | None:
         replace(home, update="cpu") if home.update == "gpu" and not (stored.on_gpu_only or home.sharded) else home
         for home, stored in zip(plan.groups, problem.layout(plan).groups, strict=True)
     )
-    if groups == plan.groups:
-        return None
-    found = replace(plan, groups=groups)
-    layout = problem.layout(found)
-    if not problem.fits(layout):
-        return None
-    return replace(found, predicted=bytes_planned(layout, plan.predicted, problem.profile))
+    return None if groups == plan.groups else if_it_fits(problem, replace(plan, groups=groups))
 
 
-def _on_gpus(node: NodeProblem, best: Plan | None) -> Plan | None:
+def _keeping_none(node: NodeProblem, best: Plan | None) -> Plan | None:
     """The plan, or that of the search, with what would wait on the host made again; None where that is no faster."""
     assert best is not None, "there is a plan that may keep less"
-    waiting, found = best.after_clipping(), list[Plan]()
-    first = node.split if best.transport == "split" else None
-    for plan in (waiting,) if first is None or first.layers == waiting.layers else (waiting, first):
+    plans, found = [best.after_clipping()], list[Plan]()
+    if best.transport == "split" and node.split is not None and node.split.layers != best.layers:
+        plans.append(node.split)
+    for plan in plans:
         kept = keeping_none(node.of_rank, plan)
         made_again = None if kept is None else node.priced(kept)
         if made_again is not None and made_again.predicted.step_s < plan.predicted.step_s:
-            bold = _may_gain_early(made_again) and made_again.transport == "split"
-            found.append((_with_speculation(node, made_again) if bold else None) or made_again)
+            early = _with_speculation(node, made_again) if _may_gain_early(made_again) else None
+            found.append(early or made_again)
     return min(found, key=lambda plan: plan.predicted.step_s, default=None)
 
 
@@ -363,7 +358,7 @@ def _in_context(node: NodeProblem) -> Plan | None:
 
 
 BY_CPU = Variant[NodeProblem, Plan](lambda _, best: not _busy(best, BUSY_SHARE), _all_by_cpu, BY_CPU_GAIN)
-ON_GPUS = Variant[NodeProblem, Plan](lambda _, best: best is not None, _on_gpus)
+NONE_KEPT = Variant[NodeProblem, Plan](lambda _, best: best is not None, _keeping_none)
 SPECULATION = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _with_speculation, -inf)
 OTHER_SIZES = Variant[NodeProblem, Plan](lambda _, best: _may_gain_early(best), _of_other_sizes)
 AGAIN = Variant[NodeProblem, Plan](_may_move_more, _again)
@@ -372,9 +367,9 @@ AS_SPLIT = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node,
 AS_RELAY = Variant[NodeProblem, Plan](lambda _, best: best is None, lambda node, _: node.priced(node.of_one))
 SPLIT = Variant[NodeProblem, Plan](
     lambda node, _: _may_split(node),
-    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, OTHER_SIZES, AGAIN, SHARDS, ON_GPUS), node),
+    lambda node, _: fastest((AS_SPLIT, BY_CPU, SPECULATION, OTHER_SIZES, AGAIN, SHARDS, NONE_KEPT), node),
 )
-RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU, ON_GPUS), node))
+RELAY = Variant[NodeProblem, Plan](_may_relay, lambda node, _: fastest((AS_RELAY, BY_CPU, NONE_KEPT), node))
 CONTEXT = Variant[NodeProblem, Plan](
     lambda node, best: may_cut(node.model, node.request, best), lambda node, _: _in_context(node)
 )

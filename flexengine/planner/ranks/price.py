@@ -13,6 +13,7 @@ from flexengine.plan import Plan, Prediction
 from flexengine.planner.correction import Review, corrected_profile, of_chunks, review, stream_factors
 from flexengine.planner.cost.cost_model import CostModel, price
 from flexengine.planner.cost.memory import process_bytes
+from flexengine.planner.problem import Problem
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -29,6 +30,14 @@ SPLIT_RANKS = 2
 def bytes_planned(layout: Layout, predicted: Prediction, profile: HardwareProfile) -> Prediction:
     """A rank's prediction with the bytes of another layout."""
     return replace(predicted, **process_bytes(layout, profile)._asdict())
+
+
+def if_it_fits(of_rank: Problem, plan: Plan) -> Plan | None:
+    """The plan of one rank with its own bytes; None where it does not fit."""
+    layout = of_rank.layout(plan)
+    if not of_rank.fits(layout):
+        return None
+    return replace(plan, predicted=bytes_planned(layout, plan.predicted, of_rank.profile))
 
 
 def predicted_together(
