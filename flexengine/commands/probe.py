@@ -167,6 +167,7 @@ def _fp8_lines(profile: HardwareProfile, unit: str, scale: float) -> list[str]:
         *_share_lines("products scaled by rows", profile.matmul.fp8_row_shares),
         *_share_lines("products scaled by blocks", profile.matmul.fp8_block_shares),
         *_share_lines("by blocks, by weights alone", profile.matmul.fp8_block_weight_shares),
+        *_share_lines("by blocks, squares in gradients of weights", profile.matmul.fp8_square_shares),
         *(line for name, own in profile.matmul.blackwell_shares.items() for line in _share_lines(name, own)),
     ]
 

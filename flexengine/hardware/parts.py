@@ -105,6 +105,8 @@ class MatmulProfile(Part):
     """(tokens, rate of linear layers with FP8 operands scaled by rows, and by blocks, over that with one scale)."""
     fp8_block_weight_shares: Points = ()
     """That by blocks of the products by weights alone: forward and the gradient of x."""
+    fp8_square_shares: Points = ()
+    """That by blocks with activations per 128 x 128 in gradients of weights."""
     mxfp8_shares: Points = ()
     """(tokens, rate of linear layers with MXFP8 operands over that with FP8 operands with one scale); empty where the
     card takes none, and on the CPU, which multiplies all of these in float32."""
@@ -126,10 +128,11 @@ class MatmulProfile(Part):
             raise ValueError("the device multiplies no FP8 operands")
         shares = {"fp8": ((1, 1.0),), "fp8-rowwise-gw-hp": self.fp8_row_shares or UNMEASURED_ROWS}
         shares |= {name: own or ((1, 1.0),) for name, own in self.blackwell_shares.items()}
-        blocks = UNMEASURED_SQUARES if scaling.endswith("-gw-squares") else UNMEASURED_BLOCKS
+        blocks, measured = UNMEASURED_BLOCKS, self.fp8_block_shares
         if by_weights:
-            blocks = UNMEASURED_BLOCK_WEIGHTS
-        measured = (by_weights and self.fp8_block_weight_shares) or self.fp8_block_shares
+            blocks, measured = UNMEASURED_BLOCK_WEIGHTS, self.fp8_block_weight_shares or measured
+        elif scaling.endswith("-gw-squares"):
+            blocks, measured = UNMEASURED_SQUARES, self.fp8_square_shares or measured
         share = interpolate(shares.get(scaling, measured or blocks), tokens)
         return share * _rate("tokens", self.fp8_flops_per_s, tokens)
 
@@ -332,6 +335,7 @@ SHARE_FIELDS = (
     "fp8_row_shares",
     "fp8_block_shares",
     "fp8_block_weight_shares",
+    "fp8_square_shares",
     "mxfp8_shares",
     "nvfp4_shares",
     "attention_slice_shares",

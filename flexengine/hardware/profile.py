@@ -45,6 +45,7 @@ _LATER_FIELDS = {
     "fp8_row_shares",
     "fp8_block_shares",
     "fp8_block_weight_shares",
+    "fp8_square_shares",
     "mxfp8_shares",
     "nvfp4_shares",
     "attention_slice_shares",

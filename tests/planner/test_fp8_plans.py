@@ -198,6 +198,10 @@ def test_rates_of_other_scales_are_shares_of_that_with_one():
     found = [each.fp8_rate(1024, "fp8-blockwise", by_weights=True) for each in (RATES.matmul, rates, weights)]
     assert found == [890e12, 500e12, 600e12]
     assert weights.fp8_rate(1024, "fp8-blockwise") == 500e12
+    squares = RATES.changed(fp8_block_shares=((1024, 0.5),), fp8_square_shares=((1024, 0.7),)).matmul
+    found = [each.fp8_rate(1024, "fp8-blockwise-gw-squares") for each in (rates, squares)]
+    assert found == [500e12, 700e12]
+    assert squares.fp8_rate(1024, "fp8-blockwise") == squares.fp8_rate(1024, "fp8-blockwise-gw-squares", True) == 500e12
     assert weights.fp8_rate(1024, by_weights=True) == 1000e12
     spec = with_fp8_linears(open_model("preset:llama-3.1-8b").spec, "fp8-blockwise")
     op = next(op for op in spec.blocks[0].ops if op.name == "down_proj")

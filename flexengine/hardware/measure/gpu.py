@@ -62,7 +62,7 @@ MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 FP8_TOKENS = (512, 2048, 8192, 32768)
 FP8_SHARE_TOKENS = (2048, 8192)
-FP8_MODES = ("fp8-rowwise-gw-hp", "fp8-blockwise", "mxfp8", "nvfp4-gw-hp")
+FP8_MODES = ("fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-squares", "mxfp8", "nvfp4-gw-hp")
 """Schemes whose rate is measured beside that of FP8 with one scale."""
 FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
@@ -197,10 +197,11 @@ def _fp8_rates(
     layers: Sequence[LinearShape], counts: list[int], device: torch.device, least_s: float
 ) -> tuple[Points, ...]:
     """Measure linear layers with FP8 operands, at sizes that FP8 can have, and shares of that rate with scales of rows,
-    of blocks, of blocks without gradients of weights, and with operands of Blackwell cards; none on cards without FP8.
+    of blocks, of blocks without gradients of weights, of blocks with squares in these, and with operands of Blackwell
+    cards; none on cards without FP8, in the order of the profile's fields.
     """
     if not multiplies_fp8(device):
-        return (), (), (), (), (), ()
+        return (), (), (), (), (), (), ()
     counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
     buffers = _in_fp8(_cuda_buffers(device, torch.bfloat16))
     whole = [
@@ -209,11 +210,11 @@ def _fp8_rates(
     ]
     rates = _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
     few = [tokens for tokens in counts if tokens in FP8_SHARE_TOKENS] or counts[:1]
-    rows, blocks, mxfp8, nvfp4 = (
+    rows, blocks, squares, mxfp8, nvfp4 = (
         ((), ()) if SCALINGS[mode].refusal(device) else _fp8_shares(whole, few, mode, buffers, least_s)
         for mode in FP8_MODES
     )
-    return rates, rows[1], *blocks, mxfp8[0], nvfp4[1]
+    return rates, rows[1], *blocks, squares[0], mxfp8[0], nvfp4[1]
 
 
 def _fp8_shares(
