@@ -14,7 +14,7 @@ from flexengine.ops import cards
 from flexengine.ops.attention import attention
 from flexengine.ops.attention import reference as attention_reference
 from flexengine.ops.attention.choice import AttentionChoice
-from flexengine.ops.attention.kernels import KERNELS, Lengths, Results, choose_kernels
+from flexengine.ops.attention.kernels import KERNELS, Lengths, Results, choose_kernels, runs_on
 from flexengine.ops.attention.key_value_window import KeyValueWindow, block_tokens_of
 from flexengine.ops.attention.style import CAUSAL, AttentionShape, AttentionStyle
 
@@ -306,6 +306,7 @@ def test_cudnn_serves_equal_lengths_that_come_again(width, seq_lens, other, name
 @pytest.mark.usefixtures("deterministic")
 def test_deterministic_runs_use_flash():
     assert choose_kernels("cudnn", Queries(), (2048,)) is KERNELS["flash"]
+    assert not runs_on("cudnn", Queries.device)  # nor does the probe measure it, which would price what does not run
 
 
 @pytest.mark.gpu

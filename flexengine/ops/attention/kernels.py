@@ -226,8 +226,7 @@ def choose_kernels(
     """What serves q [T, N, H] and values of width value_dim, by default H: the first of the preferred kernels that can,
     else our own where a window hides keys or no others can, else flash; None where only the plain path can.
 
-    seq_lens: of the packed sequences; other_lens: further numbers of keys, where the chunk continues a sequence. With
-    torch's deterministic algorithms it is not cuDNN, whose backward sums in any order.
+    seq_lens: of the packed sequences; other_lens: further numbers of keys, where the chunk continues a sequence.
     """
     if not q.is_cuda:
         return None
@@ -247,14 +246,16 @@ def choose_kernels(
 def _serves_cudnn(seq_lens: tuple[int, ...], other_lens: tuple[int, ...]) -> bool:
     """Whether cuDNN is for calls of such lengths."""
     known = all(length % CUDNN_LENGTHS == 0 for length in (*seq_lens, *other_lens))
-    return known and len(set(seq_lens)) == 1 and not torch.are_deterministic_algorithms_enabled()
+    return known and len(set(seq_lens)) == 1
 
 
 def runs_on(kernels: KernelName, device: torch.device) -> bool:
-    """Whether a card has such kernels: before compute capability 8.0 there are only torch's memory-efficient ones, and
-    packages know some cards."""
+    """Whether a card has such kernels in torch's mode of now: before compute capability 8.0 there are only torch's
+    memory-efficient ones, packages know some cards, and cuDNN's backward sums in any order."""
     if kernels in PACKAGES:
         return device.type == "cuda" and package_runs_on(kernels, capability(device)[0])
+    if kernels == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        return False
     return kernels == "efficient" or multiplies_in_kernels(device)
 
 
