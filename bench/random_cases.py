@@ -86,8 +86,8 @@ def _draw_numerics(rng: random.Random, config: dict[str, Any], options: dict[str
         if rng.random() < 0.2:
             options["matmul_dtype"] = "fp8"
             _widen(config)
-    if rng.random() < 0.2 and is_gated:
-        options["keep_dtype"] = ("fp8", "fp8-inputs", "fp8-all")[options["seed"] % 3]
+    if rng.random() < 0.2:
+        options["keep_dtype"] = ("fp8", "fp8-inputs", "fp8-all")[options["seed"] % 3] if is_gated else "fp8-inputs"
 
 
 def _draw_training(rng: random.Random, config: dict[str, Any], options: dict[str, Any], has_experts: bool) -> None:

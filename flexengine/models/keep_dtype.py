@@ -56,8 +56,9 @@ def _coded(layer: LayerSpec) -> tuple[tuple[Op, ...], TensorSpec | None]:
         ops.insert(0, ReadCodes("read_codes", rows, "x.codes"))
     if layer.output is not None:
         found = next(spec for op in ops for spec in op.outputs if spec.name == layer.output)
-        ops.append(WriteCodes("write_codes", found, "y.codes"))
-        output = ops[-1].outputs[0]
+        writes = WriteCodes("write_codes", found, "y.codes", max(op.divisions for op in ops))
+        output = writes.codes
+        ops.append(writes.changed(num_parts=max(op.num_parts for op in ops)))
     return tuple(ops if layer.has_backward else [op.forward_only() for op in ops]), output
 
 

@@ -71,14 +71,17 @@ class CodedRows(Op):
 
 
 class WriteCodes(CodedRows):
-    """codes = rows rounded, at the end of a layer."""
+    """codes = rows rounded, at the end of a layer; behind ops that run in parts, once the last has written rows."""
 
-    def __init__(self, name: str, rows: TensorSpec, codes: str) -> None:
+    def __init__(self, name: str, rows: TensorSpec, codes: str, divisions: int = 1) -> None:
         super().__init__(name, rows, codes)
+        self.divisions = divisions
         self.inputs = self.grad_inputs = (rows.name,)
         self.outputs, self.grad_alias = (self.codes,), ((rows.name, codes),)
 
     def forward(self, env: OpEnv) -> None:
+        if env.part < self.num_parts - 1:
+            return None
         rows, values, scales = self._parts(env)
         if has_kernel(rows):
             from flexengine.kernels import coded_rows  # noqa: PLC0415 (Triton is imported when used)
@@ -86,6 +89,7 @@ class WriteCodes(CodedRows):
             return coded_rows.write_codes(rows, values, scales, LARGEST, LEAST_ABSMAX)
         for some in self._row_blocks(len(rows)):
             round_blocks(rows[some].unsqueeze(1), values[some].unsqueeze(1), scales[some].unsqueeze(1))
+        return None
 
 
 class ReadCodes(CodedRows):

@@ -26,7 +26,9 @@ from thorough import cases
 
 from flexengine import LoRA
 from flexengine.api import prepare
+from flexengine.models import blocks
 from flexengine.models.freezing import with_frozen
+from flexengine.models.in_parts import may_be_in_parts
 from flexengine.models.keep_dtype import check_keep_dtype, with_coded_inputs
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
@@ -93,12 +95,15 @@ FAMILIES = {
 
 
 def plans(spec, numerics):
-    """Everything on the GPU, everything streamed, and every third input kept: on the host or chunk by chunk."""
+    """Everything on the GPU, everything streamed, experts also in parts, and every third input kept: on the host or
+    chunk by chunk."""
     sizes = {**SIZES, "numerics": numerics}
     resident, streamed = make_plan(spec, **sizes), streamed_plan(spec, **sizes)
     yield from (resident, streamed)
-    blocks = [(resident if i % 2 else streamed).layers[i + 1] for i in range(len(spec.blocks))]
-    segments = [replace(kept, input_again=i % 3 > 0) for i, kept in enumerate(blocks)]
+    if may_be_in_parts(spec):
+        yield replace(streamed, in_parts=True)
+    either = [(resident if i % 2 else streamed).layers[i + 1] for i in range(len(spec.blocks))]
+    segments = [replace(kept, input_again=i % 3 > 0) for i, kept in enumerate(either)]
     yield make_plan(spec, blocks=segments, hidden_home="host", **sizes)
     if spec.lora is None and "experts" not in repr(savable_ops(spec.blocks[0].ops)):
         whole = {**sizes, "chunk_tokens": 48, "chunks_per_round": 2}
@@ -115,7 +120,8 @@ def trained(source, plan, number):
 
 
 @pytest.mark.parametrize("case", cases(FAMILIES, ("llama", "adapters", "gpt2", "gpt_oss")))
-def test_no_plan_changes_a_bit(case):
+def test_no_plan_changes_a_bit(case, monkeypatch):
+    monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
     config, numerics, lora = FAMILIES[case]
     source = random_weights(config)
     source = source._replace(spec=coded(source.spec if lora is None else with_lora(source.spec, lora)))
