@@ -230,8 +230,9 @@ class BlockScaling(Scaling):
 
     def with_ones(self, codes: Tensor, role: Role) -> Operand:
         rows, terms = len(codes), num_blocks(codes.shape[1])
-        shape = square_scales(rows, codes.shape[1]) if role == "weight" else (terms, rows)
-        return Operand(codes, torch.ones(shape, device=codes.device), "squares" if role == "weight" else "terms")
+        square = role == "weight" or (self.squares and role == "transposed tokens")
+        shape = square_scales(rows, codes.shape[1]) if square else (terms, rows)
+        return Operand(codes, torch.ones(shape, device=codes.device), "squares" if square else "terms")
 
     def workspace_bytes(self, tokens: int, widest: int) -> int:
         """cuBLAS, and scales of the rows that it takes in one piece."""

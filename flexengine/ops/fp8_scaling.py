@@ -29,7 +29,7 @@ LEAST_ABSMAX = 1e-30
 PARTIALS = 1024
 SCALE_STRIDE = 4
 """Elements of float32 from one scale to the next: cuBLAS takes addresses that are multiples of 16 bytes."""
-Role = Literal["tokens", "weight", "gradient"]
+Role = Literal["tokens", "transposed tokens", "weight", "gradient"]
 CUBLASLT_BYTES = 33 * 2**20
 """What torch gives cuBLASLt to work in on Hopper, for the time of a call; less on other cards."""
 

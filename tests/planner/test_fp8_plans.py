@@ -16,6 +16,7 @@ from flexengine.models.registry import open_model
 from flexengine.ops.base import Work
 from flexengine.ops.experts.experts import GroupedLinear
 from flexengine.ops.fp8 import SCALINGS
+from flexengine.ops.fp8_blocks import BlockScaling
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE, MULTIPLE
 from flexengine.ops.linear_shape import LinearShape
 from flexengine.plan import Numerics, Request
@@ -170,6 +171,15 @@ def test_products_of_the_probe_take_fp8_operands(name, matmul):
     buffers = Buffers(operands, torch.empty(1 << 20, dtype=torch.uint8), matmul)
     _work(LinearShape("proj", 96, 160), 64, name, FORWARD_DTYPE, buffers)()
     assert buffers.results.any()
+
+
+def test_the_probe_multiplies_gradients_by_squares_as_training_does(monkeypatch):
+    kinds = []
+    monkeypatch.setattr(BlockScaling, "multiply", lambda _, a, b, *rest, **named: kinds.append((a.kind, b.kind)))
+    for matmul in ("fp8-blockwise", "fp8-blockwise-gw-squares"):
+        buffers = Buffers(torch.randn(1 << 17).to(FORWARD_DTYPE), torch.empty(1 << 17, dtype=torch.uint8), matmul)
+        _work(LinearShape("proj", 96, 160), 64, "weight gradient", FORWARD_DTYPE, buffers)()
+    assert kinds == [("terms", "terms"), ("terms", "squares")]
 
 
 def test_shares_of_the_fp8_rate_are_measured_by_the_passes_that_take_fp8():

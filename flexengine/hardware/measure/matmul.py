@@ -215,7 +215,7 @@ def _fp8_work(part: LinearShape, tokens: int, name: str, buffers: Buffers) -> Ca
         shapes, width = ((tokens, f), (d, f)), d
     else:
         shapes, width, out_dtype = ((f, tokens), (d, tokens)), d, torch.float32
-    forward, other = name == "forward", "tokens" if name == "weight gradient" else "weight"
+    forward, other = name == "forward", "transposed tokens" if name == "weight gradient" else "weight"
     out = _result(buffers, (shapes[0][0], width), out_dtype)
     pairs = [
         (scaling.with_ones(a, "tokens" if forward else "gradient"), scaling.with_ones(b, other))
