@@ -17,7 +17,10 @@ if TESTS not in sys.path:
 from family_configs import CASES as CONFIGS  # noqa: E402
 
 MAX_SEQ_LEN, BATCH_TOKENS, STEPS = 32, 192, 2
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+DELTA_RULES = ("qwen3_5", "qwen3_next")
+"""Beginnings of families that have delta rules."""
+FP8 = ("fp8", "fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-hp", "fp8-blockwise-gw-squares")
 WIDE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 """Widths that formats of blocks and FP8 products can take."""
 
@@ -84,8 +87,10 @@ def _draw_numerics(rng: random.Random, config: dict[str, Any], options: dict[str
         options["master_dtype"] = rng.choice(("float32", "bfloat16"))
         options["grad_dtype"] = rng.choice((None, "float32"))
         if rng.random() < 0.2:
-            options["matmul_dtype"] = "fp8"
+            options["matmul_dtype"] = FP8[options["seed"] % len(FP8)]
             _widen(config)
+        if config["model_type"].startswith(DELTA_RULES) and options["seed"] % 2:
+            options["delta_dtype"] = "bfloat16"
     if rng.random() < 0.2:
         options["keep_dtype"] = ("fp8", "fp8-inputs", "fp8-all")[options["seed"] % 3] if is_gated else "fp8-inputs"
 
