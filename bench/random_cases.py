@@ -59,6 +59,7 @@ def draw_case(seed: int, most_ranks: int = 3) -> Case:
     has_experts = any(key in config for key in EXPERT_KEYS)
     _draw_numerics(rng, config, options, is_gated=not has_experts and config["model_type"] != "gpt2")
     _draw_training(rng, config, options, has_experts)
+    _draw_groups(random.Random(f"groups of {seed}"), options)  # of its own: earlier seeds stay the jobs that they were
     ranks = rng.choice(range(2, most_ranks + 1)) if most_ranks > 1 else 1
     options["round_multiple"] = 6 if most_ranks > 1 else rng.choice((1, 6))
     longest = [rng.randint(2, MAX_SEQ_LEN), *(rng.randint(1, MAX_SEQ_LEN) for _ in range(rng.randint(0, 4)))]
@@ -108,6 +109,17 @@ def _draw_training(rng: random.Random, config: dict[str, Any], options: dict[str
     if options.get("freeze") != ("embed",) and kind != "full" and rng.random() < 0.4:
         options["base_dtype"] = rng.choice(("nf4", "int8", "fp8"))
         _widen(config)
+
+
+def _draw_groups(rng: random.Random, options: dict[str, Any]) -> None:
+    """What adapters begin with, what is trained in full beside them, and learning rates of layers."""
+    if options.get("mode") == "lora":
+        if rng.random() < 0.3:
+            options["lora_init"] = rng.choice(("orthogonal", "pissa", "pissa_niter_16"))
+        if rng.random() < 0.3:
+            options["modules_to_save"] = rng.choice((("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")))
+    elif rng.random() < 0.2:
+        options["lr_groups"] = ("embed=0.1", "block.0=0.5")
 
 
 def _widen(config: dict[str, Any]) -> None:

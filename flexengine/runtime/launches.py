@@ -129,7 +129,8 @@ def _kind_of(command: Command) -> tuple[object, ...]:
     """What alike commands share: the same launches but for where their operands lie."""
     if command.kind in LAYER_KINDS:
         call = command.args
-        return command.kind, id(call.program), call.stage, call.first, call.part > 0
+        parts = call.program.stages(command.kind)[call.stage].parts  # the first begins sums, and the last ends them
+        return command.kind, id(call.program), call.stage, call.first, call.part == parts[0], call.part == parts[-1]
     if command.kind == "update":
         return command.kind, command.args.segment, command.args.count, tuple(command.args.planes)
     if command.kind == "finish_gradient":
