@@ -102,6 +102,7 @@ def plans(spec, numerics):
     yield from (resident, streamed)
     if may_be_in_parts(spec):
         yield replace(streamed, in_parts=True)
+        yield replace(streamed, in_parts=True, touched_only=True)
     either = [(resident if i % 2 else streamed).layers[i + 1] for i in range(len(spec.blocks))]
     segments = [replace(kept, input_again=i % 3 > 0) for i, kept in enumerate(either)]
     yield make_plan(spec, blocks=segments, hidden_home="host", **sizes)
