@@ -25,10 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -136,8 +137,12 @@ MEASUREMENTS: dict[str, tuple[Command, ...]] = {
 """By name, the commands of a measurement: what it is compared with first."""
 
 
-def measure(commands: Iterable[Command], gpus: int, host_gib: float, ends_s: float) -> list[dict]:
-    """The rows of all commands, each with its command line; one that failed has its last lines."""
+def measure(
+    commands: Iterable[Command], gpus: int, host_gib: float, ends_s: float,
+    keep: Callable[[list[dict]], None] = lambda rows: None,
+) -> list[dict]:  # fmt: skip
+    """The rows of all commands, each with its command line; one that failed has its last lines. keep: is given the rows
+    so far after every command, as the call may be ended from outside."""
     rows: list[dict] = []
     for command in commands:
         with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +156,13 @@ def measure(commands: Iterable[Command], gpus: int, host_gib: float, ends_s: flo
         rows += [{**asked, **row} for row in new]
         if failed:
             rows.append({**asked, "failed": failed})
+        keep(rows)
     return rows
+
+
+def write(path: Path, gpus: int, rows: list[dict]) -> None:
+    """Write the rows of a measurement."""
+    write_json(str(path), rounded({"gpus": gpus, "rows": rows}, DIGITS))
 
 
 def rows_of(found: dict) -> list[dict]:
@@ -242,9 +253,8 @@ def main() -> int:
             lines = (c.line(args.gpus, args.host_gib, Path("OUT.json")) for c in MEASUREMENTS[name])
             print(f"{name}:", *(f"  {shlex.join(['python', *line[1:]])}" for line in lines), sep="\n")
             continue
-        rows = measure(MEASUREMENTS[name], args.gpus, args.host_gib, ends_s)
-        results: dict[str, Any] = {"gpus": args.gpus, "rows": rows}
-        write_json(str(args.out / f"{name}.json"), rounded(results, DIGITS))
+        path = args.out / f"{name}.json"
+        rows = measure(MEASUREMENTS[name], args.gpus, args.host_gib, ends_s, partial(write, path, args.gpus))
         print(f"\n{name}:", *told(rows), sep="\n", flush=True)
         failed = failed or any("failed" in row for row in rows)
     return int(failed)

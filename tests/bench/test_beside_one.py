@@ -68,7 +68,9 @@ def test_rows_of_commands_and_what_went_wrong(fake, capsys):
         Command("all", "", (32, 16), fake),
         Command("all", "--way bad", (8,), fake),
     )
-    rows = measure(commands, 2, 1.0, math.inf)
+    kept = list[int]()
+    rows = measure(commands, 2, 1.0, math.inf, lambda rows: kept.append(len(rows)))
+    assert kept == [3, 5, 7]
     assert [(row["gpus"], row.get("tokens_per_step")) for row in rows] == [
         *((1, tokens) for tokens in (64, 32, 16)), *((2, tokens) for tokens in (64, 32)), (2, 16), (2, None)
     ]  # fmt: skip
