@@ -85,7 +85,8 @@ MEASUREMENTS: dict[str, tuple[Command, ...]] = {
         Command(
             ranks,
             f"{FULL_8B} --caps 24 --warmup 1 --steps 2 --host-gib {{host}}{transport}",
-            (131072, 65536, 32768, 8192),
+            (131072, 65536, 8192),
+            limit_s=330.0,
         )
         for ranks, transport in (("one", ""), ("all", " --transport split"))
     ),
