@@ -59,7 +59,7 @@ def draw_case(seed: int, most_ranks: int = 3) -> Case:
     has_experts = any(key in config for key in EXPERT_KEYS)
     _draw_numerics(rng, config, options, is_gated=not has_experts and config["model_type"] != "gpt2")
     _draw_training(rng, config, options, has_experts)
-    _draw_groups(random.Random(f"groups of {seed}"), options)  # of its own: earlier seeds stay the jobs that they were
+    _draw_groups(random.Random(f"groups of {seed}"), options)  # draws of its own shift no others
     ranks = rng.choice(range(2, most_ranks + 1)) if most_ranks > 1 else 1
     options["round_multiple"] = 6 if most_ranks > 1 else rng.choice((1, 6))
     longest = [rng.randint(2, MAX_SEQ_LEN), *(rng.randint(1, MAX_SEQ_LEN) for _ in range(rng.randint(0, 4)))]
