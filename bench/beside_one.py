@@ -12,7 +12,8 @@ llama-3.1-70b in full, where the host has room for them.
 
 Each measurement is one or more commands, in processes of their own, that are told before they run. Every command has
 a limit of its own, and --total-s ends the call; what a command wrote before is kept. One that failed is a row with its
-last lines, and the others go on. The host's memory is shared evenly: --host-gib is that of a GPU.
+last lines, and the others go on. The host's memory is shared evenly: --host-gib is that of a GPU. OMP_NUM_THREADS is
+left out, which would bind the updates of one GPU and not those of ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -178,8 +180,9 @@ def run(line: list[str], log: Path, limit_s: float) -> str:
     if limit_s < LEAST_S:
         return f"not started: {max(0.0, limit_s):.0f} s were left"
     ends_s = time.monotonic() + limit_s
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     with log.open("w") as written, log.open(encoding="utf-8", errors="replace") as read:
-        process = subprocess.Popen(line, stdout=written, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(line, stdout=written, stderr=subprocess.STDOUT, env=environment)
         while process.poll() is None and time.monotonic() < ends_s:
             print(read.read(), end="", flush=True)
             time.sleep(SAMPLE_S)

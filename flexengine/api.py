@@ -26,6 +26,7 @@ from flexengine.models.registry import ModelSource, open_initial
 from flexengine.models.spec import ModelSpec
 from flexengine.models.task_heads import new_head_notice
 from flexengine.native.host_memory import gpu_numa_node
+from flexengine.native.threads import few_threads
 from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
 from flexengine.options.adapters import LORA_OPTIONS, meant_by
 from flexengine.options.job import ADAPTER_LR, Job, OptimizerName, plans_clipping
@@ -226,6 +227,8 @@ def prepare_job(
         _check_same_job(team, opened)
         gpus_of_ranks(team.control, opened.device).check_own()
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
+    elif opened.device.type == "cuda" and (few := few_threads()):
+        logger.warning(few)
     profile = told_by_first(team, lambda: _profile(hardware, opened), HardwareProfile)
     if hardware is None:
         opened, profile = _at_work(opened, profile, team)

@@ -21,6 +21,7 @@ from flexengine.hardware.nvml import IDLE, gpu_clocks, has_nvlink, nvidia_driver
 from flexengine.hardware.slurm import slurm_memory_bytes
 from flexengine.native.library import DISABLING_VARIABLE, library_path, load
 from flexengine.native.memory_limits import CGROUPS, PROC, host_memory_sizes, memlock_limit_bytes
+from flexengine.native.threads import few_threads
 
 GIB = 2**30
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -48,9 +49,10 @@ class Finding(NamedTuple):
 
 
 def findings(folder: Path, offload_dir: Path | None = None) -> list[Finding]:
-    """Look at versions, GPU, driver, native code, memory, locks, huge pages, the disk of `folder`, and the drive of
-    another one if it is named."""
-    looks = (_versions, _bytecode, _gpu, _clocks, _kernels, _native, _memory, _slurm, _page_locks, _huge_pages)
+    """Look at versions, GPU, driver, native code, cores, memory, locks, huge pages, the disk of `folder`, and the drive
+    of another one if it is named."""
+    software = (_versions, _bytecode, _gpu, _clocks, _kernels, _native)
+    looks = (*software, _threads, _memory, _slurm, _page_locks, _huge_pages)
     drive = [] if offload_dir is None else [_drive(offload_dir)]
     return [*(look() for look in looks), _disk(folder), *drive, *_between_gpus(), *_between_nodes()]
 
@@ -149,6 +151,10 @@ def _native() -> Finding:
     found = "not built" if library_path() is None else "cannot be loaded, or is of another version"
     remedy = f"{first}pip install -e . builds it; steps may take several times what is predicted without"
     return Finding("native library", found, remedy)
+
+
+def _threads() -> Finding:
+    return Finding("cores", f"{len(os.sched_getaffinity(0))} that this process may use", few_threads())
 
 
 def _memory() -> Finding:

@@ -1,7 +1,12 @@
 """How many threads work on host memory: those of torch, unless the process was told otherwise."""
 
+import os
+
 import torch
 
+VARIABLE = "OMP_NUM_THREADS"
+FEW = 4
+"""Fewer threads than the cores by more than this factor are told: they do not keep a host's memory busy."""
 _count: int | None = None
 
 
@@ -19,3 +24,16 @@ def set_host_threads(count: int | None) -> None:
 def host_threads() -> int:
     """The number of threads that work on host memory."""
     return torch.get_num_threads() if _count is None else _count
+
+
+def few_threads() -> str:
+    """Say that OMP_NUM_THREADS leaves updates on the CPU few of this process's cores; empty where it does not.
+
+    One rank of several has its share of the cores whatever torchrun sets, and is told nothing.
+    """
+    threads, cores = host_threads(), len(os.sched_getaffinity(0))
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    if VARIABLE not in os.environ or not alone or FEW * threads >= cores:
+        return ""
+    chosen = os.environ[VARIABLE]
+    return f"{VARIABLE}={chosen} leaves updates on the CPU {threads} of {cores} cores: unset it for faster steps"

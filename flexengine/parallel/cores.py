@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from flexengine.native.proc_files import read_text
-from flexengine.native.threads import set_host_threads
+from flexengine.native.threads import VARIABLE, set_host_threads
 from flexengine.parallel.control import Control
 from flexengine.parallel.parent import AGENT_VARIABLE, STORE_VARIABLE
 from flexengine.parallel.ranks import Ranks
 
 NODES = Path("/sys/devices/system/node")
-_VARIABLE = "OMP_NUM_THREADS"
 
 
 def take_cores(ranks: Ranks, control: Control, numa_node: int | None = None, nodes: Path = NODES) -> int:
@@ -49,7 +48,7 @@ def share_of(own: Set[int], of_ranks: Sequence[Set[int]]) -> int:
 
 def chosen_threads(environment: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS where a person has set it; None where it is missing, or as torchrun and `launch` set it."""
-    text = environment.get(_VARIABLE, "").partition(",")[0].strip()
+    text = environment.get(VARIABLE, "").partition(",")[0].strip()
     if not text.isdecimal() or int(text) < 1 or (text == "1" and environment.keys() & {AGENT_VARIABLE, STORE_VARIABLE}):
         return None
     return int(text)

@@ -17,6 +17,7 @@ NAMES = [
     "GPU clocks",
     "Triton",
     "native library",
+    "cores",
     "host memory",
     "Slurm",
     "page locks",

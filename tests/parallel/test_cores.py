@@ -8,7 +8,7 @@ import torch
 from ranks_helper import run_ranks, values_of
 
 from flexengine.native.adamw import update_threads
-from flexengine.native.threads import host_threads, set_host_threads
+from flexengine.native.threads import few_threads, host_threads, set_host_threads
 from flexengine.parallel.control import Control
 from flexengine.parallel.cores import chosen_threads, cores_of_node, share_of, take_cores
 from flexengine.parallel.ranks import Ranks
@@ -36,6 +36,20 @@ def test_a_chosen_number_of_threads_counts():
     assert chosen_threads({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}) is None
     assert chosen_threads({}) is None
     assert chosen_threads({"OMP_NUM_THREADS": "many"}) is None
+
+
+def test_few_threads_of_many_cores_are_told(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert few_threads() == ""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "OMP_NUM_THREADS=2 leaves updates on the CPU 2 of 16 cores" in few_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert few_threads() == ""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert few_threads() == ""
 
 
 def test_cores_of_a_node_are_read(tmp_path):
