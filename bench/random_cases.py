@@ -27,11 +27,12 @@ WIDE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 
 class Variant(NamedTuple):
     """One way to run a job: a share of the GPU memory between the least and all (0 to 1), options that change no bit,
-    and ranks."""
+    ranks, and whether it goes on from the checkpoint that the variant before it has left after the first step."""
 
     share: float
     options: dict[str, Any]
     ranks: int = 1
+    resumed: bool = False
 
 
 class Case(NamedTuple):
@@ -66,7 +67,10 @@ def draw_case(seed: int, most_ranks: int = 3) -> Case:
     lengths = [longest, [rng.randint(2, MAX_SEQ_LEN), *(rng.randint(1, MAX_SEQ_LEN) for _ in range(3))]]
     stages = not config.get("tie_word_embeddings", True) and not options.keys() & {"freeze", "mode"}
     transports = ("relay", "split", *(("stages",) if stages else ()))
-    return Case(seed, name, config, options, lengths, _variants(rng, ranks, transports))
+    variants = _variants(rng, ranks, transports)
+    resuming = random.Random(f"resumed of {seed}")
+    variants[1:] = [variant._replace(resumed=resuming.random() < 0.5) for variant in variants[1:]]
+    return Case(seed, name, config, options, lengths, variants)
 
 
 def _sizes(rng: random.Random) -> dict[str, Any]:

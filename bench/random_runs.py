@@ -5,9 +5,10 @@
     python -m bench.random_runs --seeds 0 25 --nodes 2 --exchange fp8     # all variants on so many nodes
 
 A job (`bench.random_cases`) is trained for two steps with all the memory that it could use, with about as little as it
-can do with, and with a share between, on one rank or on two or three that relay, split or have stages. Losses, norms
-and all weights have to be equal in every bit, and arenas no larger than promised. What the options forbid of each other
-is refused with a message; any other error is a complaint.
+can do with, and with a share between, on one rank or on two or three that relay, split or have stages. Half of the
+later plans go on from the checkpoint that the plan before left after the first step. Losses, norms and all weights have
+to be equal in every bit, and arenas no larger than promised. What the options forbid of each other is refused with a
+message; any other error is a complaint.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -40,6 +42,7 @@ from flexengine.optim import OPTIMIZERS
 from flexengine.parallel.team import leave
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.problem import Problem
+from flexengine.runtime.engine import Engine
 from flexengine.schedule import node_states
 from tests.parallel.ranks_helper import run_ranks
 
@@ -49,12 +52,17 @@ REFUSALS = ("ValueError", "PlanError", "ShortageError")
 
 
 class Outcome(NamedTuple):
-    """What a variant showed: a digest of losses, norms and weights, what it took, and how ranks shared it."""
+    """What a variant showed: a digest of all weights, losses and norms of the steps that it took, GPU bytes, and how
+    ranks shared it."""
 
     digest: str
     losses: list[float]
     gpu_bytes: int
     plan: str
+
+    def agrees(self, whole: Outcome) -> bool:
+        """Whether it is that of a variant which took all steps, in every bit."""
+        return self.digest == whole.digest and repr(self.losses) == repr(whole.losses[-len(self.losses) :])
 
 
 class Result(NamedTuple):
@@ -79,21 +87,37 @@ def planned_run(folder: Path, case: Case, variant: Variant, gpu_bytes: int) -> P
     return prepare(folder, **options, device="cpu", hardware="cpu-test", init="random")
 
 
-def train(case: Case, planned: PlannedRun) -> Outcome:
-    """Take the steps of a case. Raises: AssertionError where an arena is larger than promised."""
+def train(case: Case, planned: PlannedRun, left: Path | None = None, found: Path | None = None) -> Outcome:
+    """Take the steps of a case.
+
+    left: where a checkpoint of the first step is left. found: one of another plan, from which to go on. Raises:
+    AssertionError where an arena is larger than promised.
+    """
     plan, losses, digest = planned.plan, list[float](), hashlib.sha256()
     with build(planned, OPTIMIZERS[case.options["optimizer"]](lr=1e-2)) as engine:
         promised = plan.predicted
         assert engine.layout.gpu_bytes <= promised.gpu_bytes <= plan.request.max_gpu_bytes, "GPU arena above promise"
         assert engine.layout.host_bytes <= promised.host_bytes <= plan.request.max_host_bytes, "host arena above it"
         for step in range(STEPS):
-            batch = _batch(case, step, engine.model.vocab_size)
-            output, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels)
-            losses += [float(output.loss), float(update.grad_norm)]
+            if step == 0 and found is not None:
+                _load(engine, found)
+            else:
+                batch = _batch(case, step, engine.model.vocab_size)
+                output, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels)
+                losses += [float(output.loss), float(update.grad_norm)]
+            if step == 0 and left is not None:
+                engine.save_checkpoint(left)
         for name, tensor in sorted(engine.state_dict().items()):
             digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    digest.update(repr(losses).encode())
     return Outcome(digest.hexdigest(), losses, plan.predicted.gpu_bytes, f"{plan.request.ranks} {plan.transport}")
+
+
+def _load(engine: Engine, found: Path) -> None:
+    """Load a checkpoint of the same job. Raises: RuntimeError, as its refusal is a complaint."""
+    try:
+        engine.load_checkpoint(found)
+    except ValueError as error:
+        raise RuntimeError(f"a checkpoint of the same job is refused: {error}") from error
 
 
 def _batch(case: Case, step: int, vocab_size: int) -> Batch:
@@ -120,8 +144,9 @@ def on_ranks(train_one: Callable[[], Outcome], ranks: int, nodes: int = 1) -> Ou
     refused = [error for error in errors if error.startswith(REFUSALS)]
     if errors:
         raise ValueError(refused[0]) if refused else RuntimeError(errors[0])
-    assert len({outcome.value.digest for outcome in found}) == 1, "ranks differ from each other"
-    return found[0].value
+    values = [outcome.value for outcome in found]
+    assert len({(value.digest, *value.losses) for value in values}) == 1, "ranks differ from each other"
+    return values[0]
 
 
 # ---- one case ---------------------------------------------------------------------------------------------------
@@ -147,11 +172,17 @@ def run_case(case: Case, folder: Path, nodes: int = 1, exchange: str | None = No
     except Exception:
         return result("crash", traceback.format_exc()[-3000:])
     first: Outcome | None = None
-    for variant in case.variants:
-        gpu_bytes = budget_of(planned, variant)
+    last: Path | None = None
+    for index, variant in enumerate(case.variants):
+        gpu_bytes, left = budget_of(planned, variant), folder / f"checkpoint-{index}"
+        train_one = partial(train, case, left=left, found=last if variant.resumed else None)
         try:
             alone = first is None and nodes == 1
-            found = train(case, planned) if alone else _found(folder, case, variant, gpu_bytes, nodes, exchange)
+            found = (
+                train_one(planned)
+                if alone
+                else _found(train_one, partial(planned_run, folder, case), variant, gpu_bytes, nodes, exchange)
+            )
         except ValueError as error:
             if variant.ranks == 1:
                 return result("refused a budget", f"{variant}, {gpu_bytes} bytes: {error}")
@@ -159,24 +190,25 @@ def run_case(case: Case, folder: Path, nodes: int = 1, exchange: str | None = No
             continue  # ranks that need more than one does
         except Exception:
             return result("crash", f"{variant}, {gpu_bytes} bytes: {traceback.format_exc()[-3000:]}")
-        told.append(f"{found.plan}, {found.gpu_bytes} bytes")
-        first = first or found
-        if found.digest != first.digest:
+        told.append(f"{found.plan}, {found.gpu_bytes} bytes{', resumed' if variant.resumed else ''}")
+        first, last = first or found, left
+        if not found.agrees(first):
             return result("bits differ", f"{variant}, {gpu_bytes} bytes: {found.losses} instead of {first.losses}")
     return result("same")
 
 
 def _found(
-    folder: Path, case: Case, variant: Variant, gpu_bytes: int, nodes: int, exchange: str | None
+    train_one: Callable[[PlannedRun], Outcome], plan: Callable[[Variant, int], PlannedRun], variant: Variant,
+    gpu_bytes: int, nodes: int, exchange: str | None,
 ) -> Outcome:  # fmt: skip
     if nodes > 1:
         transport = {"transport": "relay"} if variant.options.get("transport") == "stages" else {}
         variant = variant._replace(options={**variant.options, **transport, "exchange_dtype": exchange})
 
-    def train_one() -> Outcome:
-        return train(case, planned_run(folder, case, variant, gpu_bytes))
+    def train_planned() -> Outcome:
+        return train_one(plan(variant, gpu_bytes))
 
-    return train_one() if variant.ranks * nodes == 1 else on_ranks(train_one, variant.ranks, nodes)
+    return train_planned() if variant.ranks * nodes == 1 else on_ranks(train_planned, variant.ranks, nodes)
 
 
 def budget_of(planned: PlannedRun, variant: Variant) -> int:

@@ -56,8 +56,8 @@ def test_other_bits_a_crash_and_a_broken_promise_are_complaints(monkeypatch, tmp
     train = random_runs.train
 
     def outcome_of(change) -> str:
-        def changed(job, planned):
-            found = train(job, planned)
+        def changed(job, planned, **checkpoints):
+            found = train(job, planned, **checkpoints)
             return found if planned.plan.request.max_gpu_bytes == random_runs.MOST_BYTES else change(found)
 
         monkeypatch.setattr(random_runs, "train", changed)
