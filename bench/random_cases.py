@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.random_steps import FEEDS, Calls, Feed
+
 TESTS = str(Path(__file__).resolve().parents[1] / "tests")
 if TESTS not in sys.path:
     sys.path.append(TESTS)  # tiny configs of all families are those of the tests, which import each other so
@@ -27,16 +29,20 @@ WIDE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 
 class Variant(NamedTuple):
     """One way to run a job: a share of the GPU memory between the least and all (0 to 1), options that change no bit,
-    ranks, and whether it goes on from the checkpoint that the variant before it has left after the first step."""
+    ranks, whether it goes on from the checkpoint that the variant before it has left after the first step, by which
+    calls it takes a step, and whether its plan is a random one instead of the planner's."""
 
     share: float
     options: dict[str, Any]
     ranks: int = 1
     resumed: bool = False
+    calls: Calls = "train_step"
+    redrawn: bool = False
 
 
 class Case(NamedTuple):
-    """A job: the config's name and values, options that decide bits, batches by lengths, and its variants."""
+    """A job: the config's name and values, options that decide bits, lengths of sequences by step, its variants, and
+    what it trains on."""
 
     seed: int
     name: str
@@ -44,6 +50,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
     lengths: list[list[int]]
     variants: list[Variant]
+    feed: Feed = "tokens"
 
     @property
     def family(self) -> str:
@@ -67,10 +74,23 @@ def draw_case(seed: int, most_ranks: int = 3) -> Case:
     lengths = [longest, [rng.randint(2, MAX_SEQ_LEN), *(rng.randint(1, MAX_SEQ_LEN) for _ in range(3))]]
     stages = not config.get("tie_word_embeddings", True) and not options.keys() & {"freeze", "mode"}
     transports = ("relay", "split", *(("stages",) if stages else ()))
-    variants = _variants(rng, ranks, transports)
-    resuming = random.Random(f"resumed of {seed}")
-    variants[1:] = [variant._replace(resumed=resuming.random() < 0.5) for variant in variants[1:]]
-    return Case(seed, name, config, options, lengths, variants)
+    steps = random.Random(f"steps of {seed}")
+    feed = steps.choice(FEEDS)
+    variants = [_with_steps(steps, feed, variant) for variant in _variants(rng, ranks, transports)]
+    variants[0] = variants[0]._replace(resumed=False)
+    if steps.random() < 0.15:
+        options["round_tokens"], options["round_multiple"] = _whole_round(options["chunk_tokens"]), 1
+        variants = [variant for variant in variants if variant.ranks == 1]
+    return Case(seed, name, config, options, lengths, variants, feed)
+
+
+def _with_steps(rng: random.Random, feed: Feed, variant: Variant) -> Variant:
+    """A variant with its calls, and whether its plan is one of whole steps alone, which may store no gradients."""
+    calls: Calls = rng.choice(("train_step", "train_step", "fwd_bwd"))
+    whole = feed != "parts" and calls == "train_step" and rng.random() < 0.7
+    options = {**variant.options, "whole_steps": whole}
+    redrawn = variant.ranks == 1 and variant.share < 1.0 and rng.random() < 0.6
+    return variant._replace(options=options, resumed=rng.random() < 0.5, calls=calls, redrawn=redrawn)
 
 
 def _sizes(rng: random.Random) -> dict[str, Any]:
@@ -81,6 +101,13 @@ def _sizes(rng: random.Random) -> dict[str, Any]:
         "max_seq_len": MAX_SEQ_LEN, "max_global_batch_tokens": BATCH_TOKENS, "chunk_tokens": chunk,
         "round_tokens": chunk * chunks, "max_grad_norm": rng.choice((1.0, 1e-3, None)), "seed": rng.randint(0, 99),
     }  # fmt: skip
+
+
+def _whole_round(chunk: int) -> int:
+    """Tokens of a round that holds a step of the longest sequences, so that gradients need not be stored."""
+    sequences = BATCH_TOKENS // MAX_SEQ_LEN
+    chunks = -(-sequences // (chunk // MAX_SEQ_LEN)) if chunk >= MAX_SEQ_LEN else sequences * -(-MAX_SEQ_LEN // chunk)
+    return chunk * chunks
 
 
 def _draw_numerics(rng: random.Random, config: dict[str, Any], options: dict[str, Any], is_gated: bool) -> None:

@@ -24,10 +24,11 @@ from unittest.mock import patch
 import torch
 
 from bench.random_cases import Case, Variant, draw_case
+from bench.random_plans import promised
 from bench.random_runs import MOST_BYTES, Outcome, on_ranks, planned_run, train
 from flexengine.api import PlannedRun
 from flexengine.models import blocks
-from flexengine.plan import GroupPlan, LayerPlan, Plan
+from flexengine.plan import GroupPlan, LayerPlan
 from flexengine.planner.on_drive import home_on_drive, numbers_on_drive
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.second_planes import may_speculate
@@ -56,7 +57,7 @@ def on_drive(planned: PlannedRun, random: Random) -> PlannedRun:
         for kept, layer in zip(plan.layers, model.layers, strict=True)
     )
     moved = replace(plan, groups=tuple(homes), layers=layers, touched_only=False, drive_tile=tile, drive_slots=slots)
-    return replace(planned, plan=_promised(moved, Layout(model, moved)))
+    return replace(planned, plan=promised(moved, Layout(model, moved)))
 
 
 def _kept_on_drive(kept: LayerPlan, random: Random) -> LayerPlan:
@@ -70,12 +71,6 @@ def _kept_on_drive(kept: LayerPlan, random: Random) -> LayerPlan:
         kept = replace(kept, keep_gpu=stay, keep_host=(*kept.keep_host, *moved), input_home=home)
     there = kept.keep_host or (kept.input_home == "host" and not kept.input_again)
     return replace(kept, on_drive=bool(there))
-
-
-def _promised(plan: Plan, layout: Layout) -> Plan:
-    request = replace(plan.request, max_gpu_bytes=layout.gpu_bytes, max_host_bytes=layout.host_bytes)
-    found = replace(plan.predicted, gpu_bytes=layout.gpu_bytes, host_bytes=layout.host_bytes)
-    return replace(plan, request=request, predicted=found)
 
 
 def _on_drive(folder: Path, case: Case, variant: Variant) -> Outcome:

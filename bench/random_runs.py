@@ -6,9 +6,10 @@
 
 A job (`bench.random_cases`) is trained for two steps with all the memory that it could use, with about as little as it
 can do with, and with a share between, on one rank or on two or three that relay, split or have stages. Half of the
-later plans go on from the checkpoint that the plan before left after the first step. Losses, norms and all weights have
-to be equal in every bit, and arenas no larger than promised. What the options forbid of each other is refused with a
-message; any other error is a complaint.
+later plans go on from the checkpoint that the plan before left after the first step, some take a step by several calls
+(`bench.random_steps`), and some are random ones instead of the planner's (`bench.random_plans`). Losses, norms and all
+weights have to be equal in every bit, and arenas no larger than promised. What the options forbid of each other is
+refused with a message; any other error is a complaint.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -34,8 +36,9 @@ import torch
 
 from bench.environment import write_json
 from bench.random_cases import STEPS, Case, Variant, draw_case
+from bench.random_plans import redrawn
+from bench.random_steps import Calls, take_step
 from flexengine.api import PlannedRun, build, prepare
-from flexengine.data.batches import Batch
 from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts
 from flexengine.optim import OPTIMIZERS
@@ -84,10 +87,13 @@ def planned_run(folder: Path, case: Case, variant: Variant, gpu_bytes: int) -> P
     """Plan a variant. Raises: ValueError for what the options forbid, or where nothing fits."""
     budgets = {"max_gpu_mem_bytes": gpu_bytes, "max_host_mem_gib": HOST_GIB}
     options = {**case.options, **variant.options, **budgets}
-    return prepare(folder, **options, device="cpu", hardware="cpu-test", init="random")
+    planned = prepare(folder, **options, device="cpu", hardware="cpu-test", init="random")
+    return redrawn(planned, Random(f"plan of {case.seed}")) if variant.redrawn else planned
 
 
-def train(case: Case, planned: PlannedRun, left: Path | None = None, found: Path | None = None) -> Outcome:
+def train(
+    case: Case, planned: PlannedRun, calls: Calls = "train_step", left: Path | None = None, found: Path | None = None
+) -> Outcome:
     """Take the steps of a case.
 
     left: where a checkpoint of the first step is left. found: one of another plan, from which to go on. Raises:
@@ -102,9 +108,9 @@ def train(case: Case, planned: PlannedRun, left: Path | None = None, found: Path
             if step == 0 and found is not None:
                 _load(engine, found)
             else:
-                batch = _batch(case, step, engine.model.vocab_size)
-                output, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels)
-                losses += [float(output.loss), float(update.grad_norm)]
+                random = Random(1000 * case.seed + step)
+                ids = [[random.randrange(engine.model.vocab_size) for _ in range(n)] for n in case.lengths[step]]
+                losses += take_step(engine, ids, case.feed, calls, random)
             if step == 0 and left is not None:
                 engine.save_checkpoint(left)
         for name, tensor in sorted(engine.state_dict().items()):
@@ -118,14 +124,6 @@ def _load(engine: Engine, found: Path) -> None:
         engine.load_checkpoint(found)
     except ValueError as error:
         raise RuntimeError(f"a checkpoint of the same job is refused: {error}") from error
-
-
-def _batch(case: Case, step: int, vocab_size: int) -> Batch:
-    generator = torch.Generator().manual_seed(1000 * case.seed + step)
-    ids = [
-        torch.randint(vocab_size, (n,), generator=generator).tolist() for n in case.lengths[step % len(case.lengths)]
-    ]
-    return Batch(ids, ids)
 
 
 def on_ranks(train_one: Callable[[], Outcome], ranks: int, nodes: int = 1) -> Outcome:
@@ -175,7 +173,7 @@ def run_case(case: Case, folder: Path, nodes: int = 1, exchange: str | None = No
     last: Path | None = None
     for index, variant in enumerate(case.variants):
         gpu_bytes, left = budget_of(planned, variant), folder / f"checkpoint-{index}"
-        train_one = partial(train, case, left=left, found=last if variant.resumed else None)
+        train_one = partial(train, case, calls=variant.calls, left=left, found=last if variant.resumed else None)
         try:
             alone = first is None and nodes == 1
             found = (
@@ -190,11 +188,16 @@ def run_case(case: Case, folder: Path, nodes: int = 1, exchange: str | None = No
             continue  # ranks that need more than one does
         except Exception:
             return result("crash", f"{variant}, {gpu_bytes} bytes: {traceback.format_exc()[-3000:]}")
-        told.append(f"{found.plan}, {found.gpu_bytes} bytes{', resumed' if variant.resumed else ''}")
+        told.append(f"{found.plan}, {found.gpu_bytes} bytes{_told(variant)}")
         first, last = first or found, left
         if not found.agrees(first):
             return result("bits differ", f"{variant}, {gpu_bytes} bytes: {found.losses} instead of {first.losses}")
     return result("same")
+
+
+def _told(variant: Variant) -> str:
+    told = (variant.resumed and "resumed", variant.redrawn and "redrawn", variant.calls)
+    return "".join(f", {word}" for word in told if word)
 
 
 def _found(
