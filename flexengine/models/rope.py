@@ -107,7 +107,7 @@ def _one_of(fields: Fields, outside: dict[str, str]) -> dict:
 
     a, b = whole(newer), whole(older)
     if differing := [name for name in {**a, **b} if a.get(name) != b.get(name)]:
-        other = ", ".join(f"{name}={shown(a.get(name))} and {shown(b.get(name))}" for name in differing[:3])
+        other = ", ".join(f"{shown(name)}: {shown(a.get(name))} and {shown(b.get(name))}" for name in differing[:3])
         raise ValueError(
             f"{fields.model}: config.json has rope_parameters and rope_scaling, which differ ({other}), and readers"
             " take different ones. Put all options into rope_parameters, and set rope_scaling to null"

@@ -124,7 +124,7 @@ def _head_dim(fields: Fields, heads: int, hidden: int) -> int:
     if head_dim is None and hidden % heads:
         raise ValueError(
             f"{fields.model}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and config.json "
-            "has no head_dim; one of the three is wrong"
+            "has no head_dim. Correct whichever of the three is wrong, or fetch the model's config.json again"
         )
     head_dim = head_dim or hidden // heads
     if head_dim % 2:

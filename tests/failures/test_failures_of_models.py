@@ -217,8 +217,8 @@ CONFIGS = (
     ),
     Case(
         "rope_options_twice",
-        having(rope_parameters={"rope_theta": 5e5}, rope_scaling={"rope_type": "linear", "factor": 2.0}),
-        ("rope_parameters and rope_scaling", "set rope_scaling to null"),
+        having(rope_parameters={"rope_theta": 5e5}, rope_scaling={"9" * 5000: 1.0, "rope_type": "linear"}),
+        ("rope_parameters and rope_scaling, which differ \\(.{1,200}\\), and", "set rope_scaling to null"),
     ),
     Case(
         "base_of_rotations_twice",
