@@ -89,7 +89,7 @@ def _with_steps(rng: random.Random, feed: Feed, variant: Variant) -> Variant:
     calls: Calls = rng.choice(("train_step", "train_step", "fwd_bwd"))
     whole = feed != "parts" and calls == "train_step" and rng.random() < 0.7
     options = {**variant.options, "whole_steps": whole}
-    redrawn = variant.ranks == 1 and variant.share < 1.0 and rng.random() < 0.6
+    redrawn = variant.share < 1.0 and rng.random() < 0.6
     return variant._replace(options=options, resumed=rng.random() < 0.5, calls=calls, redrawn=redrawn)
 
 

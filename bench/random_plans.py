@@ -21,7 +21,8 @@ ATTEMPTS = 20
 
 
 def redrawn(planned: PlannedRun, random: Random) -> PlannedRun:
-    """The run of one rank under a random plan that is legal; under its own where none is found in ATTEMPTS draws."""
+    """The run under a random plan that is legal, or under its own where ATTEMPTS draws find none; ranks keep their
+    transport."""
     for _ in range(ATTEMPTS):
         try:
             plan = _drawn(Layout(planned.source.spec, planned.plan), random)
@@ -54,9 +55,11 @@ def _drawn(layout: Layout, random: Random) -> Plan:
 def _request(plan: Plan, random: Random) -> Request:
     """With decisions of the planner about updates inside the last round, segments and hidden states."""
     request = plan.request
+    if request.shares_node:
+        return request
     one_round = request.whole_steps and plan.num_rounds == 1 and (request.round_multiple or 1) == 1
     ways = ["auto", *([] if request.clipping else ["in_round"]), *(["unstored"] * 2 if one_round else [])]
-    by_chunk = request.recompute != "none" and random.random() < 0.2
+    by_chunk = request.may_make_inputs_again and random.random() < 0.2
     segments = {"segment_blocks": 2, "segment_order": "chunks"} if by_chunk else {}
     hidden = "host" if not by_chunk and random.random() < 0.3 else "auto"
     return replace(request, gpu_updates=random.choice(ways), hidden_home=hidden, **segments)
@@ -64,6 +67,8 @@ def _request(plan: Plan, random: Random) -> Request:
 
 def _home(plan: Plan, home: GroupPlan, stored: GroupStorage, random: Random) -> GroupPlan:
     """Where a group lives, and who updates it."""
+    if plan.request.shares_node:
+        return _home_of_ranks(plan, home, stored, random)
     if not home.trained:
         return replace(home, weights=random.choice(("gpu", "host")))
     if stored.on_gpu_only:
@@ -72,17 +77,34 @@ def _home(plan: Plan, home: GroupPlan, stored: GroupStorage, random: Random) -> 
     weights = random.choice(("gpu", "host"))
     grads = "none" if unstored else random.choice(("gpu", "host"))
     if weights == grads == "host" and random.random() < 0.6:
-        by_cpu = GroupPlan(update="cpu")
-        bold = plan.request.clipping and may_speculate(stored, by_cpu) and random.random() < 0.5
-        return replace(by_cpu, speculative=bold)
+        return _by_cpu(plan, stored, random)
     return GroupPlan(weights, grads, random.choice(("gpu", "host")) if weights == "gpu" else "host")
+
+
+def _home_of_ranks(plan: Plan, home: GroupPlan, stored: GroupStorage, random: Random) -> GroupPlan:
+    """The same of a group that ranks share: on the host, in shards where they split, or as the planner has it."""
+    shard = plan.transport == "split" and random.random() < 0.4
+    if not home.trained:
+        return replace(home, weights="shard") if shard else home
+    if shard:
+        return GroupPlan("shard", "shard", "shard")
+    if stored.on_gpu_only or random.random() < 0.3:
+        return home
+    return _by_cpu(plan, stored, random) if random.random() < 0.6 else GroupPlan()
+
+
+def _by_cpu(plan: Plan, stored: GroupStorage, random: Random) -> GroupPlan:
+    """On the host, and updated there, sometimes before the norm is known."""
+    home = GroupPlan(update="cpu")
+    bold = plan.request.clipping and plan.may_speculate and may_speculate(stored, home) and random.random() < 0.5
+    return replace(home, speculative=bold)
 
 
 def _layers(layout: Layout, request: Request, random: Random) -> tuple[LayerPlan, ...]:
     """What every block keeps, and where; its input may be made again from the block before it."""
     layers = layout.model.layers
     found = [LayerPlan() for _ in layers]
-    may_make = request.recompute != "none" and (request.segments_by_chunk or random.random() < 0.7)
+    may_make = request.may_make_inputs_again and (request.segments_by_chunk or random.random() < 0.7)
     for index, (before, layer) in enumerate(pairwise(layers), start=1):
         if layer.kind != "block":
             continue

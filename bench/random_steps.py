@@ -30,7 +30,7 @@ def take_step(engine: Engine, ids: list[list[int]], feed: Feed, calls: Calls, ra
     given: dict[str, Any] = {"loss": smoothed} if feed == "loss" else {}
     if feed == "weights":
         given["weights"] = [[random.uniform(-0.5, 2.0) for _ in row] for row in ids]
-    if feed == "parts" and len(ids) > 1:
+    if feed == "parts" and any(len(row) > 1 for row in ids[1:]):  # one token alone has no target
         engine.fwd_bwd(input_ids=ids[:1], labels=ids[:1])
         columns = {"input_ids": ids[1:], "labels": ids[1:]}
     return _finish(engine, columns, given, calls)

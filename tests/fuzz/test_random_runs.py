@@ -12,8 +12,8 @@ from family_configs import CASES as CONFIGS
 from bench import random_runs
 from bench.random_cases import draw_case
 
-ALONE, RANKS = range(1_000_000, 1_000_005), range(2_000_000, 2_000_001)
-MORE_ALONE, MORE_RANKS = range(1_000_005, 1_000_028), range(2_000_001, 2_000_004)
+ALONE, RANKS = range(1_000_000, 1_000_005), range(2_000_003, 2_000_004)
+MORE_ALONE, MORE_RANKS = range(1_000_005, 1_000_028), range(2_000_004, 2_000_007)
 """Beyond those of the committed result. Processes of ranks take longer than what they train."""
 
 SIZES = ("max_seq_len", "max_global_batch_tokens", "chunk_tokens", "round_tokens")
