@@ -37,7 +37,7 @@ import torch
 from bench.environment import write_json
 from bench.random_cases import STEPS, Case, Variant, draw_case
 from bench.random_plans import redrawn
-from bench.random_steps import Calls, take_step
+from bench.random_steps import Calls, Feed, take_step
 from flexengine.api import PlannedRun, build, prepare
 from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts
@@ -69,11 +69,12 @@ class Outcome(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of a case. outcome: same, refused, or a complaint."""
+    """What came of a case. feed: what it was trained on. outcome: same, refused, or a complaint."""
 
     seed: int
     name: str
     options: dict[str, Any]
+    feed: Feed
     outcome: str
     message: str = ""
     variants: tuple[str, ...] = ()
@@ -161,7 +162,7 @@ def run_case(case: Case, folder: Path, nodes: int = 1, exchange: str | None = No
 
     def result(outcome: str, message: str = "") -> Result:
         seconds = round(time.perf_counter() - start_s, 2)
-        return Result(case.seed, case.name, case.options, outcome, message, tuple(told), seconds)
+        return Result(case.seed, case.name, case.options, case.feed, outcome, message, tuple(told), seconds)
 
     try:
         planned = planned_run(folder, case, case.variants[0], MOST_BYTES)
@@ -243,6 +244,7 @@ def run_cases(
 def summary(results: list[Result]) -> dict[str, Any]:
     """Counts by outcome, family, optimizer and what else was drawn, and every complaint."""
     passed = [result for result in results if result.outcome == "same"]
+    trained = [text for result in passed for text in result.variants if not text.startswith("refused")]
     kinds = ("optimizer", "dtype", "optimizer_state_dtype", "mode", "base_dtype", "matmul_dtype", "keep_dtype")
     return {
         "cases": len(results),
@@ -250,6 +252,8 @@ def summary(results: list[Result]) -> dict[str, Any]:
         "same": {
             "family": Counter(result.name.split(",")[0] for result in passed),
             **{kind: Counter(str(result.options.get(kind, "default")) for result in passed) for kind in kinds},
+            "feed": Counter(result.feed for result in passed),
+            "way": Counter(word for text in trained for word in text.split(", ")[2:]),
             "ranks and transport": Counter(text.split(",")[0] for result in passed for text in result.variants),
         },
         "refused": Counter(result.message.split(";")[0][:120] for result in results if result.outcome == "refused"),
