@@ -5,11 +5,11 @@
     python -m bench.random_runs --seeds 0 25 --nodes 2 --exchange fp8     # all variants on so many nodes
 
 A job (`bench.random_cases`) is trained for two steps with all the memory that it could use, with about as little as it
-can do with, and with a share between, on one rank or on two or three that relay, split or have stages. Half of the
-later plans go on from the checkpoint that the plan before left after the first step, some take a step by several calls
-(`bench.random_steps`), and some are random ones instead of the planner's (`bench.random_plans`). Losses, norms and all
-weights have to be equal in every bit, and arenas no larger than promised. What the options forbid of each other is
-refused with a message; any other error is a complaint.
+can do with, and with a share between, on one rank or on two or three that relay, split, have stages or cut rounds. Half
+of the later plans go on from the checkpoint that the plan before left after the first step, some take a step by several
+calls (`bench.random_steps`), and some are random ones instead of the planner's (`bench.random_plans`). Losses, norms
+and all weights have to be equal in every bit, and arenas no larger than promised. What the options forbid of each other
+is refused with a message; any other error is a complaint.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from tests.parallel.ranks_helper import run_ranks
 
 MIB = 2**20
 MOST_BYTES, HOST_GIB = 256 * MIB, 12.0  # a process counts as 1 GiB of the host
+OF_ONE_NODE = ("stages", "context")
 REFUSALS = ("ValueError", "PlanError", "ShortageError")
 
 
@@ -183,10 +184,10 @@ def run_case(case: Case, folder: Path, nodes: int = 1, exchange: str | None = No
                 else _found(train_one, partial(planned_run, folder, case), variant, gpu_bytes, nodes, exchange)
             )
         except ValueError as error:
-            if variant.ranks == 1:
+            if variant.ranks * nodes == 1:
                 return result("refused a budget", f"{variant}, {gpu_bytes} bytes: {error}")
             told.append(f"refused: {variant.ranks} ranks {variant.options}: {str(error).splitlines()[0]}")
-            continue  # ranks that need more than one does
+            continue  # ranks or nodes that need more than one does
         except Exception:
             return result("crash", f"{variant}, {gpu_bytes} bytes: {traceback.format_exc()[-3000:]}")
         told.append(f"{found.plan}, {found.gpu_bytes} bytes{_told(variant)}")
@@ -206,7 +207,7 @@ def _found(
     gpu_bytes: int, nodes: int, exchange: str | None,
 ) -> Outcome:  # fmt: skip
     if nodes > 1:
-        transport = {"transport": "relay"} if variant.options.get("transport") == "stages" else {}
+        transport = {"transport": "relay"} if variant.options.get("transport") in OF_ONE_NODE else {}
         variant = variant._replace(options={**variant.options, **transport, "exchange_dtype": exchange})
 
     def train_planned() -> Outcome:
@@ -216,9 +217,9 @@ def _found(
 
 
 def budget_of(planned: PlannedRun, variant: Variant) -> int:
-    """A budget between the least that a job can do with and what it takes with all; all for split ranks and for stages,
+    """A budget between the least that a job can do with and what it takes with all; all for ranks that do not relay,
     which have other slots."""
-    if variant.share >= 1 or variant.options.get("transport") in ("split", "stages"):
+    if variant.share >= 1 or variant.options.get("transport", "relay") != "relay":
         return MOST_BYTES
     model, request = in_parts(planned.source.spec), replace(planned.plan.request, **variant.options)
     least = Feasibility(Problem(model, request, planned.profile)).least_gpu().gpu_bytes
