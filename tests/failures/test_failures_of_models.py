@@ -221,6 +221,11 @@ CONFIGS = (
         ("rope_parameters and rope_scaling, which differ \\(.{1,200}\\), and", "set rope_scaling to null"),
     ),
     Case(
+        "rope_type_is_no_number",
+        having(rope_scaling={"rope_type": float("nan"), "factor": 4.0}),
+        ("rope type nan in config.json is not supported", "supported: "),
+    ),
+    Case(
         "base_of_rotations_twice",
         having(rope_theta=10000.0, rope_parameters={"rope_theta": 500000.0}),
         ("rope_theta=500000.0 in its rope options and rope_theta=10000.0 outside of them", "Remove the wrong one"),
