@@ -1,4 +1,7 @@
-"""Store a layer's accumulated weight gradient, add what earlier rounds left, and reduce its squared norm on the way."""
+"""Store a layer's accumulated weight gradient, add what earlier rounds left, and reduce its squared norm on the way.
+
+What several ranks have of a piece is added one after the other, each sum rounded as it would be if it were stored.
+"""
 
 import torch
 import triton
@@ -28,20 +31,58 @@ def grad_accumulate(
     """
     num_elements, num_parts = acc.numel(), partial_squares.numel()
     check_tensor("acc", acc, (num_elements,), (torch.float32,))
+    part_elements = _checked(stored, num_elements, partial_squares, part_elements)
+    _grad_accumulate_kernel[(num_parts,)](
+        acc, stored, partial_squares, num_elements, part_elements,
+        HAS_PREVIOUS=has_previous, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def fold(
+    first: Tensor,
+    second: Tensor | None,
+    stored: Tensor,
+    has_previous: bool,
+    partial_squares: Tensor,
+    part_elements: int | None = None,
+) -> None:
+    """What `grad_accumulate` does of first[0], second[0], first[1], ... one after the other, in one kernel.
+
+    Shapes: first, second [R, n] fp32, rows contiguous and as far apart in both; the others as there. The squares are
+    those of the last sum, so all bits are those of R or 2R calls.
+    Cost: reads 4n bytes a row (and the old stored), writes stored once.
+    Order and errors: as there.
+    """
+    (rounds, num_elements), num_parts = first.shape, partial_squares.numel()
+    both = [first] if second is None else [first, second]
+    for rows in both:
+        check_tensor("rows of what is folded", rows[0], (num_elements,), (torch.float32,))
+        if rows.shape != first.shape or rows.stride() != first.stride():
+            raise ValueError(
+                f"what is folded has shapes {list(first.shape)} and {list(rows.shape)} with strides {first.stride()}"
+                f" and {rows.stride()}; give equal ones"
+            )
+    part_elements = _checked(stored, num_elements, partial_squares, part_elements)
+    _fold_kernel[(num_parts,)](
+        both[0], both[-1], first.stride(0), stored, partial_squares, num_elements, part_elements,
+        ROUNDS=rounds, BOTH=second is not None, HAS_PREVIOUS=has_previous, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def _checked(stored: Tensor, num_elements: int, partial_squares: Tensor, part_elements: int | None) -> int:
+    """The elements of a part. Raises: ValueError as the functions above say."""
+    num_parts = partial_squares.numel()
     check_tensor("stored", stored, (num_elements,), FLOATS)
     check_tensor("partial_squares", partial_squares, (num_parts,), (torch.float32,))
     if num_parts == 0:
         raise ValueError("partial_squares must have at least one element, got shape [0]")
     if part_elements is None:
-        part_elements = cdiv(cdiv(num_elements, _BLOCK), num_parts) * _BLOCK
-    elif part_elements % _BLOCK or part_elements * num_parts < num_elements:
+        return cdiv(cdiv(num_elements, _BLOCK), num_parts) * _BLOCK
+    if part_elements % _BLOCK or part_elements * num_parts < num_elements:
         raise ValueError(
             f"{num_parts} parts of {part_elements} elements do not hold {num_elements}, or are no multiple of {_BLOCK}"
         )
-    _grad_accumulate_kernel[(num_parts,)](
-        acc, stored, partial_squares, num_elements, part_elements,
-        HAS_PREVIOUS=has_previous, BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
+    return part_elements
 
 
 @triton.jit
@@ -63,4 +104,34 @@ def _grad_accumulate_kernel(
         rounded = round_to(total, dtype)
         tl.store(stored_ptr + offsets, rounded, mask=mask)
         lane_squares += rounded.to(tl.float32) * rounded.to(tl.float32)
+    tl.store(partial_squares_ptr + part, tl.sum(lane_squares, axis=0))
+
+
+@triton.jit
+def _fold_kernel(
+    first_ptr, second_ptr, row_elements, stored_ptr, partial_squares_ptr, num_elements, part_elements,
+    ROUNDS: tl.constexpr, BOTH: tl.constexpr, HAS_PREVIOUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    begin = part * part_elements
+    end = tl.minimum(begin + part_elements, num_elements)
+    dtype: tl.constexpr = stored_ptr.dtype.element_ty
+    row = row_elements.to(tl.int64)
+    lane_squares = tl.zeros((BLOCK,), tl.float32)
+    for first in range(begin, end, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        mask = offsets < num_elements
+        kept = tl.zeros((BLOCK,), tl.float32)
+        if HAS_PREVIOUS:
+            kept = tl.load(stored_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        for number in tl.static_range(ROUNDS):
+            total = tl.load(first_ptr + number * row + offsets, mask=mask, other=0.0)
+            if HAS_PREVIOUS or number > 0:  # -0.0 alone stays what it is
+                total += kept
+            kept = round_to(total, dtype).to(tl.float32)
+            if BOTH:
+                total = tl.load(second_ptr + number * row + offsets, mask=mask, other=0.0) + kept
+                kept = round_to(total, dtype).to(tl.float32)
+        tl.store(stored_ptr + offsets, kept.to(dtype), mask=mask)
+        lane_squares += kept * kept
     tl.store(partial_squares_ptr + part, tl.sum(lane_squares, axis=0))

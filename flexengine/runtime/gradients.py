@@ -68,23 +68,22 @@ class RunSquares(NamedTuple):
     whole: int
 
 
-def fold_parts(parts: Sequence[Tensor], stored: Tensor, has_previous: bool, squares: RunSquares) -> None:
+def fold_parts(arrived: Sequence[Tensor], stored: Tensor, has_previous: bool, squares: RunSquares) -> None:
     """stored [n] = round(part [n] (+ stored)), part after part: as `finish_gradient` does, called for each of them.
 
-    The partial sums of squares are those that it has of the last one; `sum_parts` adds them up.
+    arrived: one or two tensors [rounds, n], whose rows are such parts; each round's of the first come before that of
+    the second. The partial sums of squares are those that it has of the last one; `sum_parts` adds them up.
     """
     share = part_elements(squares.whole)
     entries = squares.table[squares.before // share :][: -(-stored.numel() // share)]
-    if _by_kernel(stored, parts[0]):
+    if _by_kernel(stored, arrived[0]):
         from flexengine.kernels import grad_accumulate  # noqa: PLC0415 (Triton is imported when first used)
 
-        own = squares.partial[: len(entries)]
-        for part in parts:
-            grad_accumulate.grad_accumulate(part, stored, has_previous, own, share)
-            has_previous = True
+        own, second = squares.partial[: len(entries)], arrived[1] if len(arrived) > 1 else None
+        grad_accumulate.fold(arrived[0], second, stored, has_previous, own, share)
         entries.copy_(own)
         return
-    for part in parts:
+    for part in (rows[number] for number in range(len(arrived[0])) for rows in arrived):
         stored.copy_(part + stored.to(part.dtype) if has_previous else part)
         has_previous = True
     for entry, values in zip(entries, stored.split(share), strict=True):

@@ -58,14 +58,12 @@ class SplitHandlers:
         args: FoldParts = command.args
         slots, stored = self._layout.slots, DTYPES[self._layout.plan.request.numerics.grad]
         partial = self._arenas.view(self._layout.place("partial_squares"), 0, (PARTIAL_SQUARES,), torch.float32)
+        arrived = [
+            self._elements(slot, 0, args.rounds * numel).view(args.rounds, numel) for slot, numel in args.received
+        ]
         for run in args.runs:
-            starts = [
-                (received.slot, number * received.numel + run.start)
-                for number in range(args.rounds)
-                for received in args.received
-            ]
             fold_parts(
-                [self._elements(*start, run.numel) for start in starts],
+                [parts[:, run.start : run.start + run.numel] for parts in arrived],
                 self._arenas.view(slots[run.slot], run.stored_start * stored.itemsize, (run.numel,), stored),
                 args.has_previous,
                 RunSquares(partial, self._table[run.number], run.before, run.whole),

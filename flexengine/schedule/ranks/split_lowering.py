@@ -240,9 +240,9 @@ class SplitGradients(GradientLowering):
             own.stored_runs(own.piece.start, staging, self._layout.first_run(own.group)),
             has_previous,
         )
-        added = wave.rounds * len(arrived)
-        moved_bytes = numel * (added * (self._layout.acc_bytes + 2 * own.element_bytes))
-        work = Work(memory_bytes=float(moved_bytes), kernels=added * len(args.runs))
+        read_bytes = wave.rounds * len(arrived) * self._layout.acc_bytes
+        moved_bytes = numel * (read_bytes + (1 + has_previous) * own.element_bytes)
+        work = Work(memory_bytes=float(moved_bytes), kernels=2 * len(args.runs))
         reads, writes = [*arrived, squares, *([held] if has_previous else [])], [held, squares, partial]
         label = CommandName("fold", "grad", own.name)
         self._builder.add("fold", label, Stream.COMM, reads, writes, work, args=args)
