@@ -1,4 +1,4 @@
-"""Random legal plans for `bench.random_runs`: any placement of planes and activations, if no planner would choose it.
+"""Random legal plans for `bench.random_runs`: any placement of planes and activations, good or bad.
 
 What decides bits stays: the sizes of chunks and rounds, and what is asked for.
 """
