@@ -107,7 +107,8 @@ def _one_of(fields: Fields, outside: dict[str, str]) -> dict:
 
     a, b = whole(newer), whole(older)
     if differing := [name for name in {**a, **b} if a.get(name) != b.get(name)]:
-        other = ", ".join(f"{shown(name)}: {shown(a.get(name))} and {shown(b.get(name))}" for name in differing[:3])
+        names = [(name, shown(name)[1:-1]) for name in differing[:3]]  # abridged, without quotes
+        other = ", ".join(f"{told}={shown(a.get(name))} and {shown(b.get(name))}" for name, told in names)
         raise ValueError(
             f"{fields.model}: config.json has rope_parameters and rope_scaling, which differ ({other}), and readers"
             " take different ones. Put all options into rope_parameters, and set rope_scaling to null"
