@@ -50,9 +50,7 @@ have up to 2 MB, and the model and all that is trained of it less than 1 MB."""
 ADDRESS_SPACE_BYTES = 2 * GIB
 """A worker may map so much more than after its start (a thread's stack and heap alone are 72 MiB)."""
 MAX_LINES, MAX_LINE_CHARACTERS = 24, 1500
-REMEDY = re.compile(
-    r"fetch|give|\bput\b|correct|convert|finish|export|fits with|no single change|supported", re.IGNORECASE
-)
+REMEDY = re.compile(r"fetch|give|correct|convert|finish|export|fits with|no single change|supported", re.IGNORECASE)
 TRAINED_SHARE, PLANNED_SHARE = 4, 8
 """Of the inputs that are accepted one in 4 is trained for a step, and of the configs one in 8 planned for without its
 weights: planning takes half a second."""

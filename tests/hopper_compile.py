@@ -310,6 +310,19 @@ def gradients() -> Iterator[dict[str, Any]]:
         }
 
 
+def sums_of_ranks() -> Iterator[dict[str, Any]]:
+    """What adds up the rows of four ranks in bf16, as PTX for 9.0: how many roundings there are in a thread. Rows of
+    one element are a case of their own, as Triton takes a stride of 1 for a constant."""
+    from flexengine.kernels import grad_accumulate  # noqa: PLC0415
+
+    for elements in (1, 4096):
+        stored = torch.zeros(elements, dtype=torch.bfloat16)
+        with compiling(stage="make_ptx") as kernels:
+            grad_accumulate.fold(torch.zeros(4, elements), None, stored, True, torch.zeros(1))
+        ((_, code, _),) = kernels
+        yield {"elements": elements, "roundings": len(re.findall(r"cvt\.rn\.bf16(?:x2)?\.f32", code))}
+
+
 def small_kernels(capability: int, cases: Sequence[str], only: str = "") -> Iterator[dict[str, Any]]:
     """The kernels of cases (only: of one name) for cards with little shared memory, each with what it takes of it."""
     from flexengine.kernels import attention_tilings  # noqa: PLC0415
@@ -332,6 +345,7 @@ def main() -> None:
     args = parser.parse_args()
     small = [row for capability in args.small for row in small_kernels(capability, args.cases, args.only)]
     found = {"kernels": [*hopper_kernels(args.hopper)], "gradients": [*gradients()], "small": small}
+    found["sums"] = [*sums_of_ranks()]
     print(json.dumps({"triton": triton.__version__, **found}, indent=2))
 
 

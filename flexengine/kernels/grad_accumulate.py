@@ -29,13 +29,8 @@ def grad_accumulate(
     Order: launches on the current stream, never synchronises.
     Raises: ValueError on other shapes or dtypes, P = 0, or part_elements that is no multiple of 4096 or too small.
     """
-    num_elements, num_parts = acc.numel(), partial_squares.numel()
-    check_tensor("acc", acc, (num_elements,), (torch.float32,))
-    part_elements = _checked(stored, num_elements, partial_squares, part_elements)
-    _grad_accumulate_kernel[(num_parts,)](
-        acc, stored, partial_squares, num_elements, part_elements,
-        HAS_PREVIOUS=has_previous, BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
+    check_tensor("acc", acc, (acc.numel(),), (torch.float32,))
+    _launch(acc.unsqueeze(0), None, stored, has_previous, partial_squares, part_elements)
 
 
 def fold(
@@ -53,62 +48,44 @@ def fold(
     Cost: reads 4n bytes a row (and the old stored), writes stored once.
     Order and errors: as there.
     """
-    (rounds, num_elements), num_parts = first.shape, partial_squares.numel()
-    both = [first] if second is None else [first, second]
-    for rows in both:
-        check_tensor("rows of what is folded", rows[0], (num_elements,), (torch.float32,))
+    for rows in (first,) if second is None else (first, second):
+        check_tensor("rows of what is folded", rows[0], (first.shape[1],), (torch.float32,))
         if rows.shape != first.shape or rows.stride() != first.stride():
             raise ValueError(
                 f"what is folded has shapes {list(first.shape)} and {list(rows.shape)} with strides {first.stride()}"
                 f" and {rows.stride()}; give equal ones"
             )
-    part_elements = _checked(stored, num_elements, partial_squares, part_elements)
-    _fold_kernel[(num_parts,)](
-        both[0], both[-1], first.stride(0), stored, partial_squares, num_elements, part_elements,
-        ROUNDS=rounds, BOTH=second is not None, HAS_PREVIOUS=has_previous, BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
+    _launch(first, second, stored, has_previous, partial_squares, part_elements)
 
 
-def _checked(stored: Tensor, num_elements: int, partial_squares: Tensor, part_elements: int | None) -> int:
-    """The elements of a part. Raises: ValueError as the functions above say."""
-    num_parts = partial_squares.numel()
+def _launch(
+    first: Tensor,
+    second: Tensor | None,
+    stored: Tensor,
+    has_previous: bool,
+    partial_squares: Tensor,
+    part_elements: int | None,
+) -> None:
+    """Check what both functions take alike, and launch."""
+    (rounds, num_elements), num_parts = first.shape, partial_squares.numel()
     check_tensor("stored", stored, (num_elements,), FLOATS)
     check_tensor("partial_squares", partial_squares, (num_parts,), (torch.float32,))
     if num_parts == 0:
         raise ValueError("partial_squares must have at least one element, got shape [0]")
     if part_elements is None:
-        return cdiv(cdiv(num_elements, _BLOCK), num_parts) * _BLOCK
-    if part_elements % _BLOCK or part_elements * num_parts < num_elements:
+        part_elements = cdiv(cdiv(num_elements, _BLOCK), num_parts) * _BLOCK
+    elif part_elements % _BLOCK or part_elements * num_parts < num_elements:
         raise ValueError(
             f"{num_parts} parts of {part_elements} elements do not hold {num_elements}, or are no multiple of {_BLOCK}"
         )
-    return part_elements
+    _grad_accumulate_kernel[(num_parts,)](
+        first, first if second is None else second, first.stride(0), stored, partial_squares, num_elements,
+        part_elements, ROUNDS=rounds, BOTH=second is not None, HAS_PREVIOUS=has_previous, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
 def _grad_accumulate_kernel(
-    acc_ptr, stored_ptr, partial_squares_ptr, num_elements, part_elements,
-    HAS_PREVIOUS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    part = tl.program_id(0).to(tl.int64)
-    begin = part * part_elements
-    end = tl.minimum(begin + part_elements, num_elements)
-    dtype: tl.constexpr = stored_ptr.dtype.element_ty
-    lane_squares = tl.zeros((BLOCK,), tl.float32)
-    for first in range(begin, end, BLOCK):
-        offsets = first + tl.arange(0, BLOCK)
-        mask = offsets < num_elements
-        total = tl.load(acc_ptr + offsets, mask=mask, other=0.0)
-        if HAS_PREVIOUS:
-            total += tl.load(stored_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        rounded = round_to(total, dtype)
-        tl.store(stored_ptr + offsets, rounded, mask=mask)
-        lane_squares += rounded.to(tl.float32) * rounded.to(tl.float32)
-    tl.store(partial_squares_ptr + part, tl.sum(lane_squares, axis=0))
-
-
-@triton.jit
-def _fold_kernel(
     first_ptr, second_ptr, row_elements, stored_ptr, partial_squares_ptr, num_elements, part_elements,
     ROUNDS: tl.constexpr, BOTH: tl.constexpr, HAS_PREVIOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +93,6 @@ def _fold_kernel(
     begin = part * part_elements
     end = tl.minimum(begin + part_elements, num_elements)
     dtype: tl.constexpr = stored_ptr.dtype.element_ty
-    row = row_elements.to(tl.int64)
     lane_squares = tl.zeros((BLOCK,), tl.float32)
     for first in range(begin, end, BLOCK):
         offsets = first + tl.arange(0, BLOCK)
@@ -124,14 +100,17 @@ def _fold_kernel(
         kept = tl.zeros((BLOCK,), tl.float32)
         if HAS_PREVIOUS:
             kept = tl.load(stored_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        first_row, second_row = first_ptr + offsets, second_ptr + offsets
         for number in tl.static_range(ROUNDS):
-            total = tl.load(first_ptr + number * row + offsets, mask=mask, other=0.0)
+            total = tl.load(first_row, mask=mask, other=0.0)
             if HAS_PREVIOUS or number > 0:  # -0.0 alone stays what it is
                 total += kept
             kept = round_to(total, dtype).to(tl.float32)
             if BOTH:
-                total = tl.load(second_ptr + number * row + offsets, mask=mask, other=0.0) + kept
+                total = tl.load(second_row, mask=mask, other=0.0) + kept
                 kept = round_to(total, dtype).to(tl.float32)
+            first_row += row_elements
+            second_row += row_elements
         tl.store(stored_ptr + offsets, kept.to(dtype), mask=mask)
         lane_squares += kept * kept
     tl.store(partial_squares_ptr + part, tl.sum(lane_squares, axis=0))

@@ -109,6 +109,14 @@ def test_sums_of_experts_gradients_stay_where_products_add_to_them(compiled):
 
 @pytest.mark.long
 @pytest.mark.thorough
+def test_every_sum_of_ranks_gradients_is_rounded(compiled):
+    """Two roundings may be one instruction; 16 elements of a thread have four sums each."""
+    assert [row["elements"] for row in compiled["sums"]] == [1, 4096]
+    assert all(row["roundings"] >= 4 * 16 // 2 for row in compiled["sums"])
+
+
+@pytest.mark.long
+@pytest.mark.thorough
 def test_states_in_fp32_fit_the_shared_memory_of_consumer_cards(compiled):
     check_small(compiled, 120)
 
