@@ -72,7 +72,7 @@ def _options(
     if typed := [name for name, value in values.items() if isinstance(value, dict)]:
         raise ValueError(
             f"{model}: config.json has rope options for {', '.join(map(shown, typed))}, but this model has one set for"
-            " all layers. Put the options into rope_parameters directly"
+            " all layers. Give the options in rope_parameters directly"
         )
     for inner, outer in outside.items():
         stated, other = values.get(inner), config.get(outer)
@@ -111,7 +111,7 @@ def _one_of(fields: Fields, outside: dict[str, str]) -> dict:
         other = ", ".join(f"{told}={shown(a.get(name))} and {shown(b.get(name))}" for name, told in names)
         raise ValueError(
             f"{fields.model}: config.json has rope_parameters and rope_scaling, which differ ({other}), and readers"
-            " take different ones. Put all options into rope_parameters, and set rope_scaling to null"
+            " take different ones. Give all options in rope_parameters, and set rope_scaling to null"
         )
     return newer
 
