@@ -174,7 +174,7 @@ def run_case(case: Case, folder: Path, nodes: int = 1, exchange: str | None = No
     first: Outcome | None = None
     last: Path | None = None
     for index, variant in enumerate(case.variants):
-        gpu_bytes, left = budget_of(planned, variant), folder / f"checkpoint-{index}"
+        gpu_bytes, left = budget_of(planned, variant, nodes, exchange), folder / f"checkpoint-{index}"
         train_one = partial(train, case, calls=variant.calls, left=left, found=last if variant.resumed else None)
         try:
             alone = first is None and nodes == 1
@@ -184,10 +184,10 @@ def run_case(case: Case, folder: Path, nodes: int = 1, exchange: str | None = No
                 else _found(train_one, partial(planned_run, folder, case), variant, gpu_bytes, nodes, exchange)
             )
         except ValueError as error:
-            if variant.ranks * nodes == 1:
+            if variant.ranks == 1:
                 return result("refused a budget", f"{variant}, {gpu_bytes} bytes: {error}")
             told.append(f"refused: {variant.ranks} ranks {variant.options}: {str(error).splitlines()[0]}")
-            continue  # ranks or nodes that need more than one does
+            continue  # ranks that need more than one does
         except Exception:
             return result("crash", f"{variant}, {gpu_bytes} bytes: {traceback.format_exc()[-3000:]}")
         told.append(f"{found.plan}, {found.gpu_bytes} bytes{_told(variant)}")
@@ -216,12 +216,13 @@ def _found(
     return train_planned() if variant.ranks * nodes == 1 else on_ranks(train_planned, variant.ranks, nodes)
 
 
-def budget_of(planned: PlannedRun, variant: Variant) -> int:
+def budget_of(planned: PlannedRun, variant: Variant, nodes: int = 1, exchange: str | None = None) -> int:
     """A budget between the least that a job can do with and what it takes with all; all for ranks that do not relay,
     which have other slots."""
     if variant.share >= 1 or variant.options.get("transport", "relay") != "relay":
         return MOST_BYTES
-    model, request = in_parts(planned.source.spec), replace(planned.plan.request, **variant.options)
+    options = {**variant.options, "nodes": nodes, "exchange": exchange}
+    model, request = in_parts(planned.source.spec), replace(planned.plan.request, **options)
     least = Feasibility(Problem(model, request, planned.profile)).least_gpu().gpu_bytes
     return int(least + variant.share * max(0, planned.plan.predicted.gpu_bytes - least))
 
