@@ -75,7 +75,7 @@ def _kept_on_drive(kept: LayerPlan, random: Random) -> LayerPlan:
 
 def _on_drive(folder: Path, case: Case, variant: Variant) -> Outcome:
     def train_one() -> Outcome:
-        return train(case, on_drive(planned_run(folder, case, variant, MOST_BYTES), Random(case.seed)))
+        return train(case, on_drive(planned_run(folder, case, variant, MOST_BYTES), Random(f"drive of {case.seed}")))
 
     return train_one() if variant.ranks == 1 else on_ranks(train_one, variant.ranks)
 
@@ -95,7 +95,7 @@ def compare(case: Case, folder: Path) -> str:
     ranks = random.choice((1, 2))
     variant = case.variants[0]._replace(options=case.variants[0].options | choice[ranks], ranks=ranks)
     try:
-        if not on_drive(planned, Random(case.seed)).plan.uses_drive:
+        if not on_drive(planned, Random(f"drive of {case.seed}")).plan.uses_drive:
             return "nothing on the drive"
         expected, found = train(case, planned), _on_drive(folder, case, variant)
     except Exception:
