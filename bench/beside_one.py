@@ -36,6 +36,7 @@ from typing import NamedTuple
 import psutil
 
 from bench.environment import rounded, write_json
+from flexengine.native.threads import VARIABLE
 from flexengine.reports.text_format import align_columns
 
 DIGITS, LEAST_S, SAMPLE_S, LAST_LINES = 6, 15.0, 0.2, 12
@@ -180,7 +181,7 @@ def run(line: list[str], log: Path, limit_s: float) -> str:
     if limit_s < LEAST_S:
         return f"not started: {max(0.0, limit_s):.0f} s were left"
     ends_s = time.monotonic() + limit_s
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     with log.open("w") as written, log.open(encoding="utf-8", errors="replace") as read:
         process = subprocess.Popen(line, stdout=written, stderr=subprocess.STDOUT, env=environment)
         while process.poll() is None and time.monotonic() < ends_s:
