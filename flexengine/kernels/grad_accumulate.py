@@ -3,6 +3,8 @@
 What several ranks have of a piece is added one after the other, each sum rounded as it would be if it were stored.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,13 @@ from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import round_to
 
 _BLOCK = 4096  # elements per iteration of a program; 8 warps hold 16 per thread
+
+
+class RowElsewhere(NamedTuple):
+    """A row of `fold`'s first rows that lies elsewhere: its number, and its values, fp32 [n], contiguous."""
+
+    number: int
+    values: Tensor
 
 
 def grad_accumulate(
@@ -30,7 +39,7 @@ def grad_accumulate(
     Raises: ValueError on other shapes or dtypes, P = 0, or part_elements that is no multiple of 4096 or too small.
     """
     check_tensor("acc", acc, (acc.numel(),), (torch.float32,))
-    _launch(acc.unsqueeze(0), None, stored, has_previous, partial_squares, part_elements)
+    _launch(acc.unsqueeze(0), None, None, stored, has_previous, partial_squares, part_elements)
 
 
 def fold(
@@ -40,11 +49,13 @@ def fold(
     has_previous: bool,
     partial_squares: Tensor,
     part_elements: int | None = None,
+    elsewhere: RowElsewhere | None = None,
 ) -> None:
     """What `grad_accumulate` does of first[0], second[0], first[1], ... one after the other, in one kernel.
 
     Shapes: first, second [R, n] fp32, rows contiguous and as far apart in both; the others as there. The squares are
-    those of the last sum, so all bits are those of R or 2R calls.
+    those of the last sum, so all bits are those of R or 2R calls. elsewhere: a row of `first` that is read there
+    instead.
     Cost: reads 4n bytes a row (and the old stored), writes stored once.
     Order and errors: as there.
     """
@@ -55,12 +66,17 @@ def fold(
                 f"what is folded has shapes {list(first.shape)} and {list(rows.shape)} with strides {first.stride()}"
                 f" and {rows.stride()}; give equal ones"
             )
-    _launch(first, second, stored, has_previous, partial_squares, part_elements)
+    if elsewhere is not None:
+        check_tensor("the row that lies elsewhere", elsewhere.values, (first.shape[1],), (torch.float32,))
+        if not 0 <= elsewhere.number < len(first):
+            raise ValueError(f"row {elsewhere.number} lies elsewhere, of {len(first)}")
+    _launch(first, second, elsewhere, stored, has_previous, partial_squares, part_elements)
 
 
 def _launch(
     first: Tensor,
     second: Tensor | None,
+    elsewhere: RowElsewhere | None,
     stored: Tensor,
     has_previous: bool,
     partial_squares: Tensor,
@@ -78,16 +94,18 @@ def _launch(
         raise ValueError(
             f"{num_parts} parts of {part_elements} elements do not hold {num_elements}, or are no multiple of {_BLOCK}"
         )
+    number, values = (-1, first) if elsewhere is None else elsewhere
     _grad_accumulate_kernel[(num_parts,)](
-        first, first if second is None else second, first.stride(0), stored, partial_squares, num_elements,
-        part_elements, ROUNDS=rounds, BOTH=second is not None, HAS_PREVIOUS=has_previous, BLOCK=_BLOCK, num_warps=8,
+        first, first if second is None else second, values, first.stride(0), stored, partial_squares, num_elements,
+        part_elements, ROUNDS=rounds, ELSEWHERE=number, BOTH=second is not None, HAS_PREVIOUS=has_previous,
+        BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
 def _grad_accumulate_kernel(
-    first_ptr, second_ptr, row_elements, stored_ptr, partial_squares_ptr, num_elements, part_elements,
-    ROUNDS: tl.constexpr, BOTH: tl.constexpr, HAS_PREVIOUS: tl.constexpr, BLOCK: tl.constexpr,
+    first_ptr, second_ptr, elsewhere_ptr, row_elements, stored_ptr, partial_squares_ptr, num_elements, part_elements,
+    ROUNDS: tl.constexpr, ELSEWHERE: tl.constexpr, BOTH: tl.constexpr, HAS_PREVIOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     begin = part * part_elements
@@ -102,7 +120,10 @@ def _grad_accumulate_kernel(
             kept = tl.load(stored_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         first_row, second_row = first_ptr + offsets, second_ptr + offsets
         for number in tl.static_range(ROUNDS):
-            total = tl.load(first_row, mask=mask, other=0.0)
+            row = first_row
+            if number == ELSEWHERE:
+                row = elsewhere_ptr + offsets
+            total = tl.load(row, mask=mask, other=0.0)
             if HAS_PREVIOUS or number > 0:  # -0.0 alone stays what it is
                 total += kept
             kept = round_to(total, dtype).to(tl.float32)

@@ -86,10 +86,15 @@ class Collectives:
             if row.numel():
                 self._do(self._group.broadcast, "BroadcastOptions", [row], root=rank)
 
-    def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], own: int) -> None:
-        """Send `counts[r]` elements of `sent` to each rank r; fill `received` with the `own` elements of every rank."""
+    def exchange(
+        self, received: Tensor, sent: Tensor, counts: Sequence[int], own: int, brings_own: bool = True
+    ) -> None:
+        """Send `counts[r]` elements of `sent` to each rank r; fill `received` with the `own` elements of every rank.
+
+        brings_own: False where nobody reads those of this rank there, so that they need not be copied.
+        """
         if self._copies is not None:
-            return self._copies.exchange(received, sent, counts, _stream(received))
+            return self._copies.exchange(received, sent, counts, _stream(received), brings_own)
         if self._host is not None:
             width = sent.element_size()
             rows = received.view(torch.uint8).view(self._size, own * width)

@@ -133,7 +133,9 @@ class PeerCopies:
         parts = [Part(row, offset, _address(own), own.nbytes) for row in (self._row, *self._others())]
         self._move(stream, region, parts)
 
-    def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], stream: StreamHandle) -> None:
+    def exchange(
+        self, received: Tensor, sent: Tensor, counts: Sequence[int], stream: StreamHandle, brings_own: bool
+    ) -> None:
         """Send and fill as `Collectives.exchange` does."""
         region, first = self._find(received)
         width, starts = sent.element_size(), [0, *accumulate(counts)]
@@ -144,7 +146,7 @@ class PeerCopies:
                 _address(sent) + width * starts[row],
                 width * counts[row],
             )
-            for row in (self._row, *self._others())
+            for row in ([self._row] * brings_own + [*self._others()])
         ]
         self._move(stream, region, parts)
 

@@ -68,22 +68,31 @@ class RunSquares(NamedTuple):
     whole: int
 
 
-def fold_parts(arrived: Sequence[Tensor], stored: Tensor, has_previous: bool, squares: RunSquares) -> None:
+def fold_parts(
+    arrived: Sequence[Tensor],
+    own: tuple[int, Tensor] | None,
+    stored: Tensor,
+    has_previous: bool,
+    squares: RunSquares,
+) -> None:
     """stored [n] = round(part [n] (+ stored)), part after part: as `finish_gradient` does, called for each of them.
 
     arrived: one or two tensors [rounds, n], whose rows are such parts; each round's of the first come before that of
-    the second. The partial sums of squares are those that it has of the last one; `sum_parts` adds them up.
+    the second. own: number and values [n] of a row of the first that lies elsewhere. The partial sums of squares are
+    those that it has of the last one; `sum_parts` adds them up.
     """
     share = part_elements(squares.whole)
     entries = squares.table[squares.before // share :][: -(-stored.numel() // share)]
     if _by_kernel(stored, arrived[0]):
         from flexengine.kernels import grad_accumulate  # noqa: PLC0415 (Triton is imported when first used)
 
-        own, second = squares.partial[: len(entries)], arrived[1] if len(arrived) > 1 else None
-        grad_accumulate.fold(arrived[0], second, stored, has_previous, own, share)
-        entries.copy_(own)
+        partial, second = squares.partial[: len(entries)], arrived[1] if len(arrived) > 1 else None
+        elsewhere = None if own is None else grad_accumulate.RowElsewhere(*own)
+        grad_accumulate.fold(arrived[0], second, stored, has_previous, partial, share, elsewhere)
+        entries.copy_(partial)
         return
-    for part in (rows[number] for number in range(len(arrived[0])) for rows in arrived):
+    first = [own[1] if own is not None and number == own[0] else row for number, row in enumerate(arrived[0])]
+    for part in (part for parts in zip(first, *arrived[1:], strict=True) for part in parts):
         stored.copy_(part + stored.to(part.dtype) if has_previous else part)
         has_previous = True
     for entry, values in zip(entries, stored.split(share), strict=True):

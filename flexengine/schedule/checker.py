@@ -252,6 +252,7 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
         read, written = {args.accumulator}, {args.received}
     elif isinstance(args, FoldParts):
         read = {parts.slot for parts in args.received} | {run.slot for run in args.runs if args.has_previous}
+        read |= {args.own.slot} if args.own else set()
         written = {run.slot for run in args.runs}
     elif isinstance(args, ShareOfFetch):
         read |= {c.source for c in args.regions}

@@ -80,20 +80,27 @@ def test_pieces_store_and_sum_what_the_whole_does(device):
         grad_accumulate.grad_accumulate(acc, stored, True, squares[:7], 4096)
 
 
-def check_fold(checks, device, num_elements, dtype, has_previous, rounds, both):
+ROWS = ["one", "both", "one elsewhere"]
+
+
+def check_fold(checks, device, num_elements, dtype, has_previous, rounds, rows):
     """One kernel stores what one call for each part does, one after the other, and has the squares of the last."""
     wide = torch.randn(2, rounds, num_elements + 24, device=device)
     wide[:, :, :9] = -0.0
-    first, second = wide[0, :, 8:-16], wide[1, :, 8:-16] if both else None
+    first, second = wide[0, :, 8:-16], wide[1, :, 8:-16] if rows == "both" else None
     previous = checks.normal(num_elements, dtype=dtype, device=device)
     expected, stored = (previous.clone() if has_previous else torch.full_like(previous, torch.nan) for _ in range(2))
     squares_expected, squares = (torch.full((64,), torch.nan, device=device) for _ in range(2))
     begun = has_previous
     for number in range(rounds):
-        for rows in (first,) if second is None else (first, second):
-            grad_accumulate.grad_accumulate(rows[number].clone(), expected, begun, squares_expected)
+        for each in (first,) if second is None else (first, second):
+            grad_accumulate.grad_accumulate(each[number].clone(), expected, begun, squares_expected)
             begun = True
-    grad_accumulate.fold(first, second, stored, has_previous, squares)
+    elsewhere = None
+    if rows == "one elsewhere":
+        elsewhere = grad_accumulate.RowElsewhere(rounds // 2, first[rounds // 2].clone())
+        first[rounds // 2] = torch.nan
+    grad_accumulate.fold(first, second, stored, has_previous, squares, elsewhere=elsewhere)
     assert torch.equal(stored, expected)
     assert torch.equal(stored.signbit(), expected.signbit())
     assert torch.equal(squares, squares_expected)
@@ -102,24 +109,27 @@ def check_fold(checks, device, num_elements, dtype, has_previous, rounds, both):
 @pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_previous", [False, True])
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("num_elements", "rounds"), [(1, 1), (5003, 3), (12_288, 4)])
-def test_folding_is_adding_part_after_part(checks, device, num_elements, rounds, both, has_previous, dtype):
-    check_fold(checks, device, num_elements, dtype, has_previous, rounds, both)
+def test_folding_is_adding_part_after_part(checks, device, num_elements, rounds, rows, has_previous, dtype):
+    check_fold(checks, device, num_elements, dtype, has_previous, rounds, rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("num_elements", [54_525_952, 12_345_677])
-def test_folding_is_adding_part_after_part_on_gpu(checks, gpu, num_elements, both, dtype):
-    check_fold(checks, gpu, num_elements, dtype, True, 4, both)
+def test_folding_is_adding_part_after_part_on_gpu(checks, gpu, num_elements, rows, dtype):
+    check_fold(checks, gpu, num_elements, dtype, True, 4, rows)
 
 
 def test_folding_refuses_rows_of_two_lengths(device):
     first, second = torch.zeros(2, 8, device=device), torch.zeros(3, 8, device=device)
     with pytest.raises(ValueError, match=r"shapes \[2, 8\] and \[3, 8\]"):
         grad_accumulate.fold(first, second, torch.zeros(8, device=device), False, torch.zeros(1, device=device))
+    elsewhere = grad_accumulate.RowElsewhere(2, first[0])
+    with pytest.raises(ValueError, match="row 2 lies elsewhere, of 2"):
+        grad_accumulate.fold(first, None, first[0], False, first[1], elsewhere=elsewhere)
 
 
 def test_folded_pieces_of_rounds_are_what_finishing_round_after_round_stores(device, monkeypatch):
@@ -136,7 +146,7 @@ def test_folded_pieces_of_rounds_are_what_finishing_round_after_round_stores(dev
     table = torch.zeros(1, 8, dtype=torch.float64, device=device)
     for first, last in ((0, 12_288), (12_288, 30_001)):
         squares = gradients.RunSquares(partial, table[0], first, 30_001)
-        gradients.fold_parts([torch.stack(rounds)[:, first:last]], stored[first:last], False, squares)
+        gradients.fold_parts([torch.stack(rounds)[:, first:last]], None, stored[first:last], False, squares)
     gradients.sum_parts(table, totals[1:], [30_001], torch.float32)
     assert torch.equal(stored, whole)
     assert totals[0] == totals[1]

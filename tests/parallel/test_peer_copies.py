@@ -95,9 +95,11 @@ def on_ranks(driver: FakeDriver, work: Callable[[Rank], Any], lagging: int | Non
     return found
 
 
+@pytest.mark.parametrize("brings_own", [False, True])
 @pytest.mark.parametrize("lagging", [None, 0, 1, 2])
-def test_calls_one_behind_the_other_bring_each_its_own_bytes(driver, lagging):
-    """Buffers are filled again and again, and none before its rank has read what the call before brought."""
+def test_calls_one_behind_the_other_bring_each_its_own_bytes(driver, lagging, brings_own):
+    """Buffers are filled again and again, and none before its rank has read what the call before brought; of an
+    exchange that need not bring what is a rank's own, what was there before stays."""
     calls, sent = 4, torch.randn(4, RANKS, sum(COUNTS), generator=torch.Generator().manual_seed(3))
     told = torch.randint(256, (calls, RANKS, SHARE), dtype=torch.uint8)
     shards = [row.split(COUNTS) for row in torch.randint(256, (calls, sum(COUNTS)), dtype=torch.uint8)]
@@ -114,7 +116,7 @@ def test_calls_one_behind_the_other_bring_each_its_own_bytes(driver, lagging):
             rank.copies.gather(shares, part, rank.stream)
             rank.move(gathered, shares)
             rank.move(accumulator, sent[call, rank.row])
-            rank.copies.exchange(received, accumulator, COUNTS, rank.stream)
+            rank.copies.exchange(received, accumulator, COUNTS, rank.stream, brings_own)
             together = torch.empty_like(whole)
             if own:
                 rank.move(brought, received)
@@ -128,7 +130,10 @@ def test_calls_one_behind_the_other_bring_each_its_own_bytes(driver, lagging):
         for call, (gathered, brought, together) in enumerate(found[:-1]):
             assert torch.equal(together, torch.cat(shards[call]))
             assert torch.equal(gathered.view(RANKS, SHARE), told[call])
-            assert torch.equal(brought, torch.cat([each.split(COUNTS)[row] for each in sent[call]]))
+            wanted = [each.split(COUNTS)[row] for each in sent[call]]
+            if not brings_own:
+                wanted[row] = torch.full_like(wanted[row], float("nan"))
+            assert torch.equal(brought.nan_to_num(nan=9e9), torch.cat(wanted).nan_to_num(nan=9e9))
 
 
 def test_tables_longer_than_the_scratch_memory_are_added_up(driver, monkeypatch):

@@ -199,6 +199,10 @@ CHANGES: dict[str, tuple[Change, tuple[int, ...]]] = {
     "a round more": (args(FoldParts, rounds=lambda rounds: rounds + 1), (0,)),
     "nothing stored before": (args(FoldParts, has_previous=lambda _: False), (2,)),
     "a hole": (args(FoldParts, runs=lambda runs: tuple(r._replace(numel=r.numel - 64) for r in runs)), (1,)),
+    "the piece of another rank for its own": (
+        args(FoldParts, own=lambda own: own and own._replace(first=own.first + 64)),
+        (1,),
+    ),
     "elements of another owner": (args(FoldParts, runs=lambda runs: tuple(r._replace(before=0) for r in runs)), (1,)),
     "no wait for what others store": (without_reads_of_squares, (0, 1, 2)),
     "no wait for updates": (not_awaiting, (0, 1, 2)),

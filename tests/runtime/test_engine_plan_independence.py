@@ -393,6 +393,7 @@ def gpu_plans(spec, options):
     """Everything on the GPU, nothing on the GPU, and mixtures of both."""
     names, count = savable_ops(spec.blocks[0].ops), len(spec.blocks)
     offloaded = [LayerPlan((), names, "host")] * count
+    segments = [replace(offloaded[0], input_again=i % 2 > 0) for i in range(count)]
     mixed = [LayerPlan(names[i::3], names[(i + 1) % 3 :: 3], ("gpu", "host")[i % 2]) for i in range(count)]
     groups = [GroupPlan("gpu", "host", "gpu"), GroupPlan("gpu", "gpu", "host"), GroupPlan(), GroupPlan(update="cpu")]
     groups = [groups[i % 4] for i in range(len(spec.groups))]
@@ -410,6 +411,7 @@ def gpu_plans(spec, options):
             grads_over_weights=True,
         ),
         "offloaded": make_plan(spec, **options, blocks=offloaded, groups=[GroupPlan()] * (count + 2)),
+        "hidden states on the host": make_plan(spec, **options, blocks=segments, hidden_home="host"),
         "updated by the CPU": make_plan(
             spec, **options, blocks=offloaded, groups=[GroupPlan(update="cpu")] * len(spec.groups)
         ),

@@ -52,7 +52,8 @@ class SplitHandlers:
         args: ExchangeParts = command.args
         sent = self._elements(args.accumulator, args.first, sum(args.counts))
         own = args.counts[args.rank]
-        self._collectives.exchange(self._elements(args.received, 0, len(args.counts) * own), sent, args.counts, own)
+        received = self._elements(args.received, 0, len(args.counts) * own)
+        self._collectives.exchange(received, sent, args.counts, own, args.brings_own)
 
     def _fold(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         args: FoldParts = command.args
@@ -62,8 +63,12 @@ class SplitHandlers:
             self._elements(slot, 0, args.rounds * numel).view(args.rounds, numel) for slot, numel in args.received
         ]
         for run in args.runs:
+            piece, own = args.own, None
+            if piece is not None:
+                own = piece.rank, self._elements(piece.slot, piece.first + run.start, run.numel)
             fold_parts(
                 [parts[:, run.start : run.start + run.numel] for parts in arrived],
+                own,
                 self._arenas.view(slots[run.slot], run.stored_start * stored.itemsize, (run.numel,), stored),
                 args.has_previous,
                 RunSquares(partial, self._table[run.number], run.before, run.whole),

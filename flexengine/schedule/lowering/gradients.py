@@ -129,6 +129,10 @@ class GradientLowering:
             self._tiles.update(tile, Access(device, self._scale_content(tile.group)), grad)
         del self._waiting[:count]
 
+    def end_round(self) -> None:
+        """Do what still waits when all layers have gone backward."""
+        self.update_waiting()
+
     def has_room(self, layer: LayerSpec, left: int) -> bool:
         """Whether the gradients of a layer's groups have slots where those of so many layers wait to be updated."""
         classes = {self._context.model.groups[group].slot_class for group in self._trained(layer)}

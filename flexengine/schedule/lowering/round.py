@@ -104,7 +104,7 @@ class RoundLowering(LayerWalk):
         for index in reversed(range(len(self.model.layers))):
             if self.model.layers[index].has_backward:
                 self._backward(index)
-        self.gradients.update_waiting()
+        self.gradients.end_round()
         if self.kind.updates in ("speculative", "norm"):
             self.gradients.lower_norm()
         return self.builder.build()

@@ -103,3 +103,6 @@ def _check_fold(rank: int, run: RankRun, command: Command, arrived: dict[int, Ex
         exchange = arrived.get(parts.slot)
         if exchange is None or exchange.counts[rank] != parts.numel:
             raise ProgramError(f"{command.label} (rank {rank}) takes other pieces than those that arrived")
+        wanted = None if exchange.brings_own or rank >= args.rounds else exchange.own
+        if args.own != wanted:
+            raise ProgramError(f"{command.label} (rank {rank}) takes another piece for its own than it has kept")

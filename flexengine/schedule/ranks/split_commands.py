@@ -67,6 +67,7 @@ class ExchangeParts(NamedTuple):
 
     first: the first element of the accumulator's slot that is sent. counts: elements of each rank's piece, one after
     the other. received: the slot for the pieces of all ranks, `counts[rank]` elements of `element_bytes` each.
+    brings_own: whether the rank's own piece has to be there, too.
     """
 
     rank: int
@@ -75,12 +76,26 @@ class ExchangeParts(NamedTuple):
     counts: tuple[int, ...]
     received: int
     element_bytes: int
+    brings_own: bool
+
+    @property
+    def own(self) -> OwnPiece:
+        """What the rank need not receive."""
+        return OwnPiece(self.rank, self.accumulator, self.first + sum(self.counts[: self.rank]))
 
     @property
     def peer_bytes(self) -> int:
         """Bytes that a rank sends to the others, or receives from them if that is more."""
         own = self.counts[self.rank]
         return self.element_bytes * max(sum(self.counts) - own, (len(self.counts) - 1) * own)
+
+
+class OwnPiece(NamedTuple):
+    """A rank's piece of its own accumulator: the rank of its wave, a slot, and the first element there."""
+
+    rank: int
+    slot: int
+    first: int
 
 
 class AddTables(NamedTuple):
@@ -107,11 +122,13 @@ class FoldParts(NamedTuple):
     """Arguments of `fold`: stored = round(part + stored), part by part in the order of rounds.
 
     received: where the parts lie; of several entries, each round's part of the first comes before that of the second.
-    rounds: how many ranks' parts count. runs: as of FinishGradient, `start` counted from the beginning of a part.
+    rounds: how many ranks' parts count. own: where this rank's part of the first lies instead. runs: as of
+    FinishGradient, `start` counted from the beginning of a part.
     """
 
     group: int
     received: tuple[ReceivedParts, ...]
     rounds: int
+    own: OwnPiece | None
     runs: tuple[StoredRun, ...]
     has_previous: bool
