@@ -102,6 +102,26 @@ def test_changes_are_noticed(tied, monkeypatch):
         assert is_rejected(layout, changed(runs, change, ranks)), what
 
 
+def test_sums_of_shards_follow_the_backward_of_the_layer_below():
+    """They need multiprocessors, so they take turns with products; those that no block comes after do not wait."""
+    layout = sharded(small_model(blocks=3), Random(1), 2, share=1.0)
+    layout = Layout(layout.model, replace(layout.plan, share_edge_slots=False))
+    first = runs_of_ranks(layout, full_round(layout), 2)[0][0].program.commands
+    before, found = "", list[tuple[str, str, str]]()
+    for command in first:
+        if command.kind == "backward":
+            before = str(layout.model.layers[command.args.layer].name)
+        if isinstance(command.args, FoldParts):
+            found.append((layout.model.groups[command.args.group].name, command.stream.value, before))
+    assert found == [
+        ("head", "compute", "block.2"),
+        ("block.2", "compute", "block.1"),
+        ("block.1", "compute", "block.0"),
+        ("block.0", "comm", "block.0"),
+        ("embed", "comm", "embedding"),
+    ]
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_shards_are_all_of_each_plane_once(size, monkeypatch):
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
