@@ -139,6 +139,7 @@ class PeerCopies:
         """Send and fill as `Collectives.exchange` does."""
         region, first = self._find(received)
         width, starts = sent.element_size(), [0, *accumulate(counts)]
+        rows = (self._row, *self._others()) if brings_own else self._others()
         parts = [  # a rank has as many elements of each rank as are its own
             Part(
                 row,
@@ -146,7 +147,7 @@ class PeerCopies:
                 _address(sent) + width * starts[row],
                 width * counts[row],
             )
-            for row in ([self._row] * brings_own + [*self._others()])
+            for row in rows
         ]
         self._move(stream, region, parts)
 
