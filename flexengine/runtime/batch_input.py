@@ -6,8 +6,10 @@ Rows may be padded on either side, and several sequences may share a row where p
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,8 @@ from flexengine.plan import Request
 from flexengine.runtime.given_rows import GivenInput, given_input, split_columns, without_targets
 
 
-class Sequences(NamedTuple):
+@dataclass(frozen=True)
+class Sequences:
     """A batch: token ids and labels per sequence (int64, CPU). Labels are shifted: labels[t] is of token t + shift.
 
     shift: 1 where tokens are predicted, 0 where they have labels of their own. weights: factors on the losses of labels
@@ -31,7 +34,7 @@ class Sequences(NamedTuple):
     labels: list[Tensor]
     weights: list[Tensor] | None = None
     loss: LossFunction | None = None
-    given: slice = slice(None)
+    given: slice = field(default_factory=lambda: slice(None))
     shift: int = 1
     rows: GivenInput | None = None
 
@@ -45,12 +48,12 @@ class Sequences(NamedTuple):
         """Tokens of the batch."""
         return sum(self.lengths)
 
-    @property
+    @cached_property
     def num_target_tokens(self) -> int:
         """Tokens with a loss."""
         return int((torch.cat(self.labels) != IGNORE_INDEX).sum()) if self.labels else 0
 
-    @property
+    @cached_property
     def loss_weight(self) -> float:
         """What the sum of the losses is divided by: the tokens with a loss, or the sum of their weights' sizes."""
         if self.weights is None:
@@ -252,9 +255,12 @@ def _tensor(value: object, name: str) -> Tensor:
     Raises ValueError where it cannot (words, ragged lists, numbers beyond 64 bits), and for truth values among numbers.
     """
     _check_has_elements(value, name)
-    if isinstance(value, (list, tuple)) and bool in set(map(type, value)) and name.startswith("input_ids"):
+    kinds = set(map(type, value)) if isinstance(value, (list, tuple)) else set[type]()
+    if bool in kinds and name.startswith("input_ids"):
         raise ValueError(f"{name} must be a flat sequence of integers, got True or False among them; tokenize again")
     try:
+        if kinds == {int}:  # GPUs wait meanwhile, and torch takes five times as long
+            return torch.from_numpy(np.array(value, np.int64))
         if isinstance(value, np.ndarray) and not value.flags.writeable:
             value = value.copy()  # torch warns of sharing it
         return torch.as_tensor(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ class ForwardCalls(AdapterCalls):
         if loss is not None and not callable(loss):
             raise ValueError(f"loss must be a function of a block of logits, got {type(loss).__name__}: docs/losses.md")
         call = self.plan.request, self.model, batch, columns
-        return self.context.read(self.settings.batches, call, loss is not None)._replace(loss=loss)
+        found = self.context.read(self.settings.batches, call, loss is not None)
+        return found if loss is None else replace(found, loss=loss)
 
     @one_caller
     def evaluate(
@@ -44,7 +46,7 @@ class ForwardCalls(AdapterCalls):
         if per_token and loss is not None:
             raise ValueError("per_token gives log-probabilities, which a loss of your own has not; leave one out")
         token_losses = [torch.zeros(length) for length in sequences.lengths] if per_token else None
-        plain = sequences._replace(weights=None) if per_token else sequences
+        plain = replace(sequences, weights=None) if per_token else sequences
         with self._using_adapters(adapters):
             return evaluate_output(self.steps.evaluate(plain, float, token_losses), sequences, token_losses)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ def read_on_ranks(
     first = sum(len(part.lengths) for part in parts[: control.ranks.rank])
     with control.all_or_none():
         whole = checked_batch(call[0], _joined(parts))
-    return whole._replace(given=slice(first, first + len(given.lengths)), shift=given.shift)
+    return replace(whole, given=slice(first, first + len(given.lengths)), shift=given.shift)
 
 
 class _Part(NamedTuple):
