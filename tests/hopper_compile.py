@@ -318,7 +318,7 @@ def sums_of_ranks() -> Iterator[dict[str, Any]]:
     for elements in (1, 4096):
         stored = torch.zeros(elements, dtype=torch.bfloat16)
         with compiling(stage="make_ptx") as kernels:
-            elsewhere = grad_accumulate.RowElsewhere(1, torch.zeros(elements))
+            elsewhere = 1, torch.zeros(elements)
             grad_accumulate.fold(torch.zeros(4, elements), None, stored, True, torch.zeros(1), elsewhere=elsewhere)
         ((_, code, _),) = kernels
         yield {"elements": elements, "roundings": len(re.findall(r"cvt\.rn\.bf16(?:x2)?\.f32", code))}

@@ -3,8 +3,6 @@
 What several ranks have of a piece is added one after the other, each sum rounded as it would be if it were stored.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -15,13 +13,6 @@ from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import round_to
 
 _BLOCK = 4096  # elements per iteration of a program; 8 warps hold 16 per thread
-
-
-class RowElsewhere(NamedTuple):
-    """A row of `fold`'s first rows that lies elsewhere: its number, and its values, fp32 [n], contiguous."""
-
-    number: int
-    values: Tensor
 
 
 def grad_accumulate(
@@ -49,13 +40,13 @@ def fold(
     has_previous: bool,
     partial_squares: Tensor,
     part_elements: int | None = None,
-    elsewhere: RowElsewhere | None = None,
+    elsewhere: tuple[int, Tensor] | None = None,
 ) -> None:
     """What `grad_accumulate` does of first[0], second[0], first[1], ... one after the other, in one kernel.
 
     Shapes: first, second [R, n] fp32, rows contiguous and as far apart in both; the others as there. The squares are
-    those of the last sum, so all bits are those of R or 2R calls. elsewhere: a row of `first` that is read there
-    instead.
+    those of the last sum, so all bits are those of R or 2R calls. elsewhere: the number of a row of `first`, and its
+    values [n], which are read there instead.
     Cost: reads 4n bytes a row (and the old stored), writes stored once.
     Order and errors: as there.
     """
@@ -67,16 +58,17 @@ def fold(
                 f" and {rows.stride()}; give equal ones"
             )
     if elsewhere is not None:
-        check_tensor("the row that lies elsewhere", elsewhere.values, (first.shape[1],), (torch.float32,))
-        if not 0 <= elsewhere.number < len(first):
-            raise ValueError(f"row {elsewhere.number} lies elsewhere, of {len(first)}")
+        number, values = elsewhere
+        check_tensor("the row that lies elsewhere", values, (first.shape[1],), (torch.float32,))
+        if not 0 <= number < len(first):
+            raise ValueError(f"row {number} lies elsewhere, of {len(first)}")
     _launch(first, second, elsewhere, stored, has_previous, partial_squares, part_elements)
 
 
 def _launch(
     first: Tensor,
     second: Tensor | None,
-    elsewhere: RowElsewhere | None,
+    elsewhere: tuple[int, Tensor] | None,
     stored: Tensor,
     has_previous: bool,
     partial_squares: Tensor,

@@ -87,8 +87,7 @@ def fold_parts(
         from flexengine.kernels import grad_accumulate  # noqa: PLC0415 (Triton is imported when first used)
 
         partial, second = squares.partial[: len(entries)], arrived[1] if len(arrived) > 1 else None
-        elsewhere = None if own is None else grad_accumulate.RowElsewhere(*own)
-        grad_accumulate.fold(arrived[0], second, stored, has_previous, partial, share, elsewhere)
+        grad_accumulate.fold(arrived[0], second, stored, has_previous, partial, share, own)
         entries.copy_(partial)
         return
     first = [own[1] if own is not None and number == own[0] else row for number, row in enumerate(arrived[0])]

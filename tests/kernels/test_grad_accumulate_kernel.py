@@ -98,7 +98,7 @@ def check_fold(checks, device, num_elements, dtype, has_previous, rounds, rows):
             begun = True
     elsewhere = None
     if rows == "one elsewhere":
-        elsewhere = grad_accumulate.RowElsewhere(rounds // 2, first[rounds // 2].clone())
+        elsewhere = rounds // 2, first[rounds // 2].clone()
         first[rounds // 2] = torch.nan
     grad_accumulate.fold(first, second, stored, has_previous, squares, elsewhere=elsewhere)
     assert torch.equal(stored, expected)
@@ -127,9 +127,8 @@ def test_folding_refuses_rows_of_two_lengths(device):
     first, second = torch.zeros(2, 8, device=device), torch.zeros(3, 8, device=device)
     with pytest.raises(ValueError, match=r"shapes \[2, 8\] and \[3, 8\]"):
         grad_accumulate.fold(first, second, torch.zeros(8, device=device), False, torch.zeros(1, device=device))
-    elsewhere = grad_accumulate.RowElsewhere(2, first[0])
     with pytest.raises(ValueError, match="row 2 lies elsewhere, of 2"):
-        grad_accumulate.fold(first, None, first[0], False, first[1], elsewhere=elsewhere)
+        grad_accumulate.fold(first, None, first[0], False, first[1], elsewhere=(2, first[0]))
 
 
 def test_folded_pieces_of_rounds_are_what_finishing_round_after_round_stores(device, monkeypatch):

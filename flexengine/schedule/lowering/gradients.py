@@ -129,8 +129,8 @@ class GradientLowering:
             self._tiles.update(tile, Access(device, self._scale_content(tile.group)), grad)
         del self._waiting[:count]
 
-    def end_round(self) -> None:
-        """Do what still waits when all layers have gone backward."""
+    def end_waiting(self) -> None:
+        """Do all that waits: no layer that uses the same slots comes next."""
         self.update_waiting()
 
     def has_room(self, layer: LayerSpec, left: int) -> bool:

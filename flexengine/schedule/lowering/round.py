@@ -104,7 +104,7 @@ class RoundLowering(LayerWalk):
         for index in reversed(range(len(self.model.layers))):
             if self.model.layers[index].has_backward:
                 self._backward(index)
-        self.gradients.end_round()
+        self.gradients.end_waiting()
         if self.kind.updates in ("speculative", "norm"):
             self.gradients.lower_norm()
         return self.builder.build()
@@ -211,7 +211,7 @@ class RoundLowering(LayerWalk):
         """Run all chunks of a layer through every stage; then its gradients leave."""
         begun, over_blocks = False, layer.kind != "block" and self.context.plan.share_edge_slots
         if over_blocks:
-            self.gradients.update_waiting()  # from slots that this layer's lie over
+            self.gradients.end_waiting()  # in slots that this layer's lie over
         for at in self._stages_of(index):
             weights = self.weights.acquire(layer, at, layer.backward_groups)
             if at.stage.recomputes and not at.closes:
@@ -221,7 +221,7 @@ class RoundLowering(LayerWalk):
                 begun = True
         self.gradients.update_complete_groups(index, layer)
         if over_blocks:
-            self.gradients.update_waiting()
+            self.gradients.end_waiting()
 
     def _backward_stage(
         self, index: int, layer: LayerSpec, at: StagePart, weights: dict[int, int], begun: bool

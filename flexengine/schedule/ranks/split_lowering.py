@@ -122,7 +122,6 @@ class SplitGradients(GradientLowering):
         self._last_stored: dict[int, int] = {}  # by group, the last command that stores it, or its first exchange
         self._untold: list[int] = []  # groups of which this rank updates nothing, and has yet to tell so
         self._sums: list[Callable[[Stream], None]] = []  # sums of the layer above, each for a stream
-        self._over_blocks = False  # whether slots of the layer at work lie over those of blocks
         squares = run_squares(self._layout, OWN_SQUARES)
         if self._first:
             name = CommandName("clear", "squares")
@@ -137,7 +136,6 @@ class SplitGradients(GradientLowering):
         """
         if layer.kind != "block":
             self.add_up(Stream.COMM)
-        self._over_blocks = layer.kind != "block" and self._context.plan.share_edge_slots
         for group in self._trained(layer):
             if self._context.is_in_parts(group) or not begun:
                 self._at_work[group] = self._take("accumulator", group)
@@ -153,15 +151,15 @@ class SplitGradients(GradientLowering):
         if self._uses[group].gradients > 1 and group not in self._spilled:
             self._spill(group, name, added)
             return
-        stored = stored_pieces(self._context, group, part)
+        stored, sharded = stored_pieces(self._context, group, part), self._layout.homes[group].sharded
         for section in self._layout.sections(group, part):
             args = self._exchanged(group, section, accumulator, self._take("received", group))
             received = self._exchange(name, section, added, args)
             self._last_stored.setdefault(group, len(self._builder.commands) - 1)
             own = stored[section.number * self._wave.size + self._wave.rank]
             arrived = [self._fetch_spilled(group, name, section)] if group in self._spilled else []
-            staging = None if self._layout.homes[group].sharded else self._take("grad", group)
-            if own.piece.runs and self._layout.homes[group].sharded and not self._over_blocks:
+            staging = None if sharded else self._take("grad", group)
+            if own.piece.runs and sharded:
                 self._sums.append(partial(self._fold, own, args, added, [*arrived, received], staging))
             elif own.piece.runs:
                 self._fold(own, args, added, [*arrived, received], staging, Stream.COMM)
@@ -174,7 +172,7 @@ class SplitGradients(GradientLowering):
             append(stream)
         self._sums.clear()
 
-    def end_round(self) -> None:
+    def end_waiting(self) -> None:
         self.add_up(Stream.COMM)
 
     def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
@@ -260,7 +258,7 @@ class SplitGradients(GradientLowering):
             back = [region.reversed for region in own.regions_home(staging)]
             self._builder.copy(CommandName("fetch", "grad", own.name), Stream.RELAY_IN, own.content, back)
         squares = run_squares(self._layout, OWN_SQUARES)
-        partial = Access(self._layout.slot("partial_squares"), "partial squares")
+        partial_squares = Access(self._layout.slot("partial_squares"), "partial squares")
         numel, kept = sent.counts[wave.rank], None
         if not sent.brings_own and wave.rank < wave.rounds:
             kept = sent.own
@@ -276,7 +274,7 @@ class SplitGradients(GradientLowering):
         moved_bytes = numel * (read_bytes + (1 + has_previous) * own.element_bytes)
         work = Work(memory_bytes=float(moved_bytes), kernels=2 * len(args.runs))
         reads = [*arrived, *([accumulator] if kept else []), squares, *([held] if has_previous else [])]
-        writes = [held, squares, partial]
+        writes = [held, squares, partial_squares]
         label = CommandName("fold", "grad", own.name)
         self._builder.add("fold", label, stream, reads, writes, work, args=args)
         if staging is not None:
