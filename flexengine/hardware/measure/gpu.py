@@ -38,14 +38,13 @@ from flexengine.hardware.measure.machine import (
 )
 from flexengine.hardware.measure.matmul import (
     WHOLE_FEATURES,
-    BlockRates,
     Buffers,
     affordable_tokens,
     block_rates,
     scaling_shares,
     usual_layers,
 )
-from flexengine.hardware.measure.timing import Spent, Timer, cuda_timer, timer_among, warmed_timer
+from flexengine.hardware.measure.timing import Spent, Timer, cuda_timer, warmed_timer
 from flexengine.hardware.parts import AttentionProfile, HostProfile, LinkProfile, MatmulProfile, MemoryProfile
 from flexengine.hardware.profile import DeviceType, HardwareProfile, ProbeShape
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
@@ -69,10 +68,11 @@ KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
 PRODUCT_S = 0.04  # per pass and direction, of all layers: six of them, a quarter of a second, make a point of the curve
 GROUPED_S = 0.01  # per pass of a shape of experts, and of the head
-COPIED_SHARE = 0.15
-"""Of the time, copies within the device beside products, as norms and activations take it in training: they draw less
-power, so that the card has a higher clock for products than if these were alone."""
-PART_S = 0.01  # of attention, and of matrix products before it: about as a block has them in turn
+REHEAT_S = 0.4  # a driver lowers the clock a few tenths of a second after power is drawn again
+PART_S = 0.01
+"""Of all that is timed, and of a large product before it, whose clock a power-capped card keeps in training: short
+layers and attention draw less power. Behind each other and copies within the card, linear layers ran at 1,380 to 1,965
+MHz on a card that took steps of a model of 8B at 1,460."""
 WARMING_SIZE = 4096
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
@@ -128,7 +128,7 @@ def measure_model(
     """Measure a model's products and attention; `scale` stretches that.
 
     machine: whose rates the result has, too. kernels: of this model; where they have begun, the large product of the
-    machine has just run, else the card is heated up as long as for that. Takes up to 1.4 GiB of GPU memory, and gives
+    machine has just run, else the card is heated up as long as for that. Takes up to 1.5 GiB of GPU memory, and gives
     it back.
     Order: as `measure_machine`.
     """
@@ -138,23 +138,25 @@ def measure_model(
         with spent.part("heating up"):
             run_engine_kernels(device, dtype)
             use_side_streams(device)
-            if not warm:
-                _heat_up(device, dtype, SUSTAINED_S * scale)
+            products = _products(device, dtype, PART_S)
+            timer = warmed_timer(products, PART_S)
+            cuda_timer(products, (REHEAT_S if warm else SUSTAINED_S) * scale)
         layers = shape.linears or usual_layers(shape[:2])
         counts = affordable_tokens(CUDA_TOKENS, layers, machine.peak_matmul_flops_per_s, LONGEST_BLOCK_S)
         product_s = PRODUCT_S * scale / len(layers)
         # at once, while the card is still at its sustained clock
         with spent.part("linear layers"):
-            block = _linear_rates(layers, counts, dtype, _cuda_buffers(device, dtype), product_s)
+            block = block_rates(layers, counts, dtype, _cuda_buffers(device, dtype), timer, product_s)
         with spent.part("FP8"):
-            fp8, *fp8_shares = _fp8_rates(layers, counts, device, product_s)
+            fp8, *fp8_shares = _fp8_rates(layers, counts, device, timer, product_s)
         with spent.part("kernels"):
             if kernels.wait():
-                _heat_up(device, dtype, SUSTAINED_S * scale)  # the card has waited, too
+                cuda_timer(products, SUSTAINED_S * scale)  # the card has waited, too
         with spent.part("experts and head"):
-            experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
+            rates = block.matmul_flops_per_s, memory_rate
+            experts, head = _shares(shape, *rates, dtype, device, timer, GROUPED_S * scale)
         with spent.part("attention"), deterministic_kernels(shape.deterministic):
-            attention, choices, shares = _cuda_attention(shape, device, dtype, CALL_S * scale)
+            attention, choices, shares = _cuda_attention(shape, device, dtype, timer, CALL_S * scale)
     logger.info("measured the model's products in %s", spent.describe())
     own = machine.peak_matmul_flops_per_s, experts, head, machine.sm_clock_mhz
     return Rates(
@@ -183,18 +185,8 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
     return Buffers(operands, torch.empty(int(share * RESULT_BYTES), device=device, dtype=torch.uint8))
 
 
-def _linear_rates(
-    layers: Sequence[LinearShape], counts: Sequence[int], dtype: torch.dtype, buffers: Buffers, least_s: float
-) -> BlockRates:
-    """Measure linear layers among copies, as the kernels between them are in training."""
-    half = buffers.operands.numel() // 2
-    first, second = buffers.operands[:half], buffers.operands[half : 2 * half]
-    timer = timer_among(lambda: first.copy_(second), COPIED_SHARE)
-    return block_rates(layers, counts, dtype, buffers, timer, least_s)
-
-
 def _fp8_rates(
-    layers: Sequence[LinearShape], counts: list[int], device: torch.device, least_s: float
+    layers: Sequence[LinearShape], counts: list[int], device: torch.device, timer: Timer, least_s: float
 ) -> tuple[Points, ...]:
     """Measure linear layers with FP8 operands, at sizes that FP8 can have, and shares of that rate with scales of rows,
     of blocks, of blocks without gradients of weights, of blocks with squares in these, and with operands of Blackwell
@@ -208,7 +200,7 @@ def _fp8_rates(
         layer._replace(in_features=_whole(layer.in_features), out_features=_whole(layer.out_features))
         for layer in layers
     ]
-    rates = _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
+    rates = block_rates(whole, counts, FORWARD_DTYPE, buffers, timer, least_s).matmul_flops_per_s
     few = [tokens for tokens in counts if tokens in FP8_SHARE_TOKENS] or counts[:1]
     rows, blocks, squares, mxfp8, nvfp4 = (
         ((), ()) if SCALINGS[mode].refusal(device) else _fp8_shares(whole, few, mode, buffers, least_s)
@@ -235,11 +227,10 @@ def _whole(features: int) -> int:
 
 
 def _shares(
-    shape: ProbeShape, matmul: Points, memory_rate: float, dtype: torch.dtype, device: torch.device, least_s: float
-) -> tuple[Points, Points]:
-    """Measure products of experts and of the head between others, as a step has them, within a share of the free
-    memory."""
-    timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
+    shape: ProbeShape, matmul: Points, memory_rate: float, dtype: torch.dtype, device: torch.device, timer: Timer,
+    least_s: float,
+) -> tuple[Points, Points]:  # fmt: skip
+    """Measure products of experts and of the head within a share of the free memory."""
     most_bytes = min(OPERAND_BYTES + RESULT_BYTES, int(MEMORY_SHARE * free_bytes(device)))
     limits = (matmul, memory_rate, dtype, device, most_bytes, timer, least_s)
     experts = grouped_shares(shape.experts, *limits) if shape.experts else ()
@@ -283,14 +274,10 @@ def launch_all(shape: Sequence[Any], dtype_name: str, num_bytes: int) -> None:
 
 
 def _cuda_attention(
-    shape: ProbeShape, device: torch.device, dtype: torch.dtype, least_s: float
+    shape: ProbeShape, device: torch.device, dtype: torch.dtype, timer: Timer, least_s: float
 ) -> tuple[AttentionRates, tuple[AttentionChoice, ...], Points]:
     """Measure attention of all shapes of a model: their rates together, the fastest kernels for each, and
-    `slice_shares` of the first without a window.
-
-    Calls run between matrix products, so that a power-capped card has the clock that it has in training.
-    """
-    timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
+    `slice_shares` of the first without a window."""
     shapes = shape.attention or ((shape_of(shape.head_dim), 1),)
     parts, choices, least_s = [], [], max(PART_S, least_s / len(shapes))
     slices: Points = ()
@@ -326,11 +313,6 @@ def _attention_rates(
             logger.info("attention by %s is left out: %s", kernels, error)
         torch.cuda.empty_cache()
     return found
-
-
-def _heat_up(device: torch.device, dtype: torch.dtype, seconds: float) -> None:
-    """Multiply for so many seconds, after which a power-capped card is at its sustained clock."""
-    cuda_timer(square_product(WARMING_SIZE, device, dtype), seconds)
 
 
 def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[], None]:

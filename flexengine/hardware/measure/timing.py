@@ -72,28 +72,13 @@ def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
 
     def timer(work: Callable[[], object], least_s: float) -> float:
         once_s = cuda_timer(work, 0.0)
-        calls = math.ceil(part_s / once_s)
+        calls = min(math.ceil(part_s / once_s), MOST_SHORT_CALLS)
         parts = max(1, math.ceil(least_s / (calls * once_s)))
         seconds: list[float] = []
         for _ in range(parts):
             warm()
             seconds.append(timed_calls(work, calls))
         return median(seconds)
-
-    return timer
-
-
-def timer_among(other: Callable[[], object], share: float) -> Timer:
-    """Make a timer after whose every measurement calls of `other` take their share of the time, so that work has the
-    clock that a card has for both together."""
-    other_s = cuda_timer(other, 0.0)
-
-    def timer(work: Callable[[], object], least_s: float) -> float:
-        start_s = time.perf_counter()
-        seconds = cuda_timer(work, least_s)
-        busy_s = time.perf_counter() - start_s
-        timed_calls(other, math.ceil(share / (1 - share) * busy_s / other_s))
-        return seconds
 
     return timer
 
