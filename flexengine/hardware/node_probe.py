@@ -129,7 +129,7 @@ def _peer_rate(ranks: Ranks, collectives: Collectives, buffers: _PeerBuffers) ->
             if call == 1:  # all ranks are here
                 start.record()
             collectives.gather(shares.view(-1), shares[ranks.local_rank])
-            collectives.exchange(received, sent, counts, counts[0])
+            collectives.exchange(received, sent, counts, counts[0], brings_own=False)
         end.record()
         end.synchronize()
     moved = 2 * shares.shape[1] * (ranks.local_size - 1)

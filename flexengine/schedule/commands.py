@@ -331,6 +331,11 @@ class Command:
         return getattr(self.args, "peer_bytes", 0)
 
     @property
+    def brings_own(self) -> bool:
+        """Whether a rank copies a piece of its own with what others bring it."""
+        return getattr(self.args, "brings_own", False)
+
+    @property
     def copy_bytes(self) -> int:
         """Bytes that cross a link; for a fetch of experts, those that are expected to, and for a drive, those left."""
         num_bytes = sum(region.num_bytes for region in self.regions)

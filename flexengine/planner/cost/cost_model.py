@@ -149,9 +149,7 @@ class CostModel:
                 Stream.DRIVE_FETCH: (drive.read_bytes_per_s, drive.read_beside_bytes_per_s),
                 Stream.DRIVE_STORE: (drive.write_bytes_per_s, drive.write_beside_bytes_per_s),
             },
-            comm_s=lambda command: (
-                self.work_s(command.work) + peer_s(p, command.peer_bytes, command.kind in ("exchange", "gather_owned"))
-            ),
+            comm_s=lambda command: self.work_s(command.work) + peer_s(p, command.peer_bytes, command.brings_own),
             peers_by_host=not p.link.peer_bytes_per_s,
         )
 

@@ -56,6 +56,11 @@ class GatherOwned(NamedTuple):
     counts: tuple[int, ...]
 
     @property
+    def brings_own(self) -> bool:
+        """The rank's own shard lies elsewhere, too."""
+        return True
+
+    @property
     def peer_bytes(self) -> int:
         """Bytes that a rank sends to the others, or receives from them if that is more, on the slowest rank."""
         most = max(self.counts)
