@@ -15,6 +15,9 @@ LARGE_CHUNK_TOKENS = 1 << 15
 """Of sequences that CHUNK_TOKENS hold whole: half the launches and sums of gradients where layers are small."""
 CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
+MOST_SLICES = 512
+"""Parts of a sequence. With more of them a layer's scratch saves a few hundredths of the GPU memory that its keys and
+values take, and a plan takes minutes to find: each layer has commands of its own for every part."""
 ALIGNED_TOKENS = 64
 """Chunks are multiples of it where sequences do not decide: matrix products run at full rate then."""
 SEGMENT_BLOCKS = (2, 3, 4, 6, 8, 12)
@@ -34,8 +37,9 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
     """
     check_sizes(request)
     sizes = []
-    for chunk in _allowed(request, _chunk_choices(request)):
-        slices = max(1, -(-request.max_seq_len // chunk))
+    chunks = _allowed(request, _chunk_choices(request))
+    for chunk in [c for c in chunks if slices_of(request, c) <= MOST_SLICES] or chunks[-1:]:
+        slices = slices_of(request, chunk)
         if request.gpu_updates == "unstored":
             counts = _of_any_batch(request, chunk)
         elif request.round_tokens is not None:
@@ -46,6 +50,11 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
             counts = sorted({slices * (-(-units // -(-units // n)) if even else n) for n in fitting})
         sizes += [(chunk, n) for n in counts if n >= slices]
     return [size for size in sizes if _sums_well(request, *size)] or sizes
+
+
+def slices_of(request: Request, chunk_tokens: int) -> int:
+    """Chunks that the longest sequence takes."""
+    return max(1, -(-request.max_seq_len // chunk_tokens))
 
 
 def segment_lengths(model: ModelSpec) -> list[int]:

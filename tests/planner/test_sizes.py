@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flexengine.plan import MOST_ROUNDED, Numerics, Plan, Request
+from flexengine.planner.feasibility.remedies import Least, Try, remedies
 from flexengine.planner.sizes import chunk_sizes, filled
 from flexengine.schedule.packing import full_round, later_rounds, pack, rounds_per_step
 from flexengine.schedule.step_parts import full_step
@@ -57,6 +58,18 @@ def test_powers_of_two_stay():
     for chunk in (256, 2048, 16384):
         for seq_len in (64, 256, 2048, 16384):
             assert filled(chunk, seq_len) == chunk
+
+
+@pytest.mark.parametrize(("seq_len", "smallest"), [(1 << 19, 1024), (1 << 20, 2048), (1 << 24, 16384)])
+def test_a_long_sequence_is_cut_into_no_more_parts_than_can_be_planned(seq_len, smallest):
+    """Nor is a smaller chunk tried as a remedy: a refusal of 524288 tokens took minutes, most of them for those."""
+    asked, tried = request(seq_len, seq_len), []
+    assert min(chunk for chunk, _ in chunk_sizes(asked)) == smallest
+    never = Try(lambda changed: bool(tried.append(changed)), lambda changed: Least(2 * GIB, None))
+    assert not list(remedies(asked, Least(2 * GIB, None), never))
+    assert tried
+    assert not [changed for changed in tried if changed.chunk_tokens]
+    assert chunk_sizes(replace(asked, chunk_tokens=256)) == [(256, seq_len // 256)]
 
 
 def test_equal_parts_of_a_batch():
