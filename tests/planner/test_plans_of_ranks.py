@@ -14,7 +14,8 @@ from flexengine.metrics import GIB
 from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import build_model, open_model
-from flexengine.plan import Numerics, Request
+from flexengine.plan import Numerics, PlanError, Request
+from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.limits import LIMITS
 from flexengine.planner.ranks.fewer import beside_fewer_gpus
 from flexengine.planner.ranks.plan import (
@@ -155,6 +156,23 @@ def test_fewer_gpus_are_told_of_where_they_take_the_same_step_faster():
     short = replace(plan, request=replace(two.request, ranks=4), predicted=slow)
     told = beside_fewer_gpus(spec, short, profile).predicted
     assert (told.fewer_gpus, told.fewer_gpus_step_s) == (2, two.predicted.step_s)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_one_gpu_is_advised_where_more_would_need_more_host_memory():
+    """Each rank's process takes 3 GiB. What is pinned does not work, and no other transport would."""
+    spec, node = open_model("preset:tiny-llama3-150m").spec, with_gpus(preset("h100"), 4)
+    request = Request(32768, 32768, int(1.6 * GIB), 6 * GIB, ranks=4)
+    with pytest.raises(ShortageError, match="fits with: --gpus 1, or --max-host-mem-gib") as refused:
+        plan_for_ranks(spec, request, node)
+    alone = plan_for_ranks(spec, refused.value.remedies[0].request, node)
+    assert alone.request.ranks == 1
+    assert alone.predicted.host_bytes <= request.max_host_bytes
+    with pytest.raises(PlanError, match=r"with --transport context .* 4 GPUs .*\n  nor does --transport auto fit"):
+        plan_for_ranks(spec, replace(request, transport="context"), node)
+    relayed = Request(16384, 16384, int(1.4 * GIB), 16 * GIB, ranks=4, transport="stages")
+    with pytest.raises(PlanError, match=r"found no plan in stages .*\n  works with: --transport auto"):
+        plan_for_ranks(spec, relayed, node)
 
 
 @pytest.mark.usefixtures("quick_search")

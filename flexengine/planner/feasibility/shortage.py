@@ -192,49 +192,58 @@ def _uniform(memory: CandidateMemory) -> Candidates:
 # ---- the error -------------------------------------------------------------------------------------------------
 
 
-def shortage(problem: Problem) -> ShortageError:
-    """The error that explains why there is no plan."""
-    request, profile = problem.request, problem.profile
-    known: dict[Request, Feasibility] = {}
-    longest, drive_bytes = segment_lengths(problem.model)[-1:], bytes_for_drive(problem)
+class Judge:
+    """What fits of a request, and of others of the same model: tried with inputs made again, hidden states on the host
+    and gradients that are not stored, where each may be."""
 
-    def feasibility(changed: Request) -> Feasibility:
-        if changed not in known:
-            there, model = changed.max_drive_bytes > 0, with_coded_inputs(problem.model, changed.numerics.keep)
-            kept = there and changed.max_drive_bytes >= drive_bytes[-1] and not changed.shares_node
-            other = replace(problem, model=model, request=changed)
-            known[changed] = Feasibility(replace(other, on_drive=there, all_on_drive=there, kept_on_drive=kept))
-        return known[changed]
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._known = problem, dict[Request, Feasibility]()
+        self.drive_bytes = bytes_for_drive(problem)
 
-    def ways(changed: Request) -> Iterator[Request]:
-        lengths = [changed]
-        if changed.may_make_inputs_again and changed.segment_blocks is None:
-            lengths += [replace(changed, segment_blocks=blocks) for blocks in longest]
-        for each in lengths:
-            yield from ways_of(each)
-        if may_wait_on_host(problem.model, changed):
-            yield from ways_of(hidden_on_host(lengths[-1]))
+    def fits(self, request: Request) -> bool:
+        """Whether a plan fits that puts all it may on the drive, or nothing."""
+        drives = (replace(request, max_drive_bytes=drive) for drive in {request.max_drive_bytes, 0})
+        ways = (way for each in drives for way in self._ways(each))
+        return any(not needs.lacks_drive(way) for way in ways for needs in self._feasibility(way).within())
 
-    def smallest(changed: Request) -> tuple[Needs, Needs | None]:
+    def smallest(self, request: Request) -> tuple[Needs, Needs | None]:
         """The plan that takes the least GPU memory, and of those within its budget that of the least host memory."""
-        found = [feasibility(way) for way in ways(changed)]
+        found = [self._feasibility(way) for way in self._ways(request)]
         on_host = [needs for each in found if (needs := each.least_host()) is not None]
         least_gpu = min((each.least_gpu() for each in found), key=lambda needs: needs.gpu_bytes)
         return least_gpu, min(on_host, key=lambda needs: needs.host_bytes, default=None)
 
-    def least_bytes(changed: Request) -> Least:
-        on_gpu, on_host = smallest(changed)
+    def least(self, request: Request) -> Least:
+        """What these take."""
+        on_gpu, on_host = self.smallest(request)
         return Least(on_gpu.gpu_bytes, None if on_host is None else on_host.host_bytes)
 
-    def fits(changed: Request) -> bool:
-        """Whether a plan fits that puts all it may on the drive, or nothing."""
-        each = (way for drive in {changed.max_drive_bytes, 0} for way in ways(replace(changed, max_drive_bytes=drive)))
-        return any(not needs.lacks_drive(way) for way in each for needs in feasibility(way).within())
+    def _feasibility(self, request: Request) -> Feasibility:
+        if request not in self._known:
+            problem, there = self._problem, request.max_drive_bytes > 0
+            model = with_coded_inputs(problem.model, request.numerics.keep)
+            kept = there and request.max_drive_bytes >= self.drive_bytes[-1] and not request.shares_node
+            other = replace(problem, model=model, request=request)
+            self._known[request] = Feasibility(replace(other, on_drive=there, all_on_drive=there, kept_on_drive=kept))
+        return self._known[request]
 
-    least_gpu, least_host = smallest(request)
+    def _ways(self, request: Request) -> Iterator[Request]:
+        model, lengths = self._problem.model, [request]
+        if request.may_make_inputs_again and request.segment_blocks is None:
+            lengths += [replace(request, segment_blocks=blocks) for blocks in segment_lengths(model)[-1:]]
+        for each in lengths:
+            yield from ways_of(each)
+        if may_wait_on_host(model, request):
+            yield from ways_of(hidden_on_host(lengths[-1]))
+
+
+def shortage(problem: Problem) -> ShortageError:
+    """The error that explains why there is no plan."""
+    request, profile, judge = problem.request, problem.profile, Judge(problem)
+    least_gpu, least_host = judge.smallest(request)
     needs = least_host or least_gpu
-    least = least_bytes(replace(request, max_drive_bytes=0) if needs.lacks_drive(request) else request)
-    fitting = remedies(request, least, Try(fits, least_bytes, (needs.drive_bytes, *drive_bytes)))
+    least = judge.least(replace(request, max_drive_bytes=0) if needs.lacks_drive(request) else request)
+    fitting = remedies(request, least, Try(judge.fits, judge.least, (needs.drive_bytes, *judge.drive_bytes)))
     found = tuple(r._replace(note=r.note or remedy_note(r.request, request, profile)) for r in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY
     if least_host is not None and least_host.host_bytes <= request.max_host_bytes and needs.lacks_drive(request):

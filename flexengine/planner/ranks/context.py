@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan, PlanError, PlanReason, Request
+from flexengine.plan import Plan, Request
 from flexengine.planner.cost.memory import host_required_bytes
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.price import bytes_planned
@@ -54,19 +54,6 @@ def plans_in_context(of_rank: Problem, request: Request) -> Iterator[Plan]:
         plan = _fitted(asked, request)
         if plan is not None:
             yield plan
-
-
-def nothing_fits(model: ModelSpec, request: Request) -> PlanError:
-    """The error of a request that asks for this and for which nothing fits."""
-    reason = why_not(model, request)
-    if reason:
-        message = f"{model.name} cannot be trained with --transport context: {reason}"
-        return PlanError(PlanReason.INVALID_REQUEST, f"{message}\n  works with: --transport auto")
-    return PlanError(
-        PlanReason.INSUFFICIENT_DEVICE_MEMORY,
-        f"found no plan with --transport context of {model.name} on {request.ranks} GPUs within these budgets\n"
-        "  works with: --transport auto",
-    )
 
 
 def _sizes(request: Request) -> list[int | None]:

@@ -23,16 +23,17 @@ from flexengine.planner.collector import collector_paused
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError, shortage
 from flexengine.planner.planner import find_plan, make_plan
 from flexengine.planner.problem import Problem
-from flexengine.planner.ranks.context import may_cut, nothing_fits, plans_in_context, why_not
+from flexengine.planner.ranks import context, stages
+from flexengine.planner.ranks.context import may_cut, plans_in_context
 from flexengine.planner.ranks.dealt import with_dealt_states
 from flexengine.planner.ranks.kept import keeping_none
 from flexengine.planner.ranks.over_nodes import with_node_states
 from flexengine.planner.ranks.price import bytes_planned, if_it_fits, predicted_together
-from flexengine.planner.ranks.refusal import refusal
+from flexengine.planner.ranks.refusal import pinned_refusal, refusal
 from flexengine.planner.ranks.shards import Sharded, has_adapters, plans_with_shards, searched_in_full
 from flexengine.planner.ranks.split import as_split, laid_out_as_split, may_split
 from flexengine.planner.ranks.split_again import best_again
-from flexengine.planner.ranks.stages import fastest_in_stages, may_stage, plan_in_stages
+from flexengine.planner.ranks.stages import fastest_in_stages, may_stage
 from flexengine.planner.reproducible import with_sizes_of_rule
 from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, has_second_planes, speculating_plans
 from flexengine.planner.variants import OF_ONE_RANK, Found, Variant, fastest
@@ -85,6 +86,13 @@ class NodeProblem(Problem):
             error = shortage(replace(self.of_rank, model=in_parts(self.model)))
             raise refusal(self.of_rank, self.request, self.profile, error)
         return plan
+
+    def relays_fit(self) -> bool:
+        """Whether there is such a plan."""
+        try:
+            return bool(self.of_one)
+        except ShortageError:
+            return False
 
     @cached_property
     def split_again(self) -> Plan | None:
@@ -140,13 +148,8 @@ def _fastest(node: NodeProblem) -> Plan:
     if not node.request.shares_node:
         return make_plan(node.model, node.request, node.profile)
     with collector_paused():
-        if node.request.transport == "stages":
-            return plan_in_stages(node.model, node.request, node.profile)
-        if node.request.transport == "context":
-            plan = fastest((CONTEXT,), node)
-            if plan is None:
-                raise nothing_fits(node.model, node.request)
-            return plan
+        if node.request.transport in ("stages", "context"):
+            return _pinned(node)
         try:
             plan = fastest(KINDS.values(), node)
         except ShortageError:  # of whole rounds on every rank
@@ -154,6 +157,16 @@ def _fastest(node: NodeProblem) -> Plan:
             if plan is None:
                 raise
     assert plan is not None, "that of ranks which relay fits, or an error was raised"
+    return plan
+
+
+def _pinned(node: NodeProblem) -> Plan:
+    """The fastest plan of the transport that is asked for, which not all models and ranks can have."""
+    why_not, kind = (stages.why_not, STAGES) if node.request.transport == "stages" else (context.why_not, CONTEXT)
+    reason = why_not(node.model, node.request)
+    plan = None if reason else fastest((kind,), node)
+    if plan is None:
+        raise pinned_refusal(node.model, node.request, reason, relays_fit=not reason and node.relays_fit())
     return plan
 
 
@@ -351,7 +364,7 @@ def _may_relay(node: NodeProblem, split: Plan | None) -> bool:
 def _in_context(node: NodeProblem) -> Plan | None:
     """The fastest plan of ranks that cut rounds, without a drive; None where none fits."""
     node = node.without_drive
-    if why_not(node.model, node.request):
+    if context.why_not(node.model, node.request):
         return None
     plans = [node.priced(plan) for plan in plans_in_context(node.of_rank, node.request)]
     return min(plans, key=lambda plan: plan.predicted.step_s, default=None)

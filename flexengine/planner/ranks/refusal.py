@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
-from flexengine.plan import PlanReason, Request
+from flexengine.models.in_parts import in_parts
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
-from flexengine.planner.feasibility.shortage import Needs, ShortageError, shortage_message
+from flexengine.planner.feasibility.shortage import Judge, Needs, ShortageError, shortage_message
 from flexengine.planner.problem import Problem
 from flexengine.planner.ranks.dealt import dealt_groups, with_dealt_states
 from flexengine.planner.ranks.over_nodes import states_of_nodes, with_node_states
@@ -17,7 +19,8 @@ from flexengine.planner.ranks.price import times
 
 
 def refusal(of_rank: Problem, request: Request, profile: HardwareProfile, error: ShortageError) -> ShortageError:
-    """Tell of all ranks what the planner says of one: totals of the node, and remedies for the whole command."""
+    """Tell of all ranks what the planner says of one: totals of the node, and remedies for the whole command, of which
+    one GPU with all of the node's host memory comes first where that is enough."""
     ranks, needs = request.ranks, error.needs
     remedies = tuple(_remedy_for_all(remedy, error.request, request, profile) for remedy in error.remedies)
     on_host = error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
@@ -25,6 +28,7 @@ def refusal(of_rank: Problem, request: Request, profile: HardwareProfile, error:
     if divided is not None:  # takes less host memory than what the search of one rank found
         needs, remedy = divided
         remedies = (remedy, *(each for each in remedies if each.request.max_host_bytes == request.max_host_bytes))
+    remedies = (*_on_one_gpu(of_rank.model, request, profile), *remedies)
     needs = needs._replace(
         plan=replace(needs.plan, request=request),
         host_bytes=ranks * needs.host_bytes,
@@ -36,6 +40,27 @@ def refusal(of_rank: Problem, request: Request, profile: HardwareProfile, error:
     beside = ", also with optimizer states divided over the nodes" if by_nodes else ""
     found = f"found no plan of {asked} with {budgets} of host memory for all{beside}\n"
     return ShortageError(error.reason, found + shortage_message(request, needs, remedies), request, needs, remedies)
+
+
+def pinned_refusal(model: ModelSpec, request: Request, reason: str, relays_fit: bool) -> PlanError:
+    """Tell of a transport that is asked for, and that ranks cannot have. reason: "" where nothing fits."""
+    how = "in stages" if request.transport == "stages" else f"with --transport {request.transport}"
+    advice = "works with: --transport auto"
+    if reason:
+        return PlanError(PlanReason.INVALID_REQUEST, f"{model.name} cannot be trained {how}: {reason}\n  {advice}")
+    if not relays_fit:
+        advice = "nor does --transport auto fit, which says what would"
+    found = f"found no plan {how} of {model.name} on {request.ranks} GPUs within these budgets\n  {advice}"
+    return PlanError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, found)
+
+
+def _on_one_gpu(model: ModelSpec, request: Request, profile: HardwareProfile) -> list[Remedy]:
+    """The same steps on one GPU of a node, which need not share what it keeps, and may keep less than ranks do."""
+    if request.nodes > 1:
+        return []
+    alone = replace(request, ranks=1, transport="auto")
+    flags = "--gpus 1" if request.transport == "auto" else "--gpus 1 --transport auto"
+    return [Remedy(flags, alone)] if Judge(Problem(in_parts(model), alone, profile)).fits(alone) else []
 
 
 def _with_states_divided(

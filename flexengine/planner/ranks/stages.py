@@ -19,7 +19,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.registry import build_model
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, LayerPlan, Plan, PlanError, PlanReason, Prediction, Request
+from flexengine.plan import GroupPlan, LayerPlan, Plan, Prediction, Request
 from flexengine.planner.adapter_groups import resident_adapter_bytes
 from flexengine.planner.cost.memory import gpu_required_bytes, host_categories, host_required_bytes
 from flexengine.planner.problem import Problem, Room
@@ -47,33 +47,17 @@ may take for something else: after so many, twice as much is spared each time.""
 
 
 def may_stage(model: ModelSpec, request: Request, profile: HardwareProfile, best: Plan | None) -> bool:
-    """Whether a plan in stages is to be tried beside `best`, the fastest of the other plans."""
+    """Whether a plan in stages is to be tried beside `best`, the fastest of the other plans, or asked for."""
+    if request.transport == "stages":
+        return True
     if request.transport != "auto" or best is None or profile.device_type != "cuda":
         return False
-    if _why_not(model, request) or best.deals_states:
+    if why_not(model, request) or best.deals_states:
         return False
     return best.predicted.busy_s["compute"] < MOST_BUSY * best.predicted.step_s
 
 
-def plan_in_stages(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
-    """The fastest plan in stages. Raises: PlanError where ranks cannot train so, or nothing that was tried fits."""
-    reason = _why_not(model, request)
-    if reason:
-        raise PlanError(
-            PlanReason.INVALID_REQUEST,
-            f"{model.name} cannot be trained in stages: {reason}\n  works with: --transport auto",
-        )
-    plan = fastest_in_stages(model, request, profile)
-    if plan is None:
-        raise PlanError(
-            PlanReason.INSUFFICIENT_DEVICE_MEMORY,
-            f"found no plan in stages of {model.name} on {request.ranks} GPUs within these budgets\n"
-            "  works with: --transport auto",
-        )
-    return plan
-
-
-def _why_not(model: ModelSpec, request: Request) -> str:
+def why_not(model: ModelSpec, request: Request) -> str:
     """Why ranks cannot do what is asked in stages, in words; empty where they can."""
     if request.ranks == 1:
         return "there is one GPU" if request.nodes == 1 else "each node has one GPU"
