@@ -90,13 +90,14 @@ def test_too_little_host_memory_is_said_for_several_gpus_with_what_fits(capsys, 
     page = tmp_path / "plan.html"
     assert main([*ARGUMENTS, "--gpus", "4", "--host-mem-gib", "14", "--json", "--html", str(page)]) == 2
     told = capsys.readouterr()
-    advised = re.search(r"fits with one of\n +--max-host-mem-gib ([0-9.]+) .*planned: .* tokens/s", told.err)
+    planned, host = r" .*planned: .* tokens/s\n *", r"--max-host-mem-gib ([0-9.]+)"
+    advised = re.search(rf"fits with one of\n *--gpus 1{planned}{host}{planned}", told.err)
     assert advised, told.err
     assert float(advised[1]) > 14
     found = json.loads(told.out)
     assert "found no plan of 4 GPUs" in found["message"]
-    assert found["fits_with"][0]["flags"] == f"--max-host-mem-gib {advised[1]}"
-    asked, remedy = found["request"], found["fits_with"][0]["request"]
+    assert [each["flags"] for each in found["fits_with"]] == ["--gpus 1", f"--max-host-mem-gib {advised[1]}"]
+    asked, remedy = found["request"], found["fits_with"][1]["request"]
     assert remedy == {**asked, "max_host_bytes": pytest.approx(float(advised[1]) * GIB, abs=8)}
     needs = found["smallest_plan"]["host"]
     assert needs["missing_bytes"] == needs["bytes"] - 13 * GIB, "one of the 14 GiB is left to the system"
