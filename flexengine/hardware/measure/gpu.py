@@ -317,7 +317,8 @@ def _attention_rates(
 
 def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[], None]:
     """Make a function that issues matrix products of random data for about so many seconds."""
-    multiply = square_product(WARMING_SIZE, device, dtype)
+    size = WARMING_SIZE if dtype.itemsize <= 2 else WARMING_SIZE // 2  # 96 MiB at most
+    multiply = square_product(size, device, dtype)
     calls = math.ceil(seconds / cuda_timer(multiply, seconds))
 
     def products() -> None:
