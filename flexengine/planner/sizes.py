@@ -37,8 +37,7 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
     """
     check_sizes(request)
     sizes = []
-    chunks = _allowed(request, _chunk_choices(request))
-    for chunk in [c for c in chunks if slices_of(request, c) <= MOST_SLICES] or chunks[-1:]:
+    for chunk in in_few_slices(request, _allowed(request, _chunk_choices(request))):
         slices = slices_of(request, chunk)
         if request.gpu_updates == "unstored":
             counts = _of_any_batch(request, chunk)
@@ -50,6 +49,11 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
             counts = sorted({slices * (-(-units // -(-units // n)) if even else n) for n in fitting})
         sizes += [(chunk, n) for n in counts if n >= slices]
     return [size for size in sizes if _sums_well(request, *size)] or sizes
+
+
+def in_few_slices(request: Request, chunks: list[int]) -> list[int]:
+    """The chunk sizes, in rising order, that cut no sequence into more than MOST_SLICES; else the largest of them."""
+    return [chunk for chunk in chunks if slices_of(request, chunk) <= MOST_SLICES] or chunks[-1:]
 
 
 def slices_of(request: Request, chunk_tokens: int) -> int:

@@ -332,7 +332,7 @@ class Command:
 
     @property
     def brings_own(self) -> bool:
-        """Whether a rank copies a piece of its own with what others bring it."""
+        """Whether a gather or an exchange copies the rank's own piece, too."""
         return getattr(self.args, "brings_own", False)
 
     @property

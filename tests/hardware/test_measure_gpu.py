@@ -264,6 +264,14 @@ def test_parts_of_work_follow_what_warms_the_card_and_count_alone(fake_cuda: Sim
     assert order == ["work"] * 2 + (["warm"] + ["work"] * 3) * 3
 
 
+def test_parts_of_short_calls_fit_the_launch_queue(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: 2e-6)
+    monkeypatch.setattr(timing, "timed_calls", lambda work, calls: asked.append(calls) or 1e-6)
+    assert timing.warmed_timer(lambda: None, part_s=0.01)(lambda: None, 0.0025) == 1e-6
+    assert asked == [timing.MOST_SHORT_CALLS] * 3
+
+
 def test_a_moment_in_which_the_host_is_busy_counts_little(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     seconds = iter([9.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 8.0, 4.0, 2.0])
     monkeypatch.setattr(measure_machine, "timed_calls", lambda work, calls: next(seconds))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 from thorough import cases
 
-from flexengine.hardware.nodes import with_gpus
+from flexengine.hardware.nodes import PEER_WAIT_S, WITHIN_WAIT_S, with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
 from flexengine.models.freezing import with_frozen
@@ -22,6 +22,7 @@ from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Plan, PlanError, Request
 from flexengine.planner.cost import memory
+from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.ranks.plan import plan_for_ranks
 from flexengine.planner.ranks.price import priced_together
 from flexengine.planner.ranks.split import may_split
@@ -276,6 +277,20 @@ def test_a_collective_starts_when_all_ranks_are_there():
     assert first[0].timing.start_s == pytest.approx([0.0, 10.0])
     assert first[0].end_s == pytest.approx(12.0)
     assert second[0].timing.start_s == pytest.approx([0.0, 10.0 + SIGNAL_S])
+
+
+def test_a_copy_of_a_ranks_own_piece_waits_for_products():
+    """Those between GPUs do not, as copy engines bring them. Both send a piece of 40 bytes."""
+    slots = Slot(SlotKey("sent"), 0, 80, ""), Slot(SlotKey("got"), 100, 80, "")
+    b = ProgramBuilder("prices", slots, overlapping_slots(slots))
+    for own in (False, True):
+        args = ExchangeParts(0, 0, 0, (10, 10), 1, 4, brings_own=own)
+        b.add("exchange", CommandName("exchange"), Stream.COMM, [Access(0, "sent")], [Access(1, "got")], args=args)
+    profile = with_gpus(preset("h200"), 2)
+    comm_s = CostModel.of(replace(request("split"), ranks=2), profile, 4096).rates().comm_s
+    alone_s, with_own_s = map(comm_s, b.build().commands)
+    assert alone_s == pytest.approx(PEER_WAIT_S[profile.link.peer_way] + 40 / profile.link.peer_bytes_per_s)
+    assert with_own_s - alone_s == pytest.approx(WITHIN_WAIT_S)
 
 
 def request(transport: Literal["auto", "relay", "split"], nodes: int = 1) -> Request:

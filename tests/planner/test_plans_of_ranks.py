@@ -163,7 +163,9 @@ def test_one_gpu_is_advised_where_more_would_need_more_host_memory():
     """Each rank's process takes 3 GiB. What is pinned does not work, and no other transport would."""
     spec, node = open_model("preset:tiny-llama3-150m").spec, with_gpus(preset("h100"), 4)
     request = Request(32768, 32768, int(1.6 * GIB), 6 * GIB, ranks=4)
-    with pytest.raises(ShortageError, match="fits with: --gpus 1, or --max-host-mem-gib") as refused:
+    with pytest.raises(
+        ShortageError, match=r"fits with: --gpus 1 \(.* all 6.00 GiB of host memory\), or --max-host-mem"
+    ) as refused:
         plan_for_ranks(spec, request, node)
     alone = plan_for_ranks(spec, refused.value.remedies[0].request, node)
     assert alone.request.ranks == 1

@@ -66,13 +66,13 @@ FP8_MODES = ("fp8-rowwise-gw-hp", "fp8-blockwise", "fp8-blockwise-gw-squares", "
 FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
-PRODUCT_S = 0.04  # per pass and direction, of all layers: six of them, a quarter of a second, make a point of the curve
+PRODUCT_S = 0.04  # per pass and direction, of all layers together: six of them make a point of the curve
 GROUPED_S = 0.01  # per pass of a shape of experts, and of the head
 REHEAT_S = 0.4  # a driver lowers the clock a few tenths of a second after power is drawn again
 PART_S = 0.01
-"""Of all that is timed, and of a large product before it, whose clock a power-capped card keeps in training: short
-layers and attention draw less power. Behind each other and copies within the card, linear layers ran at 1,380 to 1,965
-MHz on a card that took steps of a model of 8B at 1,460."""
+"""Of what is timed behind a large product, and of that product, at whose clock a power-capped card takes the steps of a
+large model: short layers and attention draw less power. With layers timed behind each other and copies within the card,
+such steps were predicted 5 to 7% too short."""
 WARMING_SIZE = 4096
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
@@ -128,7 +128,7 @@ def measure_model(
     """Measure a model's products and attention; `scale` stretches that.
 
     machine: whose rates the result has, too. kernels: of this model; where they have begun, the large product of the
-    machine has just run, else the card is heated up as long as for that. Takes up to 1.5 GiB of GPU memory, and gives
+    machine has just run, else the card is heated up as long as for that. Takes up to 1.6 GiB of GPU memory, and gives
     it back.
     Order: as `measure_machine`.
     """
@@ -212,8 +212,8 @@ def _fp8_rates(
 def _fp8_shares(
     layers: Sequence[LinearShape], counts: list[int], matmul: str, buffers: Buffers, least_s: float
 ) -> tuple[Points, Points]:
-    """Measure shares of the FP8 rate with other scales, between products, as `scaling_shares` does; none, and why,
-    where the card takes none."""
+    """Measure shares of the FP8 rate with other scales, as `scaling_shares` does; none, and why, where the card takes
+    none."""
     try:
         return scaling_shares(layers, counts, matmul, buffers, cuda_timer, least_s)
     except RuntimeError as error:

@@ -87,11 +87,11 @@ class NodeProblem(Problem):
             raise refusal(self.of_rank, self.request, self.profile, error)
         return plan
 
-    def relays_fit(self) -> bool:
-        """Whether there is such a plan."""
+    def auto_fits(self) -> bool:
+        """Whether a plan fits where no transport is asked for."""
         try:
-            return bool(self.of_one)
-        except ShortageError:
+            return bool(_fastest(replace(self, request=replace(self.request, transport="auto"))))
+        except PlanError:
             return False
 
     @cached_property
@@ -166,7 +166,7 @@ def _pinned(node: NodeProblem) -> Plan:
     reason = why_not(node.model, node.request)
     plan = None if reason else fastest((kind,), node)
     if plan is None:
-        raise pinned_refusal(node.model, node.request, reason, relays_fit=not reason and node.relays_fit())
+        raise pinned_refusal(node.model, node.request, reason, auto_fits=not reason and node.auto_fits())
     return plan
 
 

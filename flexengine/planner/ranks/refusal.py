@@ -42,13 +42,13 @@ def refusal(of_rank: Problem, request: Request, profile: HardwareProfile, error:
     return ShortageError(error.reason, found + shortage_message(request, needs, remedies), request, needs, remedies)
 
 
-def pinned_refusal(model: ModelSpec, request: Request, reason: str, relays_fit: bool) -> PlanError:
+def pinned_refusal(model: ModelSpec, request: Request, reason: str, auto_fits: bool) -> PlanError:
     """Tell of a transport that is asked for, and that ranks cannot have. reason: "" where nothing fits."""
     how = "in stages" if request.transport == "stages" else f"with --transport {request.transport}"
     advice = "works with: --transport auto"
     if reason:
         return PlanError(PlanReason.INVALID_REQUEST, f"{model.name} cannot be trained {how}: {reason}\n  {advice}")
-    if not relays_fit:
+    if not auto_fits:
         advice = "nor does --transport auto fit, which says what would"
     found = f"found no plan {how} of {model.name} on {request.ranks} GPUs within these budgets\n  {advice}"
     return PlanError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, found)
@@ -60,7 +60,8 @@ def _on_one_gpu(model: ModelSpec, request: Request, profile: HardwareProfile) ->
         return []
     alone = replace(request, ranks=1, transport="auto")
     flags = "--gpus 1" if request.transport == "auto" else "--gpus 1 --transport auto"
-    return [Remedy(flags, alone)] if Judge(Problem(in_parts(model), alone, profile)).fits(alone) else []
+    note = f"torchrun --nproc-per-node 1; with all {format_bytes(request.max_host_bytes)} of host memory"
+    return [Remedy(flags, alone, note)] if Judge(Problem(in_parts(model), alone, profile)).fits(alone) else []
 
 
 def _with_states_divided(

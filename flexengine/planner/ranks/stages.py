@@ -24,7 +24,7 @@ from flexengine.planner.adapter_groups import resident_adapter_bytes
 from flexengine.planner.cost.memory import gpu_required_bytes, host_categories, host_required_bytes
 from flexengine.planner.problem import Problem, Room
 from flexengine.planner.ranks.price import bytes_planned, priced_together
-from flexengine.planner.sizes import check_sizes, filled
+from flexengine.planner.sizes import check_sizes, filled, in_few_slices
 from flexengine.planner.variants import LARGE_ADAPTERS, LEAST_ISSUE_SHARE, OF_WHOLE_EXPERTS, fastest, issue_seconds
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layout import Layout
@@ -130,7 +130,7 @@ def _chunks(request: Request) -> list[int]:
     large = {filled(chunk, request.max_seq_len) for chunk in CHUNK_TOKENS if chunk <= most}
     if request.whole_sequences:
         return sorted(chunk for chunk in large if chunk >= request.max_seq_len) or [max(most, request.max_seq_len)]
-    return sorted(large) or sorted({min(request.max_seq_len, most), most})
+    return in_few_slices(request, sorted(large)) or sorted({min(request.max_seq_len, most), most})
 
 
 class Way(NamedTuple):
