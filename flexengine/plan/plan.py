@@ -113,7 +113,7 @@ class Plan:
         self._check_transport()
         if self.makes_inputs_again and (self.owns_blocks or self.replays):
             raise ValueError("inputs are made again neither in stages nor where commands are replayed as graphs")
-        longest = -(-self.request.max_seq_len // self.chunk_tokens)
+        longest = self.request.slices(self.chunk_tokens)
         if longest > self.chunks_per_round:
             raise ValueError(
                 f"a sequence of {self.request.max_seq_len} tokens needs {longest} chunks of {self.chunk_tokens} tokens"

@@ -235,6 +235,10 @@ class Request:
         """Whether the tensor between layers and its gradient wait on the host."""
         return self.hidden_home == "host"
 
+    def slices(self, chunk_tokens: int) -> int:
+        """Chunks of so many tokens that the longest sequence takes."""
+        return -(-self.max_seq_len // chunk_tokens)
+
     def replays(self, chunk_tokens: int) -> bool:
         """Whether blocks' commands on chunks of so many tokens are replayed: slices of a sequence are not."""
         return self.graphs == "always" and self.max_seq_len <= chunk_tokens
@@ -249,6 +253,11 @@ class Request:
         """What one of all ranks is asked: with its tokens of a step, and its share of the node's host memory."""
         tokens = max(self.max_seq_len, -(-self.max_global_batch_tokens // (self.ranks * self.nodes)))
         return replace(self, max_global_batch_tokens=tokens, max_host_bytes=max(1, self.max_host_bytes // self.ranks))
+
+    @property
+    def on_one_gpu(self) -> Request:
+        """The same steps on one GPU of a node, with all of its host memory."""
+        return replace(self, ranks=1, nodes=1, transport="auto")
 
     @property
     def may_use_drive(self) -> bool:

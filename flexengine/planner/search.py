@@ -160,9 +160,9 @@ class Search:
     @cached_property
     def save_sets(self) -> SaveSets:
         """Save sets that no other beats in bytes and recompute seconds. They hardly depend on the chunk size."""
-        chunk, longest = max(chunk for chunk, _ in self.bounds.sizes), self.request.max_seq_len
+        chunk = max(chunk for chunk, _ in self.bounds.sizes)
         cost = CostModel.of(self.request, self.profile, chunk)
-        shape = full_round(self.request, chunk, max(1, -(-longest // chunk)))
+        shape = full_round(self.request, chunk, self.request.slices(chunk))
         counts = np.bincount(self.buffers.kind_of)
         layers = [kind.layer for kind in self.buffers.kinds]
         return side_by_side(layers, counts, lambda layer: frontier(layer, shape, cost), self.limits.sets)

@@ -38,7 +38,7 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
     check_sizes(request)
     sizes = []
     for chunk in in_few_slices(request, _allowed(request, _chunk_choices(request))):
-        slices = slices_of(request, chunk)
+        slices = request.slices(chunk)
         if request.gpu_updates == "unstored":
             counts = _of_any_batch(request, chunk)
         elif request.round_tokens is not None:
@@ -53,12 +53,7 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
 
 def in_few_slices(request: Request, chunks: list[int]) -> list[int]:
     """The chunk sizes, in rising order, that cut no sequence into more than MOST_SLICES; else the largest of them."""
-    return [chunk for chunk in chunks if slices_of(request, chunk) <= MOST_SLICES] or chunks[-1:]
-
-
-def slices_of(request: Request, chunk_tokens: int) -> int:
-    """Chunks that the longest sequence takes."""
-    return max(1, -(-request.max_seq_len // chunk_tokens))
+    return [chunk for chunk in chunks if request.slices(chunk) <= MOST_SLICES] or chunks[-1:]
 
 
 def segment_lengths(model: ModelSpec) -> list[int]:
@@ -93,8 +88,8 @@ def ways_of(request: Request) -> list[Request]:
 
 def _of_any_batch(request: Request, chunk_tokens: int) -> list[int]:
     """The least chunks of a round that takes any batch, or the pinned ones where they do."""
-    longest = request.max_seq_len
-    least = max(-(-longest // chunk_tokens), most_chunks(longest, request.max_global_batch_tokens, chunk_tokens))
+    any_batch = most_chunks(request.max_seq_len, request.max_global_batch_tokens, chunk_tokens)
+    least = max(request.slices(chunk_tokens), any_batch)
     pinned = least if request.round_tokens is None else request.round_tokens // chunk_tokens
     return [pinned] if pinned >= least else []
 

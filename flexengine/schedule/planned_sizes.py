@@ -176,7 +176,7 @@ class PlannedSizes:
     def _block_workspace_bytes(self) -> int:
         """What blocks of a long sequence's earlier keys take beside that."""
         tokens = self.plan.chunk_tokens
-        earlier = tokens * (-(-self.plan.request.max_seq_len // tokens) - 1)
+        earlier = tokens * (self.window_slices - 1)
         ops = (op for layer in self.model.layers for op in layer.ops if isinstance(op, CausalAttention))
         return max((block_workspace_bytes(op, tokens, earlier, self.compute_bytes) for op in ops), default=0)
 
@@ -209,7 +209,7 @@ class PlannedSizes:
     @property
     def window_slices(self) -> int:
         """The most chunks of one sequence."""
-        return -(-self.plan.request.max_seq_len // self.plan.chunk_tokens)
+        return self.plan.request.slices(self.plan.chunk_tokens)
 
     @property
     def window_rows(self) -> int:

@@ -128,8 +128,8 @@ def measure_model(
     """Measure a model's products and attention; `scale` stretches that.
 
     machine: whose rates the result has, too. kernels: of this model; where they have begun, the large product of the
-    machine has just run, else the card is heated up as long as for that. Takes up to 1.6 GiB of GPU memory, and gives
-    it back.
+    machine has just run, and the card is heated up for a moment, else as long as for that. Takes up to 1.6 GiB of GPU
+    memory, and gives it back.
     Order: as `measure_machine`.
     """
     spent, memory_rate, warm = Spent(), machine.memory_bytes_per_s, kernels.began
@@ -138,7 +138,7 @@ def measure_model(
         with spent.part("heating up"):
             run_engine_kernels(device, dtype)
             use_side_streams(device)
-            products = _products(device, dtype, PART_S)
+            products = _products(device, dtype)
             timer = warmed_timer(products, PART_S)
             cuda_timer(products, (REHEAT_S if warm else SUSTAINED_S) * scale)
         layers = shape.linears or usual_layers(shape[:2])
@@ -153,8 +153,9 @@ def measure_model(
             if kernels.wait():
                 cuda_timer(products, SUSTAINED_S * scale)  # the card has waited, too
         with spent.part("experts and head"):
-            rates = block.matmul_flops_per_s, memory_rate
-            experts, head = _shares(shape, *rates, dtype, device, timer, GROUPED_S * scale)
+            experts, head = _shares(
+                shape, block.matmul_flops_per_s, memory_rate, dtype, device, timer, GROUPED_S * scale
+            )
         with spent.part("attention"), deterministic_kernels(shape.deterministic):
             attention, choices, shares = _cuda_attention(shape, device, dtype, timer, CALL_S * scale)
     logger.info("measured the model's products in %s", spent.describe())
@@ -315,11 +316,11 @@ def _attention_rates(
     return found
 
 
-def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[], None]:
-    """Make a function that issues matrix products of random data for about so many seconds."""
+def _products(device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+    """Make a function that issues large matrix products of random data for about PART_S seconds."""
     size = WARMING_SIZE if dtype.itemsize <= 2 else WARMING_SIZE // 2  # 96 MiB at most
     multiply = square_product(size, device, dtype)
-    calls = math.ceil(seconds / cuda_timer(multiply, seconds))
+    calls = math.ceil(PART_S / cuda_timer(multiply, PART_S))
 
     def products() -> None:
         for _ in range(calls):

@@ -24,7 +24,7 @@ from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import GroupUse
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
-from flexengine.schedule.lowering import ChunkShape, RoundShape
+from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.simulator import cpu_share
 
 FC, FH, FD, FI, BC, BH, BD, BI, UC, UH, UD, UI = range(12)
@@ -158,7 +158,8 @@ def chunk_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple
     program = compile_layer(layer, (), (), cost.chunk_tokens, cost.compute_bytes)
     adding_s, last = cost.work_s(program.accumulation_work(cost.compute_bytes)), len(shape.chunks) - 1
     issued_s, found = (issue_s(cost, "forward", program), issue_s(cost, "backward", program)), []
-    for i, works in enumerate(_works(program, shape.chunks, cost.compute_bytes)):
+    for i, chunk in enumerate(shape.chunks):
+        works = _layer_work(program, chunk.tokens, chunk.seq_len, cost.compute_bytes)
         forward_s, backward_s, again_s = (cost.work_s(work) for work in works)
         backward_s += adding_s if i < last else 0.0  # backward begins with the last chunk
         if layer.kind == "head":
@@ -183,13 +184,11 @@ def with_decoding(
     return tuple(LayerSeconds(*seconds) for seconds in found)
 
 
-@lru_cache(maxsize=1024)
-def _works(
-    program: LayerProgram, chunks: tuple[ChunkShape, ...], compute_bytes: int
-) -> tuple[tuple[Work, Work, Work], ...]:
-    """Forward, backward, and the recomputation in backward, of every chunk."""
-    sizes = [(chunk.tokens, chunk.seq_len, compute_bytes) for chunk in chunks]
-    return tuple((program.forward_work(*s), program.backward_work(*s), program.recompute_work(*s)) for s in sizes)
+@lru_cache(maxsize=4096)
+def _layer_work(program: LayerProgram, tokens: int, seq_len: int, compute_bytes: int) -> tuple[Work, Work, Work]:
+    """Forward, backward, and the recomputation in backward."""
+    sizes = (tokens, seq_len, compute_bytes)
+    return program.forward_work(*sizes), program.backward_work(*sizes), program.recompute_work(*sizes)
 
 
 def round_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> LayerSeconds:

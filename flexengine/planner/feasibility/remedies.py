@@ -10,7 +10,7 @@ from typing import NamedTuple
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import GIB, format_bytes
 from flexengine.plan import Request
-from flexengine.planner.sizes import MOST_SLICES, chunk_sizes, slices_of
+from flexengine.planner.sizes import MOST_SLICES, chunk_sizes
 
 SMALLEST_CHUNK_TOKENS = 32
 """No smaller chunk and no shorter sequence is advised."""
@@ -161,7 +161,7 @@ def _smaller_chunks(request: Request) -> Iterator[Remedy]:
     """Chunk sizes below those that were tried, largest first, that the pinned round and the batch allow."""
     chunk = min(c for c, _ in chunk_sizes(request)) // 2
     smallest = request.max_seq_len if request.whole_sequences else SMALLEST_CHUNK_TOKENS
-    while chunk >= smallest and slices_of(request, chunk) <= MOST_SLICES:
+    while chunk >= smallest and request.slices(chunk) <= MOST_SLICES:
         if (request.round_tokens or 0) % chunk == 0:
             yield Remedy(f"--chunk-tokens {chunk}", replace(request, chunk_tokens=chunk))
         chunk //= 2

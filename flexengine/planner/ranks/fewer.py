@@ -33,15 +33,15 @@ def beside_fewer_gpus(model: ModelSpec, plan: Plan, profile: HardwareProfile) ->
 
 def _on_gpus(gpus: int, model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan | None:
     """The plan of the same step on fewer GPUs of one node; None where none fits or none can be faster."""
-    request, predicted = replace(plan.request, ranks=gpus, nodes=1), plan.predicted
+    predicted = plan.predicted
     if gpus == 1:
-        request = replace(request, transport="auto")
+        request = plan.request.on_one_gpu
         bound_s = speed_of_light_s(model, request, profile)
         return find_plan(Problem(model, request, profile)) if 0 < bound_s < predicted.step_s else None
     at_work = plan.request.max_global_batch_tokens / plan.request.of_rank.max_global_batch_tokens
     if predicted.once_s * at_work >= gpus * predicted.step_s:
         return None
     try:
-        return plan_for_ranks(model, request, profile)
+        return plan_for_ranks(model, replace(plan.request, ranks=gpus, nodes=1), profile)
     except PlanError:
         return None

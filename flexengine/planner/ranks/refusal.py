@@ -58,7 +58,7 @@ def _on_one_gpu(model: ModelSpec, request: Request, profile: HardwareProfile) ->
     """The same steps on one GPU of a node, which need not share what it keeps, and may keep less than ranks do."""
     if request.nodes > 1:
         return []
-    alone = replace(request, ranks=1, transport="auto")
+    alone = request.on_one_gpu
     flags = "--gpus 1" if request.transport == "auto" else "--gpus 1 --transport auto"
     note = f"torchrun --nproc-per-node 1; with all {format_bytes(request.max_host_bytes)} of host memory"
     return [Remedy(flags, alone, note)] if Judge(Problem(in_parts(model), alone, profile)).fits(alone) else []

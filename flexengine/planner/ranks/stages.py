@@ -112,8 +112,7 @@ def stage_sizes(request: Request) -> list[list[StageSize]]:
 
 
 def _of_chunk(request: Request, chunk: int) -> list[StageSize]:
-    longest = request.max_seq_len
-    slices = -(-longest // chunk)
+    longest, slices = request.max_seq_len, request.slices(chunk)
     if request.round_tokens is not None:
         count, left = divmod(request.round_tokens, chunk)
         return [StageSize(chunk, count)] if not left and count >= slices else []
