@@ -28,8 +28,8 @@ from flexengine.ops.attention.packages import installed_packages
 from flexengine.ops.fp8 import SCALINGS
 from flexengine.ops.ready_compiler import READY
 
-PROBE_VERSION = 15  # part of the cache key: raise it when what is measured changes its meaning
-NODE_VERSION = 4  # the same of what several ranks reach at once
+PROBE_VERSION = 16  # part of the cache key: raise it when what is measured changes its meaning
+NODE_VERSION = 5  # the same of what several ranks reach at once
 DEFAULT_SECONDS = 10.0
 CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
 # A context with every library loaded takes 0.4-1 GiB. More than this is another process that NVML cannot tell apart.

@@ -43,7 +43,7 @@ from flexengine.hardware.measure.matmul import (
     operand_bytes,
     usual_layers,
 )
-from flexengine.hardware.measure.timing import cpu_timer
+from flexengine.hardware.measure.timing import cpu_timer, each_alone, timed_in_turn
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice, KernelName, order_of
 from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.linear import accumulate_weight_grad
@@ -101,9 +101,7 @@ def test_an_8b_block_at_8192_tokens_is_measured_whole():
 def test_too_little_memory_leaves_counts_out():
     assert fitting(LinearShape("p", 4096, 4096), 32768, torch.bfloat16, buffers_of(8 * MIB, 8 * MIB)) is None
     with pytest.raises(ValueError, match="not enough free memory"):
-        block_rates(
-            usual_layers((4096, 4096)), [32768], torch.bfloat16, buffers_of(MIB, MIB), lambda work, least_s: 1.0, 0.1
-        )
+        block_rates(usual_layers((4096, 4096)), [32768], torch.bfloat16, buffers_of(MIB, MIB), timed_in_turn, 0.1)
 
 
 def test_rates_are_flops_over_time_of_all_products():
@@ -118,7 +116,7 @@ def test_rates_are_flops_over_time_of_all_products():
         return 1.0
 
     products = usual_layers(shape)
-    rates = block_rates(products, counts, torch.float32, buffers, timer, 0.25)
+    rates = block_rates(products, counts, torch.float32, buffers, each_alone(timer), 0.25)
     flops = [sum(p.flops(tokens) for p in products) for tokens in counts]
     assert rates.matmul_flops_per_s == tuple(zip(counts, [f / len(products) for f in flops], strict=True))
     assert calls == [0.25] * (2 * len(counts) * len(products) * len(PASSES))
@@ -129,7 +127,7 @@ def test_rates_are_flops_over_time_of_all_products():
 def test_layers_that_a_model_has_more_of_weigh_more():
     buffers = Buffers(torch.randn(MIB), torch.empty(16 * MIB, dtype=torch.uint8))
     layers = (LinearShape("many", 64, 128, count=3), LinearShape("one", 128, 512))
-    rates = block_rates(layers, [64], torch.float32, buffers, lambda work, least_s: 1.0, 0.1)
+    rates = block_rates(layers, [64], torch.float32, buffers, each_alone(lambda work, least_s: 1.0), 0.1)
     flops = 3 * layers[0].flops(64) + layers[1].flops(64)
     assert rates.matmul_flops_per_s == ((64, flops / 4),)
 
@@ -140,7 +138,7 @@ def test_a_longer_product_that_seemed_slower_counts_as_the_mean():
     layers, order = usual_layers((256, 256)), (128, 64, 64, 128)
     for_tokens = {64: 1.0, 128: 4.0}
     seconds = iter([for_tokens[tokens] for tokens in order for _ in range(12)])
-    rates = block_rates(layers, [64, 128], torch.float32, buffers, lambda work, least_s: next(seconds), 0.1)
+    rates = block_rates(layers, [64, 128], torch.float32, buffers, each_alone(lambda work, least_s: next(seconds)), 0.1)
     flops = sum(layer.flops(64) for layer in layers) / len(layers)
     assert [rate for _, rate in rates.matmul_flops_per_s] == pytest.approx([(flops + 2 * flops / 4) / 2] * 2)
 
@@ -149,7 +147,7 @@ def test_a_measurement_that_was_held_up_does_not_count():
     buffers = Buffers(torch.randn(MIB), torch.empty(16 * MIB, dtype=torch.uint8))
     layer = LinearShape("p", 64, 128)
     seconds = iter([1.0, 1.0, 40.0, 1.0, 1.4, 1.0])  # both measurements of the three passes
-    rates = block_rates([layer], [64], torch.float32, buffers, lambda work, least_s: next(seconds), 0.1)
+    rates = block_rates([layer], [64], torch.float32, buffers, each_alone(lambda work, least_s: next(seconds)), 0.1)
     assert rates.matmul_flops_per_s[0][1] == pytest.approx(6 * layer.flops(64) / (2 + 2.4 + 2))
 
 

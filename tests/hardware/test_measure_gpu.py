@@ -1,6 +1,7 @@
 """The GPU benchmarks on a stand-in for CUDA that computes on the CPU: which calls are made, what becomes of them."""
 
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -262,6 +263,34 @@ def test_parts_of_work_follow_what_warms_the_card_and_count_alone(fake_cuda: Sim
         seconds = timer(lambda: call("work", 4.0), 0.025)
     assert seconds == pytest.approx(0.004)
     assert order == ["work"] * 2 + (["warm"] + ["work"] * 3) * 3
+
+
+def test_works_that_take_turns_are_timed_each(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    """A long work has a call a round, a shorter one as many as fill a turn, and what comes first counts for none."""
+    order, clock = [], SimpleNamespace(ms=0.0)
+
+    class Event(FakeEvent):
+        def record(self, stream: object = None) -> None:
+            self.at_s = clock.ms / 1e3
+
+    def work(name: str, milliseconds: float) -> Callable[[], None]:
+        def call() -> None:
+            order.append(name)
+            clock.ms += milliseconds * (2.0 if len(order) < 40 else 1.0)  # until the card is hot
+
+        return call
+
+    once_s = {0.004: "long", 0.0004: "short"}
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: seconds.pop(0))
+    monkeypatch.setattr(timing, "HEAT_S", 0.052)
+    seconds = list(once_s)
+    assert timing.timed_in_turn([work("long", 4.0), work("short", 0.4)], 0.026) == pytest.approx([0.004, 0.0004])
+    assert order == (["long"] + ["short"] * 3) * (10 + 10)
+    assert not fake_cuda.held_cycles  # the host keeps ahead
+    seconds = [1e-5, 4e-3]
+    timing.timed_in_turn([work("long", 0.01), work("short", 4.0)], 0.001)
+    assert fake_cuda.held_cycles
 
 
 def test_parts_of_short_calls_fit_the_launch_queue(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):

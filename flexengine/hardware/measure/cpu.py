@@ -8,7 +8,7 @@ from flexengine.hardware.measure.attention import plain_rates
 from flexengine.hardware.measure.gpu import Rates
 from flexengine.hardware.measure.host import adamw_rates, copy_curve, host_copy_curve
 from flexengine.hardware.measure.matmul import Buffers, affordable_tokens, block_rates, usual_layers
-from flexengine.hardware.measure.timing import cpu_timer
+from flexengine.hardware.measure.timing import cpu_timer, each_alone
 from flexengine.hardware.parts import AttentionProfile, HostProfile, LinkProfile, MatmulProfile
 from flexengine.hardware.profile import ProbeShape
 from flexengine.native import allocate_host
@@ -53,14 +53,14 @@ def measure_cpu_model(dtype: torch.dtype, shape: ProbeShape, machine: MachineRat
 
     machine: whose rates the result has, too. Heads are HEAD_DIM wide, whatever the model's.
     """
-    least_s, peak = CALL_S * scale, machine.peak_matmul_flops_per_s
+    least_s, peak, timer = CALL_S * scale, machine.peak_matmul_flops_per_s, each_alone(cpu_timer)
     with torch.no_grad():
         layers = usual_layers(shape[:2])
         counts = affordable_tokens(TOKENS, layers, peak, LONGEST_BLOCK_S * scale)
-        block = block_rates(layers, counts, dtype, _buffers(dtype), cpu_timer, least_s / 10)
+        block = block_rates(layers, counts, dtype, _buffers(dtype), timer, least_s / 10)
         fp8 = block  # the CPU multiplies what FP8 can hold in float32
         if dtype != torch.float32:
-            fp8 = block_rates(layers, counts, torch.float32, _buffers(torch.float32), cpu_timer, least_s / 20)
+            fp8 = block_rates(layers, counts, torch.float32, _buffers(torch.float32), timer, least_s / 20)
         attention = plain_rates(LENGTHS, 4, HEAD_DIM, torch.device("cpu"), dtype, cpu_timer, least_s)
     return Rates(
         MatmulProfile(block.matmul_flops_per_s, fp8.matmul_flops_per_s, shape[:2], peak),

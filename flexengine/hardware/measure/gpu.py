@@ -29,7 +29,6 @@ from flexengine.hardware.measure.attention import (
 from flexengine.hardware.measure.experts import grouped_shares
 from flexengine.hardware.measure.head import head_shares
 from flexengine.hardware.measure.machine import (
-    CALL_S,
     MEMORY_SHARE,
     SUSTAINED_S,
     free_bytes,
@@ -44,7 +43,14 @@ from flexengine.hardware.measure.matmul import (
     scaling_shares,
     usual_layers,
 )
-from flexengine.hardware.measure.timing import Spent, Timer, cuda_timer, warmed_timer
+from flexengine.hardware.measure.timing import (
+    HEAT_S,
+    Spent,
+    Timer,
+    cuda_timer,
+    timed_in_turn,
+    warmed_timer,
+)
 from flexengine.hardware.parts import AttentionProfile, HostProfile, LinkProfile, MatmulProfile, MemoryProfile
 from flexengine.hardware.profile import DeviceType, HardwareProfile, ProbeShape
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
@@ -67,12 +73,11 @@ FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
 PRODUCT_S = 0.04  # per pass and direction, of all layers together: six of them make a point of the curve
-GROUPED_S = 0.01  # per pass of a shape of experts, and of the head
 REHEAT_S = 0.4  # a driver lowers the clock a few tenths of a second after power is drawn again
-PART_S = 0.01
-"""Of what is timed behind a large product, and of that product, at whose clock a power-capped card takes the steps of a
-large model: short layers and attention draw less power. With layers timed behind each other and copies within the card,
-such steps were predicted 5 to 7% too short."""
+PART_S, PARTS = 0.003, 3
+"""Of experts, the head and attention: so long, so many times, each behind HEAT_S of large products. A power-capped card
+takes the steps of a large model at the clock of these: attention that ran for 0.01 s behind as long of products took up
+to 16% less than between products (bench/results/h200_in_turn.json)."""
 WARMING_SIZE = 4096
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
@@ -146,18 +151,17 @@ def measure_model(
         product_s = PRODUCT_S * scale / len(layers)
         # at once, while the card is still at its sustained clock
         with spent.part("linear layers"):
-            block = block_rates(layers, counts, dtype, _cuda_buffers(device, dtype), timer, product_s)
+            block = block_rates(layers, counts, dtype, _cuda_buffers(device, dtype), timed_in_turn, product_s)
         with spent.part("FP8"):
-            fp8, *fp8_shares = _fp8_rates(layers, counts, device, timer, product_s)
+            fp8, *fp8_shares = _fp8_rates(layers, counts, device, product_s)
         with spent.part("kernels"):
             if kernels.wait():
                 cuda_timer(products, SUSTAINED_S * scale)  # the card has waited, too
+        parts_s = PARTS * PART_S * scale
         with spent.part("experts and head"):
-            experts, head = _shares(
-                shape, block.matmul_flops_per_s, memory_rate, dtype, device, timer, GROUPED_S * scale
-            )
+            experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, timer, parts_s)
         with spent.part("attention"), deterministic_kernels(shape.deterministic):
-            attention, choices, shares = _cuda_attention(shape, device, dtype, timer, CALL_S * scale)
+            attention, choices, shares = _cuda_attention(shape, device, dtype, timer, parts_s)
     logger.info("measured the model's products in %s", spent.describe())
     own = machine.peak_matmul_flops_per_s, experts, head, machine.sm_clock_mhz
     return Rates(
@@ -187,7 +191,7 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
 
 
 def _fp8_rates(
-    layers: Sequence[LinearShape], counts: list[int], device: torch.device, timer: Timer, least_s: float
+    layers: Sequence[LinearShape], counts: list[int], device: torch.device, least_s: float
 ) -> tuple[Points, ...]:
     """Measure linear layers with FP8 operands, at sizes that FP8 can have, and shares of that rate with scales of rows,
     of blocks, of blocks without gradients of weights, of blocks with squares in these, and with operands of Blackwell
@@ -201,7 +205,7 @@ def _fp8_rates(
         layer._replace(in_features=_whole(layer.in_features), out_features=_whole(layer.out_features))
         for layer in layers
     ]
-    rates = block_rates(whole, counts, FORWARD_DTYPE, buffers, timer, least_s).matmul_flops_per_s
+    rates = block_rates(whole, counts, FORWARD_DTYPE, buffers, timed_in_turn, least_s).matmul_flops_per_s
     few = [tokens for tokens in counts if tokens in FP8_SHARE_TOKENS] or counts[:1]
     rows, blocks, squares, mxfp8, nvfp4 = (
         ((), ()) if SCALINGS[mode].refusal(device) else _fp8_shares(whole, few, mode, buffers, least_s)
@@ -317,10 +321,10 @@ def _attention_rates(
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """Make a function that issues large matrix products of random data for about PART_S seconds."""
+    """Make a function that issues large matrix products of random data for about HEAT_S seconds."""
     size = WARMING_SIZE if dtype.itemsize <= 2 else WARMING_SIZE // 2  # 96 MiB at most
     multiply = square_product(size, device, dtype)
-    calls = math.ceil(PART_S / cuda_timer(multiply, PART_S))
+    calls = math.ceil(HEAT_S / cuda_timer(multiply, HEAT_S))
 
     def products() -> None:
         for _ in range(calls):

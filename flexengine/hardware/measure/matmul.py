@@ -18,7 +18,7 @@ from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
-from flexengine.hardware.measure.timing import Timer
+from flexengine.hardware.measure.timing import Timer, TimerOfAll
 from flexengine.ops.fp8 import SCALINGS
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE
 from flexengine.ops.linear import accumulate_weight_grad
@@ -104,7 +104,7 @@ def fitting(layer: LinearShape, tokens: int, dtype: torch.dtype, buffers: Buffer
 
 
 def block_rates(
-    layers: Sequence[LinearShape], counts: Sequence[int], dtype: torch.dtype, buffers: Buffers, timer: Timer,
+    layers: Sequence[LinearShape], counts: Sequence[int], dtype: torch.dtype, buffers: Buffers, timer: TimerOfAll,
     least_s: float,
 ) -> BlockRates:  # fmt: skip
     """Measure rates at every token count that fits the buffers, timing each layer and pass for `least_s` twice.
@@ -121,10 +121,10 @@ def block_rates(
     found: dict[tuple[int, str, str], list[float]] = defaultdict(list)
     for order in (reversed(counts), counts):
         for tokens in order:
-            for layer in layers:
-                for name in PASSES:
-                    key = (tokens, layer.name, name)
-                    found[key].append(_seconds(layer, tokens, name, dtype, buffers, timer, least_s))
+            passes = [(layer, _part(layer, tokens, dtype, buffers), name) for layer in layers for name in PASSES]
+            works = (_work(part, tokens, name, dtype, buffers) for _, part, name in passes)
+            for (layer, part, name), part_s in zip(passes, timer(works, least_s), strict=True):
+                found[tokens, layer.name, name].append(part_s * layer.flops(tokens) / part.flops(tokens))
     seconds = {key: _of_both(*both) for key, both in found.items()}
     rates = [_weighted_rate(layers, tokens, seconds) for tokens in counts]
     # a longer product is never slower per token than a shorter one, as it could be run in parts: where one was, the
@@ -178,9 +178,15 @@ def _seconds(
     layer: LinearShape, tokens: int, name: str, dtype: torch.dtype, buffers: Buffers, timer: Timer, least_s: float
 ) -> float:
     """Measure seconds of one pass of a whole layer, from as much of it as fits the buffers."""
+    part = _part(layer, tokens, dtype, buffers)
+    return timer(_work(part, tokens, name, dtype, buffers), least_s) * layer.flops(tokens) / part.flops(tokens)
+
+
+def _part(layer: LinearShape, tokens: int, dtype: torch.dtype, buffers: Buffers) -> LinearShape:
+    """As much of a layer as fits the buffers; the caller has seen that some of it does."""
     part = fitting(layer, tokens, dtype, buffers)
     assert part is not None
-    return timer(_work(part, tokens, name, dtype, buffers), least_s) * layer.flops(tokens) / part.flops(tokens)
+    return part
 
 
 def _work(part: LinearShape, tokens: int, name: str, dtype: torch.dtype, buffers: Buffers) -> Callable[[], object]:

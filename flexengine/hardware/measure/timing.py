@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -11,11 +12,17 @@ import torch
 
 Timer = Callable[[Callable[[], object], float], float]
 """Called as (work, least_s); gives seconds per call of `work`, repeated for `least_s` seconds after a first call."""
+TimerOfAll = Callable[[Iterable[Callable[[], object]], float], list[float]]
+"""Called as (works, least_s); gives seconds per call of each work, repeated for `least_s` seconds."""
 
 SHORT_CALL_S, SHORT_ISSUES = 30e-6, 2
 """A call that is shorter, or takes less than so many times what issuing it does, may end before Python has issued the
 next one. Alone on an idle stream a call takes what issuing it does, and then its own time."""
 MOST_SHORT_CALLS = 500  # below the depth of CUDA's launch queue, so that issuing never has to wait
+TURN_S, HEAT_S = 1e-3, 0.05
+"""Of a work until the next one's turn, in which two events are nothing, and of all turns before any is timed. An H200
+that had rested for 0.05 s multiplied 14% faster behind 0.01 s of products than behind 0.05 s, and these as behind 0.4
+(bench/results/h200_in_turn.json)."""
 ISSUE_S, MOST_ISSUE_S = 12e-6, 100e-6
 """What Python needs per launch, and at most per call: a host that others share may stop while one is issued."""
 LEAST_SHARE = 0.1  # of the seconds of a call, which remains when its traffic is taken off
@@ -81,6 +88,42 @@ def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
         return median(seconds)
 
     return timer
+
+
+def each_alone(timer: Timer) -> TimerOfAll:
+    """Make a timer of all works that times one after the other; each is made when its time has come."""
+    return lambda works, least_s: [timer(work, least_s) for work in works]
+
+
+def timed_in_turn(works: Iterable[Callable[[], object]], least_s: float) -> list[float]:
+    """Measure device seconds per call of each work, while all take turns on the current stream, as in a step.
+
+    A power-capped card then has the clock that it has in training, which works by themselves differ from.
+    """
+    works = list(works)
+    once_s = [cuda_timer(work, 0.0) for work in works]
+    calls = [max(1, min(math.ceil(TURN_S / s), MOST_SHORT_CALLS // len(works))) for s in once_s]
+    round_s = sum(count * s for count, s in zip(calls, once_s, strict=True))
+    is_short = min(once_s) < SHORT_CALL_S
+
+    def turns() -> list[torch.cuda.Event]:
+        """Issue every work's turn, with events around it."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]
+        if is_short:
+            hold_stream(sum(calls) * ISSUE_S)
+        events[0].record()
+        for work, count, event in zip(works, calls, events[1:], strict=True):
+            for _ in range(count):
+                work()
+            event.record()
+        return events
+
+    for _ in range(math.ceil(HEAT_S / round_s)):
+        turns()
+    rounds = [turns() for _ in range(math.ceil(len(works) * least_s / round_s))]
+    rounds[-1][-1].synchronize()
+    found = zip(*([start.elapsed_time(end) for start, end in pairwise(events)] for events in rounds), strict=True)
+    return [max(median(times_ms) / 1e3 / count, 1e-7) for times_ms, count in zip(found, calls, strict=True)]
 
 
 def timed_calls(work: Callable[[], object], calls: int, meanwhile: Callable[[], object] | None = None) -> float:
