@@ -2,6 +2,7 @@
 
 python -m bench.node_tables --json bench/results/ranks_tables.json   # replaces the rows of nodes in that file
 python -m bench.node_tables --exchanges --json bench/results/ranks_tables.json   # those of what two nodes send, alone
+python -m bench.node_tables --large --json bench/results/ranks_tables.json   # those of Llama 3.1 70B on one node
 
 The share is of what the nodes would do if each were as fast as one alone, under the plan that is fastest there: what
 nodes cost altogether, what they wait for and what they may not do. Rates of a network are what it is called.
@@ -19,6 +20,7 @@ from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Plan, Request
+from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.ranks.plan import plan_for_ranks
 
 Exchange = Literal["float32", "bfloat16", "fp8"]
@@ -30,6 +32,9 @@ NODES = (2, 16, 128)
 GBIT_PER_S = (25, 100, 400)
 EXCHANGES: tuple[Exchange, ...] = ("float32", "bfloat16", "fp8")
 SLOW_GBIT_PER_S = (10, 25, 100)
+LARGE, LARGE_TOKENS = "llama-3.1-70b", 131072
+LARGE_NODES = ((4, 130, 480), (8, 130, 535), (8, 78, 520), (4, 80, 1000), (8, 80, 1500), (8, 24, 1000))
+"""GPUs, GiB of each, and GiB of the host."""
 
 
 def planned(nodes: int, tokens: int, gbit_per_s: float = 100.0, exchange: Exchange = "bfloat16") -> Plan:
@@ -74,13 +79,37 @@ def rows_of_exchanges() -> list[list[Any]]:
     return found
 
 
+def rows_of_large() -> list[dict[str, Any]]:
+    """A row for each node, with float32 states and with bf16 ones."""
+    model, found = open_model(f"preset:{LARGE}", needs_weights=False).spec, []
+    for gpus, gpu_gib, host_gib in LARGE_NODES:
+        for state in ("float32", "bfloat16"):
+            sizes = 2048, gpus * LARGE_TOKENS, gpu_gib * GIB, host_gib * GIB
+            row: dict[str, Any] = {"gpus": gpus, "gpu_gib": gpu_gib, "host_gib": host_gib, "state": state}
+            try:
+                request = Request(*sizes, numerics=Numerics(state=state), ranks=gpus, whole_steps=True)
+                plan = plan_for_ranks(model, request, with_gpus(preset(CARD), gpus))
+                homes = sorted({home.states for home in plan.groups})
+                row |= {"step_s": round(plan.predicted.step_s, 1), "states": homes, "transport": plan.transport}
+                row |= {"tokens_per_s": round(gpus * LARGE_TOKENS / plan.predicted.step_s)}
+            except ShortageError as error:
+                row |= {"fits_with": error.remedies[0].flags}
+            print(row, flush=True)
+            found.append(row)
+    return found
+
+
 def main() -> None:
     """Plan all rows, and replace those of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=None, help="the file whose rows are replaced")
     parser.add_argument("--exchanges", action="store_true", help="plan two nodes that send gradients in several dtypes")
+    parser.add_argument("--large", action="store_true", help="plan a model of 70 billion parameters on one node")
     flags = parser.parse_args()
-    found = {"exchanges": rows_of_exchanges()} if flags.exchanges else {"nodes": rows()}
+    if flags.large:
+        found = {"70b": rows_of_large()}
+    else:
+        found = {"exchanges": rows_of_exchanges()} if flags.exchanges else {"nodes": rows()}
     if flags.json is not None:
         told = {**json.loads(flags.json.read_text()), **found}
         flags.json.write_text(json.dumps(told, separators=(",", ":")) + "\n")

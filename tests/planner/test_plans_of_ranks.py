@@ -29,6 +29,7 @@ from flexengine.planner.ranks.plan import (
     plan_for_ranks,
 )
 from flexengine.planner.ranks.price import priced_together
+from flexengine.planner.ranks.split import laid_out_as_split
 from flexengine.planner.variants import fastest
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -203,3 +204,28 @@ def test_ranks_make_again_what_would_wait_on_the_host_that_all_of_them_copy_thro
     assert any(layer.keep_host for layer in searched.layers)
     assert not any(layer.keep_host for layer in plan.layers)
     assert plan.predicted.step_s < 0.95 * searched.predicted.step_s
+
+
+def test_ranks_that_deal_states_split_with_less_memory_where_slots_need_it():
+    """A step of dealt states is found for ranks that relay; one that splits has larger slots than that leaves room."""
+    spec, profile = open_model("preset:qwen3-0.6b", needs_weights=False).spec, with_gpus(preset("h100-80"), 4)
+    request = Request(1024, 65536, 5 * GIB, 21 * GIB, ranks=4, chunk_tokens=4096, round_tokens=16384)
+    node = NodeProblem(spec, request, profile)
+    as_found = laid_out_as_split(node.of_rank, node.of_one)
+    assert not node.of_rank.fits(node.of_rank.layout(as_found))
+    plan = plan_for_ranks(spec, request, profile)
+    assert (plan.transport, plan.deals_states) == ("split", True)
+    assert plan.predicted.step_s < node.priced(node.of_one).predicted.step_s
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_host_memory_is_advised_for_as_many_dealt_states_as_gpus_have_room_for():
+    """A GPU of 17 GiB holds a quarter of every other group's states, not of all."""
+    spec, profile = open_model("preset:llama-3.1-8b", needs_weights=False).spec, with_gpus(preset("h100-80"), 4)
+    request = Request(1024, 65536, 17 * GIB, 40 * GIB, ranks=4, chunk_tokens=4096, round_tokens=16384)
+    with pytest.raises(ShortageError) as refused:
+        plan_for_ranks(spec, request, profile)
+    remedy = refused.value.remedies[0].request
+    plan = plan_for_ranks(spec, remedy, profile)
+    assert {home.states for home in plan.groups} == {"dealt", "host"}
+    assert plan.predicted.host_bytes <= remedy.max_host_bytes

@@ -75,9 +75,8 @@ ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are
 PRODUCT_S = 0.04  # per pass and direction, of all layers together: six of them make a point of the curve
 REHEAT_S = 0.4  # a driver lowers the clock a few tenths of a second after power is drawn again
 PART_S, PARTS = 0.003, 3
-"""Of experts, the head and attention: so long, so many times, each behind HEAT_S of large products. A power-capped card
-takes the steps of a large model at the clock of these: attention that ran for 0.01 s behind as long of products took up
-to 16% less than between products (bench/results/h200_in_turn.json)."""
+"""Of experts, the head and attention: so long, so many times, each behind HEAT_S of large products, at whose clock a
+power-capped card takes the steps of a large model. What draws less power raises it after some milliseconds."""
 WARMING_SIZE = 4096
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB

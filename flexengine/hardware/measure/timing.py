@@ -20,9 +20,8 @@ SHORT_CALL_S, SHORT_ISSUES = 30e-6, 2
 next one. Alone on an idle stream a call takes what issuing it does, and then its own time."""
 MOST_SHORT_CALLS = 500  # below the depth of CUDA's launch queue, so that issuing never has to wait
 TURN_S, HEAT_S = 1e-3, 0.05
-"""Of a work until the next one's turn, in which two events are nothing, and of all turns before any is timed. An H200
-that had rested for 0.05 s multiplied 14% faster behind 0.01 s of products than behind 0.05 s, and these as behind 0.4
-(bench/results/h200_in_turn.json)."""
+"""Of a work until the next one's turn, in which two events are nothing, and of work at full power before any is timed:
+a power-capped card that has rested takes some hundredths of a second to lower its clock."""
 ISSUE_S, MOST_ISSUE_S = 12e-6, 100e-6
 """What Python needs per launch, and at most per call: a host that others share may stop while one is issued."""
 LEAST_SHARE = 0.1  # of the seconds of a call, which remains when its traffic is taken off

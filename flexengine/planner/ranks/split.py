@@ -50,7 +50,7 @@ def fitted(
             return Fitted(plan, room, asked)
         gpu, host = room.lacks(of_rank.limits.spare_bytes)
         left = (asked.max_gpu_bytes - gpu, asked.max_host_bytes - host)
-        if any(home.states == "dealt" for home in found.groups) or min(left) <= 0:
+        if min(left) <= 0:
             break
         asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
     return Fitted(None, room, asked)
