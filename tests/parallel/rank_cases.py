@@ -313,7 +313,7 @@ WITH_ALL_TESTS = (
 
 SPLIT_CASES: dict[Callable[[], Case], int] = {
     several_calls: 3, tied_in_shared_slots: 2, experts_in_parts: 2, adapters_in_one_slot: 2,
-    adapters_of_experts_in_parts: 3, opaque_blocks: 2, tower: 2,
+    adapters_of_experts_in_parts: 3, opaque_blocks: 2, tower: 2, muon: 2, states_in_blocks: 3,
 }  # fmt: skip
 """Those of which ranks also walk the layers together, and how many ranks."""
 

@@ -215,6 +215,8 @@ def test_ranks_that_deal_states_split_with_less_memory_where_slots_need_it():
     assert not node.of_rank.fits(node.of_rank.layout(as_found))
     plan = plan_for_ranks(spec, request, profile)
     assert (plan.transport, plan.deals_states) == ("split", True)
+    layout = Layout(spec, plan)
+    check_runs(layout, runs_of_ranks(layout, full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round), 4), 4)
     assert plan.predicted.step_s < node.priced(node.of_one).predicted.step_s
 
 
