@@ -276,7 +276,7 @@ def test_works_that_take_turns_are_timed_each(fake_cuda: SimpleNamespace, monkey
     def work(name: str, milliseconds: float) -> Callable[[], None]:
         def call() -> None:
             order.append(name)
-            clock.ms += milliseconds * (2.0 if len(order) < 40 else 1.0)  # until the card is hot
+            clock.ms += milliseconds * (2.0 if len(order) < 44 else 1.0)  # until the card is hot
 
         return call
 
@@ -286,7 +286,7 @@ def test_works_that_take_turns_are_timed_each(fake_cuda: SimpleNamespace, monkey
     monkeypatch.setattr(timing, "HEAT_S", 0.052)
     seconds = list(once_s)
     assert timing.timed_in_turn([work("long", 4.0), work("short", 0.4)], 0.026) == pytest.approx([0.004, 0.0004])
-    assert order == (["long"] + ["short"] * 3) * (10 + 10)
+    assert order == (["long"] + ["short"] * 3) * (1 + 10 + 10)
     assert not fake_cuda.held_cycles  # the host keeps ahead
     seconds = [1e-5, 4e-3]
     timing.timed_in_turn([work("long", 0.01), work("short", 4.0)], 0.001)

@@ -103,13 +103,12 @@ def timed_in_turn(works: Iterable[Callable[[], object]], least_s: float) -> list
     once_s = [cuda_timer(work, 0.0) for work in works]
     calls = [max(1, min(math.ceil(TURN_S / s), MOST_SHORT_CALLS // len(works))) for s in once_s]
     round_s = sum(count * s for count, s in zip(calls, once_s, strict=True))
-    is_short = min(once_s) < SHORT_CALL_S
 
-    def turns() -> list[torch.cuda.Event]:
+    def turns(hold_s: float) -> list[torch.cuda.Event]:
         """Issue every work's turn, with events around it."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]
-        if is_short:
-            hold_stream(sum(calls) * ISSUE_S)
+        if hold_s:
+            hold_stream(hold_s)
         events[0].record()
         for work, count, event in zip(works, calls, events[1:], strict=True):
             for _ in range(count):
@@ -117,9 +116,15 @@ def timed_in_turn(works: Iterable[Callable[[], object]], least_s: float) -> list
             event.record()
         return events
 
+    start_s = time.perf_counter()
+    turns(0.0)
+    issue_s = min((time.perf_counter() - start_s) / sum(calls), MOST_ISSUE_S)
+    is_short = min(once_s) < max(SHORT_CALL_S, SHORT_ISSUES * issue_s)
+    # as in `cuda_timer`: short calls wait until all of a round are issued, or the host's gaps would be timed
+    hold_s = sum(calls) * max(ISSUE_S, issue_s) if is_short else 0.0
     for _ in range(math.ceil(HEAT_S / round_s)):
-        turns()
-    rounds = [turns() for _ in range(math.ceil(len(works) * least_s / round_s))]
+        turns(0.0)
+    rounds = [turns(hold_s) for _ in range(math.ceil(len(works) * least_s / round_s))]
     rounds[-1][-1].synchronize()
     found = zip(*([start.elapsed_time(end) for start, end in pairwise(events)] for events in rounds), strict=True)
     return [max(median(times_ms) / 1e3 / count, 1e-7) for times_ms, count in zip(found, calls, strict=True)]
