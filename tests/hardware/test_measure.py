@@ -45,6 +45,8 @@ from flexengine.hardware.measure.matmul import (
 )
 from flexengine.hardware.measure.timing import cpu_timer, each_alone, timed_in_turn
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice, KernelName, order_of
+from flexengine.ops.attention.kernels import runs_on
+from flexengine.ops.attention.packages import PACKAGES, installed
 from flexengine.ops.attention.style import AttentionShape
 from flexengine.ops.linear import accumulate_weight_grad
 from flexengine.ops.linear_shape import LinearShape
@@ -353,6 +355,8 @@ def test_link_rates_come_from_the_largest_copies_and_latency_from_one_mib():
 @pytest.mark.parametrize("length", [512, 32768])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_of_attention_run(length: int, kernels: KernelName, head_dim: int):
+    if not runs_on(kernels, torch.device("cuda")) or (kernels in PACKAGES and not installed(kernels)):
+        pytest.skip(f"{kernels} is not installed, or not for this card")
     shape = shape_of(head_dim)
     calls = _kernel_calls(kernels, length, shape, torch.device("cuda"), torch.bfloat16)
     out, lse, *_ = calls.forward()
@@ -371,7 +375,7 @@ SHAPES = [AttentionShape(8, 64, 64, 128), AttentionShape(2, 256, 256, capped=Tru
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_of_every_shape_are_right(shape: AttentionShape):
     for name in KERNEL_NAMES:
-        if serves(name, torch.bfloat16, shape, 512):
+        if runs_on(name, torch.device("cuda")) and serves(name, torch.bfloat16, shape, 512):
             assert error_of(name, shape, torch.device("cuda"), torch.bfloat16) < 0.01
 
 
