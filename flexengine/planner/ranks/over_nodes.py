@@ -8,8 +8,8 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Plan, Request
 from flexengine.planner.planner import find_plan
 from flexengine.planner.problem import Problem
+from flexengine.planner.ranks.fitted import fitted
 from flexengine.planner.ranks.price import bytes_planned
-from flexengine.planner.ranks.split import fitted
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.node_states import NodeStates, why_no_node_states

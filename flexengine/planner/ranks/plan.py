@@ -104,9 +104,8 @@ class NodeProblem(Problem):
     @cached_property
     def split(self) -> Plan | None:
         """The fastest plan of one rank as a priced split of all; None where none fits, but another search may."""
-        again = with_dealt_states if self.of_one.deals_states else find_plan
         try:
-            split = as_split(self.of_rank, self.of_one, with_node_states if self.of_one.divides_states else again)
+            split = as_split(self.of_rank, self.of_one)
         except PlanError:
             if self.split_again is None:
                 raise

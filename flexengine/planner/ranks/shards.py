@@ -17,7 +17,7 @@ from typing import NamedTuple
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.problem import Problem
-from flexengine.planner.ranks.split import fitted
+from flexengine.planner.ranks.fitted import fitted
 from flexengine.planner.variants import WHOLE, fastest
 from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage
 from flexengine.schedule.ranks.places import why_no_shards

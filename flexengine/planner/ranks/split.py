@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.planner.planner import find_plan
-from flexengine.planner.problem import Problem, Room
+from flexengine.planner.problem import Problem
+from flexengine.planner.ranks.dealt import with_dealt_states
+from flexengine.planner.ranks.fitted import fitted
+from flexengine.planner.ranks.over_nodes import with_node_states
 
 
 def may_split(request: Request, profile: HardwareProfile) -> bool:
@@ -24,48 +26,20 @@ def may_split(request: Request, profile: HardwareProfile) -> bool:
     return wanted and request.ranks > 1
 
 
-class Fitted(NamedTuple):
-    """A plan of ranks, None where nothing fits; the room that the last one left, and what was searched for it."""
-
-    plan: Plan | None
-    room: Room
-    asked: Request
-
-
-def fitted(
-    of_rank: Problem, asked: Request, find: Callable[[Request], Plan | None], made: Callable[[Plan], Plan]
-) -> Fitted:
-    """What is made of a plan of one rank that is found, with less memory until that fits.
-
-    asked: what is searched first.
-    """
-    room = Room(0, 0)
-    for _ in range(of_rank.limits.searches):
-        found = find(asked)
-        if found is None:
-            break
-        plan = made(found)
-        room = of_rank.room(of_rank.layout(plan))
-        if room.fits:
-            return Fitted(plan, room, asked)
-        gpu, host = room.lacks(of_rank.limits.spare_bytes)
-        left = (asked.max_gpu_bytes - gpu, asked.max_host_bytes - host)
-        if min(left) <= 0:
-            break
-        asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
-    return Fitted(None, room, asked)
-
-
 def laid_out_as_split(of_rank: Problem, plan: Plan) -> Plan:
     """The plan of one rank that splits what a plan relays."""
     return replace(plan, request=of_rank.request, transport="split", touched_only=False)
 
 
-def as_split(of_rank: Problem, plan: Plan, again: Callable[[Problem], Plan | None] = find_plan) -> Plan | None:
+def as_split(of_rank: Problem, plan: Plan) -> Plan | None:
     """The split plan of one rank that is nearest to `plan`; None if none fits, unless the request asks for one.
 
-    plan: of one rank, with relays. again: finds such a plan with less memory. Raises: PlanError.
+    plan: of one rank, with relays; with less memory another one is found whose states are divided alike.
+    Raises: PlanError.
     """
+    again: Callable[[Problem], Plan | None] = find_plan
+    if plan.divides_states or plan.deals_states:
+        again = with_node_states if plan.divides_states else with_dealt_states
     request = of_rank.request
 
     def find(asked: Request) -> Plan | None:
