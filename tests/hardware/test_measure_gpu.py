@@ -168,6 +168,15 @@ def test_slices_are_measured_beside_whole_sequences(monkeypatch: pytest.MonkeyPa
     assert shares == ((8, 0.5), (16, 1.0), (64, 1.0))
 
 
+def test_attention_of_long_sequences_is_timed_for_longer(monkeypatch: pytest.MonkeyPatch):
+    """It takes more of their steps, in which a power-capped card raises its clock for it."""
+    monkeypatch.setattr(measure_attention, "SHORT_TOKENS", 16)
+    asked = []
+    lengths = (8, 16, 64)
+    measure_attention.plain_rates(lengths, 4, 8, CPU, torch.float32, lambda call, s: asked.append(s) or 1.0, 0.1)
+    assert asked == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.4, 0.4])  # forward and backward of each
+
+
 def test_experts_are_measured_beside_linear_layers(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure_experts, "EXPERT_TOKENS", (16, 32, 64))
     shapes = (ExpertShape(4, 2, 64, 96), ExpertShape(4, 2, 48, 64))
@@ -235,7 +244,7 @@ def test_a_part_in_which_the_card_was_held_up_does_not_count(
     seconds = iter([0.004, 0.005, 0.9, 0.006])
     monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: next(seconds))
     monkeypatch.setattr(timing, "timed_calls", lambda work, calls: next(seconds))
-    assert timing.warmed_timer(lambda: None, part_s=0.004)(lambda: None, 0.012) == 0.006
+    assert timing.warmed_timer(lambda: None, parts=3)(lambda: None, 0.012) == 0.006
 
 
 def test_long_calls_are_timed_once_and_held_by_nothing(fake_cuda: SimpleNamespace):
@@ -259,10 +268,10 @@ def test_parts_of_work_follow_what_warms_the_card_and_count_alone(fake_cuda: Sim
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", Event)
-        timer = timing.warmed_timer(lambda: call("warm", 50.0), part_s=0.01)
-        seconds = timer(lambda: call("work", 4.0), 0.025)
+        timer = timing.warmed_timer(lambda: call("warm", 50.0), parts=2)
+        seconds = timer(lambda: call("work", 4.0), 0.02)
     assert seconds == pytest.approx(0.004)
-    assert order == ["work"] * 2 + (["warm"] + ["work"] * 3) * 3
+    assert order == ["work"] * 2 + (["warm"] + ["work"] * 3) * 2
 
 
 def test_works_that_take_turns_are_timed_each(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
@@ -297,7 +306,7 @@ def test_parts_of_short_calls_fit_the_launch_queue(fake_cuda: SimpleNamespace, m
     asked = []
     monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: 2e-6)
     monkeypatch.setattr(timing, "timed_calls", lambda work, calls: asked.append(calls) or 1e-6)
-    assert timing.warmed_timer(lambda: None, part_s=0.01)(lambda: None, 0.0025) == 1e-6
+    assert timing.warmed_timer(lambda: None, parts=3)(lambda: None, 0.03) == 1e-6
     assert asked == [timing.MOST_SHORT_CALLS] * 3
 
 

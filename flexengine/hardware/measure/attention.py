@@ -23,6 +23,9 @@ KERNEL_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy at any l
 ROW_BYTES = 20  # per row and width of a head: operands, results, gradients and what the backward works with
 KERNEL_TOKENS = 16384
 SLICE_TOKENS, SLICE_KEYS = (1024, 4096, 16384), 16384
+SHORT_TOKENS = 2048
+"""Of sequences whose attention is timed for as long as asked; that of longer ones so many times as long, as it takes so
+much more of a step."""
 
 
 class AttentionRates(NamedTuple):
@@ -109,7 +112,7 @@ def slice_shares(
     shares = []
     for tokens in SLICE_TOKENS:
         calls = _slice_calls(whole.kernels, tokens, SLICE_KEYS, shape, device, dtype)
-        rates = calls.rates(timer, least_s)
+        rates = calls.rates(timer, _long_enough(least_s, SLICE_KEYS))
         keys, values = calls.widths
         parts = keys + values, 3 * keys + 2 * values
         slice_s, whole_s = (
@@ -208,10 +211,14 @@ def plain_rates(
 def _rates(lengths: Sequence[int], calls: Callable[[int], Calls], timer: Timer, least_s: float) -> AttentionRates:
     forward, backward = [], []
     for length in lengths:
-        rates = calls(length).rates(timer, least_s)
+        rates = calls(length).rates(timer, _long_enough(least_s, length))
         forward.append((length, rates[0]))
         backward.append((length, rates[1]))
     return AttentionRates(tuple(forward), tuple(backward))
+
+
+def _long_enough(least_s: float, length: int) -> float:
+    return least_s * max(1.0, length / SHORT_TOKENS)
 
 
 def _operands(

@@ -76,7 +76,8 @@ PRODUCT_S = 0.04  # per pass and direction, of all layers together: six of them 
 REHEAT_S = 0.4  # a driver lowers the clock a few tenths of a second after power is drawn again
 PART_S, PARTS = 0.003, 3
 """Of experts, the head and attention: so long, so many times, each behind HEAT_S of large products, at whose clock a
-power-capped card takes the steps of a large model. What draws less power raises it after some milliseconds."""
+power-capped card takes the steps of a large model. What draws less power raises it after some milliseconds, as does
+attention in steps of long sequences, which is timed for longer."""
 WARMING_SIZE = 4096
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
@@ -143,7 +144,7 @@ def measure_model(
             run_engine_kernels(device, dtype)
             use_side_streams(device)
             products = _products(device, dtype)
-            timer = warmed_timer(products, PART_S)
+            timer = warmed_timer(products, PARTS)
             cuda_timer(products, (REHEAT_S if warm else SUSTAINED_S) * scale)
         layers = shape.linears or usual_layers(shape[:2])
         counts = affordable_tokens(CUDA_TOKENS, layers, machine.peak_matmul_flops_per_s, LONGEST_BLOCK_S)

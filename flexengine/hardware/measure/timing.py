@@ -69,17 +69,16 @@ def cuda_timer(work: Callable[[], object], least_s: float) -> float:
     return timed_calls(work, calls)
 
 
-def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
-    """Make a timer that runs work in parts of about `part_s` seconds, each right behind a call of `warm`, and takes
-    their median.
+def warmed_timer(warm: Callable[[], object], parts: int) -> Timer:
+    """Make a timer that runs work in so many parts of equal length, each right behind a call of `warm`, and takes their
+    median.
 
     Alone, work that draws less power than matrix products would run at a higher clock than between them.
     """
 
     def timer(work: Callable[[], object], least_s: float) -> float:
         once_s = cuda_timer(work, 0.0)
-        calls = min(math.ceil(part_s / once_s), MOST_SHORT_CALLS)
-        parts = max(1, math.ceil(least_s / (calls * once_s)))
+        calls = max(1, min(math.ceil(least_s / parts / once_s), MOST_SHORT_CALLS))
         seconds: list[float] = []
         for _ in range(parts):
             warm()
