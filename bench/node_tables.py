@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.environment import describe_environment
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
@@ -81,7 +82,7 @@ def rows_of_exchanges() -> list[list[Any]]:
 
 def rows_of_large() -> list[dict[str, Any]]:
     """A row for each node, with float32 states and with bf16 ones."""
-    model, found = open_model(f"preset:{LARGE}", needs_weights=False).spec, []
+    model, found = open_model(f"preset:{LARGE}", needs_weights=False).spec, list[dict[str, Any]]()
     for gpus, gpu_gib, host_gib in LARGE_NODES:
         for state in ("float32", "bfloat16"):
             sizes = 2048, gpus * LARGE_TOKENS, gpu_gib * GIB, host_gib * GIB
@@ -103,16 +104,18 @@ def main() -> None:
     """Plan all rows, and replace those of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=None, help="the file whose rows are replaced")
-    parser.add_argument("--exchanges", action="store_true", help="plan two nodes that send gradients in several dtypes")
-    parser.add_argument("--large", action="store_true", help="plan a model of 70 billion parameters on one node")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--exchanges", action="store_true", help="plan two nodes that send gradients in several dtypes")
+    either.add_argument("--large", action="store_true", help="plan a model of 70 billion parameters on one node")
     flags = parser.parse_args()
     if flags.large:
-        found = {"70b": rows_of_large()}
+        told = {name: describe_environment()[name] for name in ("commit", "command")}
+        found = {"70b": {**told, "rows": rows_of_large()}}
     else:
         found = {"exchanges": rows_of_exchanges()} if flags.exchanges else {"nodes": rows()}
     if flags.json is not None:
-        told = {**json.loads(flags.json.read_text()), **found}
-        flags.json.write_text(json.dumps(told, separators=(",", ":")) + "\n")
+        rows_of_all = {**json.loads(flags.json.read_text()), **found}
+        flags.json.write_text(json.dumps(rows_of_all, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

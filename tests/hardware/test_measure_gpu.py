@@ -1,13 +1,14 @@
 """The GPU benchmarks on a stand-in for CUDA that computes on the CPU: which calls are made, what becomes of them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from attention_helpers import PlainKernels
+from torch import Tensor
 
 from flexengine.hardware.machine_rates import MachineRates
 from flexengine.hardware.measure import attention as measure_attention
@@ -162,9 +163,15 @@ def test_slices_are_measured_beside_whole_sequences(monkeypatch: pytest.MonkeyPa
     shape = AttentionShape(2, 8, 8)
     pairs = 4 * 16 * 32
     whole = AttentionRates(((512, 4 * 8 * pairs),), ((512, 10 * 8 * pairs),))
-    shares = measure_attention.slice_shares(
-        shape, whole, CPU, torch.float32, lambda call, least_s: 1.0 if call() else 0.0, 0.1
-    )
+    monkeypatch.setattr(measure_attention, "SHORT_TOKENS", 16)
+    asked = []
+
+    def timer(call: Callable[[], object], least_s: float) -> float:
+        asked.append(least_s)
+        return 1.0 if call() else 0.0
+
+    shares = measure_attention.slice_shares(shape, whole, CPU, torch.float32, timer, 0.1)
+    assert asked == [0.2] * 6  # twice as long as short sequences
     assert shares == ((8, 0.5), (16, 1.0), (64, 1.0))
 
 
@@ -289,17 +296,52 @@ def test_works_that_take_turns_are_timed_each(fake_cuda: SimpleNamespace, monkey
 
         return call
 
-    once_s = {0.004: "long", 0.0004: "short"}
+    once_s = iter([0.004, 0.0004])
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: seconds.pop(0))
+    monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: next(once_s))
     monkeypatch.setattr(timing, "HEAT_S", 0.052)
-    seconds = list(once_s)
     assert timing.timed_in_turn([work("long", 4.0), work("short", 0.4)], 0.026) == pytest.approx([0.004, 0.0004])
     assert order == (["long"] + ["short"] * 3) * (1 + 10 + 10)
-    assert not fake_cuda.held_cycles  # the host keeps ahead
-    seconds = [1e-5, 4e-3]
-    timing.timed_in_turn([work("long", 0.01), work("short", 4.0)], 0.001)
-    assert fake_cuda.held_cycles
+
+
+@pytest.mark.parametrize(
+    ("once_s", "issue_s", "calls", "held_s"),
+    [
+        (2e-6, 20e-6, 166, 20e-6),  # as many as the launch queue takes
+        (15e-6, 1e-6, 67, timing.ISSUE_S),
+        (30e-6, 1e-6, 34, None),
+        (30e-6, 20e-6, 34, 20e-6),
+        (2e-6, 9.0, 166, timing.MOST_ISSUE_S),  # the host stood still
+    ],
+)
+def test_short_turns_are_issued_behind_a_gate(
+    fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch,
+    once_s: float, issue_s: float, calls: int, held_s: float | None,
+):  # fmt: skip
+    made = []
+    moments = iter([0.0, 3 * calls * issue_s])
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: once_s)
+    monkeypatch.setattr(FakeEvent, "record", lambda event: None)
+    rounds, heated = 2, 3
+    monkeypatch.setattr(timing, "HEAT_S", (heated - 0.5) * 3 * calls * once_s)
+    timing.timed_in_turn([lambda: made.append(1)] * 3, (rounds - 0.5) * calls * once_s)
+    assert len(made) == 3 * calls * (1 + heated + rounds)
+    held = [] if held_s is None else [int(3 * calls * held_s * timing.MOST_CYCLES_PER_S)] * rounds
+    assert fake_cuda.held_cycles == pytest.approx(held, abs=1)
+
+
+def test_layers_of_a_model_take_turns(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    """All passes of a number of tokens are timed together, twice: of three numbers in bf16, of one in FP8."""
+    found = []
+
+    def noted(works: Iterable[Callable[[], object]], least_s: float) -> list[float]:
+        found.append(len(list(works)))
+        return [1.0] * found[-1]
+
+    monkeypatch.setattr(measure, "timed_in_turn", noted)
+    measured(ProbeShape(64, 96, 24))
+    assert found == [12] * (2 * 3 + 2 * 1)
 
 
 def test_parts_of_short_calls_fit_the_launch_queue(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
@@ -322,8 +364,21 @@ def test_a_moment_in_which_the_host_is_busy_counts_little(fake_cuda: SimpleNames
 
 
 def test_a_rank_measures_its_host_and_link_with_the_others(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
-    for name in ("LINK_BYTES", "LEAST_HOST_BYTES", "MOST_HOST_BYTES"):
-        monkeypatch.setattr(measure_node, name, MIB)
+    for name, num_bytes in {"LINK_BYTES": MIB, "LEAST_HOST_BYTES": MIB, "MOST_HOST_BYTES": 4 * MIB}.items():
+        monkeypatch.setattr(measure_node, name, num_bytes)
+    filled, downward = set[int](), measure_links.SweptLink.downward
+
+    def noted(link: measure_links.SweptLink, num_bytes: int) -> Callable[[], Tensor]:
+        copy = downward(link, num_bytes)
+
+        def call() -> Tensor:
+            piece = copy()
+            filled.add(piece.data_ptr())
+            return piece
+
+        return call
+
+    monkeypatch.setattr(measure_links.SweptLink, "downward", noted)
     for name in ("LINK_S", "HOST_S"):
         monkeypatch.setattr(measure_node, name, 0.001)
     monkeypatch.setattr(measure_node, "cube_rate", lambda device, dtype, sustained_s: 1e12)
@@ -340,6 +395,7 @@ def test_a_rank_measures_its_host_and_link_with_the_others(fake_cuda: SimpleName
     assert min(rates) > 0
     assert found.rates["matmul_flops_per_s"] == 1e12
     assert len(begun) == 4 + 4 * 2  # links: how many copies, then all at once
+    assert len(filled) == 4, "copies go through all of the memory"
 
 
 def test_a_rank_goes_on_copying_while_others_time_theirs(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):

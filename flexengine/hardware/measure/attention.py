@@ -24,8 +24,8 @@ ROW_BYTES = 20  # per row and width of a head: operands, results, gradients and 
 KERNEL_TOKENS = 16384
 SLICE_TOKENS, SLICE_KEYS = (1024, 4096, 16384), 16384
 SHORT_TOKENS = 2048
-"""Of sequences whose attention is timed for as long as asked; that of longer ones so many times as long, as it takes so
-much more of a step."""
+"""Attention of sequences up to this length is timed for as long as asked, of longer ones in proportion to their
+length, as it takes so much more of a step."""
 
 
 class AttentionRates(NamedTuple):

@@ -130,7 +130,7 @@ def measure_model(
     device: torch.device, dtype: torch.dtype, shape: ProbeShape, machine: MachineRates, kernels: ProbeKernels,
     scale: float = 1.0,
 ) -> Rates:  # fmt: skip
-    """Measure a model's products and attention; `scale` stretches that.
+    """Measure a model's products and attention; `scale` stretches what is timed, not what heats the card up.
 
     machine: whose rates the result has, too. kernels: of this model; where they have begun, the large product of the
     machine has just run, and the card is heated up for a moment, else as long as for that. Takes up to 1.6 GiB of GPU
@@ -284,7 +284,7 @@ def _cuda_attention(
     """Measure attention of all shapes of a model: their rates together, the fastest kernels for each, and
     `slice_shares` of the first without a window."""
     shapes = shape.attention or ((shape_of(shape.head_dim), 1),)
-    parts, choices, least_s = [], [], max(PART_S, least_s / len(shapes))
+    parts, choices = [], []
     slices: Points = ()
     for each, heads in shapes:
         found = _attention_rates(each, device, dtype, timer, least_s)

@@ -248,5 +248,6 @@ def _operand_sets(buffers: Buffers, first: tuple[int, int], second: tuple[int, i
 
 
 def _result(buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Give a zeroed matrix for results, in the memory of the last one."""
+    """Give a zeroed matrix for results, in the memory of all: what works that take turns leave there for each other may
+    be any bits, which are added to in the same time."""
     return buffers.results[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape).zero_()

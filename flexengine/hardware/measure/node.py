@@ -60,7 +60,7 @@ def measure_at_work(
 
     adamw_rates: as one rank alone measured them. free_bytes: of host memory, for this rank. Takes twice LINK_BYTES of
     the GPU's memory, then what a large product takes, and at most MOST_HOST_BYTES of host memory, page-locked; gives
-    all of it back. Copies go through more memory than the host's caches hold, as steps do.
+    all of it back. Copies go through all of that, as steps go through more than the host's caches hold.
     Order: all ranks make this call together; synchronises.
     """
     with ExitStack() as held, torch.cuda.device(device), torch.no_grad():

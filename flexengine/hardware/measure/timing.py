@@ -19,9 +19,11 @@ SHORT_CALL_S, SHORT_ISSUES = 30e-6, 2
 """A call that is shorter, or takes less than so many times what issuing it does, may end before Python has issued the
 next one. Alone on an idle stream a call takes what issuing it does, and then its own time."""
 MOST_SHORT_CALLS = 500  # below the depth of CUDA's launch queue, so that issuing never has to wait
-TURN_S, HEAT_S = 1e-3, 0.05
-"""Of a work until the next one's turn, in which two events are nothing, and of work at full power before any is timed:
-a power-capped card that has rested takes some hundredths of a second to lower its clock."""
+TURN_S = 1e-3
+"""How long a work runs before the next one's turn; two events take next to nothing of that."""
+HEAT_S = 0.05
+"""How long a card works at full power before anything is timed: one that is power-capped and has rested takes some
+hundredths of a second to lower its clock."""
 ISSUE_S, MOST_ISSUE_S = 12e-6, 100e-6
 """What Python needs per launch, and at most per call: a host that others share may stop while one is issued."""
 LEAST_SHARE = 0.1  # of the seconds of a call, which remains when its traffic is taken off
@@ -117,10 +119,9 @@ def timed_in_turn(works: Iterable[Callable[[], object]], least_s: float) -> list
 
     start_s = time.perf_counter()
     turns(0.0)
-    issue_s = min((time.perf_counter() - start_s) / sum(calls), MOST_ISSUE_S)
-    is_short = min(once_s) < max(SHORT_CALL_S, SHORT_ISSUES * issue_s)
-    # as in `cuda_timer`: short calls wait until all of a round are issued, or the host's gaps would be timed
-    hold_s = sum(calls) * max(ISSUE_S, issue_s) if is_short else 0.0
+    issue_s = sum(calls) * min(max((time.perf_counter() - start_s) / sum(calls), ISSUE_S), MOST_ISSUE_S)
+    # a short round waits until all of it is issued, or the host's gaps would be timed; beside long works it gets ahead
+    hold_s = issue_s if round_s < SHORT_ISSUES * issue_s else 0.0
     for _ in range(math.ceil(HEAT_S / round_s)):
         turns(0.0)
     rounds = [turns(hold_s) for _ in range(math.ceil(len(works) * least_s / round_s))]

@@ -21,7 +21,7 @@ class Fitted(NamedTuple):
 def fitted(
     of_rank: Problem, asked: Request, find: Callable[[Request], Plan | None], made: Callable[[Plan], Plan]
 ) -> Fitted:
-    """What is made of a plan of one rank that is found, with less memory until that fits.
+    """Make a plan of what is found for one rank, which is searched with less memory until that fits.
 
     asked: what is searched first.
     """

@@ -1,7 +1,7 @@
 """How the ranks of a node share weights and gradients: relayed through the host, or split over all links and GPUs.
 
 The planner searches as if ranks relayed. What it finds is laid out again as a split plan, which takes other slots of
-the GPU; where these have no room, it searches once more with as much less memory as they take. `split_again.py` looks
+the GPU; where these have no room, it searches again with as much less memory as they take. `split_again.py` looks
 among what it has found for what is faster with the copies of a split.
 """
 
@@ -34,12 +34,14 @@ def laid_out_as_split(of_rank: Problem, plan: Plan) -> Plan:
 def as_split(of_rank: Problem, plan: Plan) -> Plan | None:
     """The split plan of one rank that is nearest to `plan`; None if none fits, unless the request asks for one.
 
-    plan: of one rank, with relays; with less memory another one is found whose states are divided alike.
+    plan: of one rank, with relays; with less memory another one is found whose states lie with nodes, or GPUs, too.
     Raises: PlanError.
     """
     again: Callable[[Problem], Plan | None] = find_plan
-    if plan.divides_states or plan.deals_states:
-        again = with_node_states if plan.divides_states else with_dealt_states
+    if plan.divides_states:
+        again = with_node_states
+    elif plan.deals_states:
+        again = with_dealt_states
     request = of_rank.request
 
     def find(asked: Request) -> Plan | None:
