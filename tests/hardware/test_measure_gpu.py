@@ -251,7 +251,7 @@ def test_a_part_in_which_the_card_was_held_up_does_not_count(
     seconds = iter([0.004, 0.005, 0.9, 0.006])
     monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: next(seconds))
     monkeypatch.setattr(timing, "timed_calls", lambda work, calls: next(seconds))
-    assert timing.warmed_timer(lambda: None, parts=3)(lambda: None, 0.012) == 0.006
+    assert timing.warmed_timer(lambda: None, 0.004, 3)(lambda: None, 0.012) == 0.006
 
 
 def test_long_calls_are_timed_once_and_held_by_nothing(fake_cuda: SimpleNamespace):
@@ -275,10 +275,13 @@ def test_parts_of_work_follow_what_warms_the_card_and_count_alone(fake_cuda: Sim
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", Event)
-        timer = timing.warmed_timer(lambda: call("warm", 50.0), parts=2)
+        timer = timing.warmed_timer(lambda: call("warm", 50.0), 0.01, 2)
         seconds = timer(lambda: call("work", 4.0), 0.02)
-    assert seconds == pytest.approx(0.004)
-    assert order == ["work"] * 2 + (["warm"] + ["work"] * 3) * 2
+        assert seconds == pytest.approx(0.004)
+        assert order == ["work"] * 2 + (["warm"] + ["work"] * 3) * 2
+        order.clear()
+        assert timer(lambda: call("work", 4.0), 0.04) == pytest.approx(0.004)
+        assert order == ["work"] * 2 + ["warm"] + ["work"] * 10  # one long part
 
 
 def test_works_that_take_turns_are_timed_each(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
@@ -348,7 +351,7 @@ def test_parts_of_short_calls_fit_the_launch_queue(fake_cuda: SimpleNamespace, m
     asked = []
     monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: 2e-6)
     monkeypatch.setattr(timing, "timed_calls", lambda work, calls: asked.append(calls) or 1e-6)
-    assert timing.warmed_timer(lambda: None, parts=3)(lambda: None, 0.03) == 1e-6
+    assert timing.warmed_timer(lambda: None, 0.01, 3)(lambda: None, 0.03) == 1e-6
     assert asked == [timing.MOST_SHORT_CALLS] * 3
 
 

@@ -23,9 +23,9 @@ KERNEL_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy at any l
 ROW_BYTES = 20  # per row and width of a head: operands, results, gradients and what the backward works with
 KERNEL_TOKENS = 16384
 SLICE_TOKENS, SLICE_KEYS = (1024, 4096, 16384), 16384
-SHORT_TOKENS = 2048
+SHORT_TOKENS = 4096
 """Attention of sequences up to this length is timed for as long as asked, of longer ones in proportion to their
-length, as it takes so much more of a step."""
+length: it takes more and more of a step."""
 
 
 class AttentionRates(NamedTuple):

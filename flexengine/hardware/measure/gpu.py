@@ -74,10 +74,10 @@ KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
 PRODUCT_S = 0.04  # per pass and direction, of all layers together: six of them make a point of the curve
 REHEAT_S = 0.4  # a driver lowers the clock a few tenths of a second after power is drawn again
-PART_S, PARTS = 0.003, 3
+PART_S, PARTS = 0.003, 2
 """Of experts, the head and attention: so long, so many times, each behind HEAT_S of large products, at whose clock a
 power-capped card takes the steps of a large model. What draws less power raises it after some milliseconds, as does
-attention in steps of long sequences, which is timed for longer."""
+attention in steps of long sequences, which is timed once and for longer."""
 WARMING_SIZE = 4096
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
@@ -144,7 +144,7 @@ def measure_model(
             run_engine_kernels(device, dtype)
             use_side_streams(device)
             products = _products(device, dtype)
-            timer = warmed_timer(products, PARTS)
+            timer = warmed_timer(products, PART_S, PARTS)
             cuda_timer(products, (REHEAT_S if warm else SUSTAINED_S) * scale)
         layers = shape.linears or usual_layers(shape[:2])
         counts = affordable_tokens(CUDA_TOKENS, layers, machine.peak_matmul_flops_per_s, LONGEST_BLOCK_S)

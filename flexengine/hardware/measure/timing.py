@@ -71,15 +71,17 @@ def cuda_timer(work: Callable[[], object], least_s: float) -> float:
     return timed_calls(work, calls)
 
 
-def warmed_timer(warm: Callable[[], object], parts: int) -> Timer:
-    """Make a timer that runs work in so many parts of equal length, each right behind a call of `warm`, and takes their
-    median.
+def warmed_timer(warm: Callable[[], object], part_s: float, most_parts: int) -> Timer:
+    """Make a timer that runs work in parts of `part_s` seconds, each right behind a call of `warm`, and takes their
+    median; in one long part where more than `most_parts` are asked for.
 
     Alone, work that draws less power than matrix products would run at a higher clock than between them.
     """
 
     def timer(work: Callable[[], object], least_s: float) -> float:
         once_s = cuda_timer(work, 0.0)
+        parts = max(1, round(least_s / part_s))
+        parts = 1 if parts > most_parts else parts
         calls = max(1, min(math.ceil(least_s / parts / once_s), MOST_SHORT_CALLS))
         seconds: list[float] = []
         for _ in range(parts):
