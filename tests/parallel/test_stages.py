@@ -325,6 +325,19 @@ def test_stages_far_slower_than_another_plan_are_searched_quickly_in_the_first_s
     assert stages.fastest_in_stages(spec, asked, with_gpus(preset("rtx4090"), 2), faster) is None
     assert {problem.limits.finalists for problem in searched} == {limits.LIMITS.quick.finalists}
     assert {problem.request.round_tokens for problem in searched} == {2 * 4096}
+    assert [problem.request.recompute for problem in searched].count("full") > 0
+    searched.clear()
+    stages.fastest_in_stages(spec, replace(asked, recompute="none"), with_gpus(preset("rtx4090"), 2), faster)
+    assert {problem.request.recompute for problem in searched} == {"none"}
+
+
+def test_ranks_may_make_again_all_that_would_wait_on_their_one_host(planned):
+    spec, _ = planned
+    search = stages._Search(spec, pinned("stages"), with_gpus(preset("rtx4090"), 2), quick=True)
+    plan = search.planned(stages.StageSize(2048, 2), stages.Way(in_full=True))
+    assert plan is not None
+    assert not any(layer.keep_gpu or layer.keep_host for layer in plan.layers)
+    assert plan.request.recompute == "auto", "nobody asked for it"
 
 
 def test_a_simulated_step_runs_every_layer_once_for_every_chunk_in_order(planned):

@@ -133,10 +133,12 @@ def _chunks(request: Request) -> list[int]:
 
 
 class Way(NamedTuple):
-    """Whether slots of embedding and head lie over those of blocks, and whether adapters live on the host."""
+    """Whether slots of embedding and head lie over those of blocks, whether adapters live on the host, and whether all
+    is recomputed."""
 
     share_edges: bool = True
     streamed: bool = False
+    in_full: bool = False
 
 
 class _Found(NamedTuple):
@@ -173,8 +175,10 @@ class _Search:
 
     def others(self, way: Way) -> list[Way]:
         """What is worth a look with the best sizes, beside the way of their plan. Large adapters on GPUs leave little
-        room for weights that are to come."""
-        return [way._replace(share_edges=False), *(other for other in self.first_ways if other.streamed > way.streamed)]
+        room for weights that are to come. What waits on the host crosses links that a rank is searched with alone."""
+        in_full = [way._replace(in_full=True)] if self.request.recompute == "auto" else []
+        streamed = (other for other in self.first_ways if other.streamed > way.streamed)
+        return [way._replace(share_edges=False), *in_full, *streamed]
 
     def issues_long(self, plan: Plan) -> bool:
         """Whether a rank's host issues blocks' commands for so long that fewer, larger chunks may be worth idleness."""
@@ -261,6 +265,8 @@ class _Search:
         request = self._request_of(blocks, size, reserved)
         if request is None:
             return None
+        if way.in_full:
+            request = replace(request, recompute="full")
         key = tuple(blocks), request, way.streamed
         if key not in self._plans:
             model = self._small.with_layers([0, *blocks, len(self._model.layers) - 1])
