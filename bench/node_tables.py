@@ -109,13 +109,13 @@ def main() -> None:
     either.add_argument("--large", action="store_true", help="plan a model of 70 billion parameters on one node")
     flags = parser.parse_args()
     if flags.large:
-        told = {name: describe_environment()[name] for name in ("commit", "command")}
-        found = {"70b": {**told, "rows": rows_of_large()}}
+        about = describe_environment()
+        found = {"70b": {"commit": about["commit"], "command": about["command"], "rows": rows_of_large()}}
     else:
         found = {"exchanges": rows_of_exchanges()} if flags.exchanges else {"nodes": rows()}
     if flags.json is not None:
-        rows_of_all = {**json.loads(flags.json.read_text()), **found}
-        flags.json.write_text(json.dumps(rows_of_all, separators=(",", ":")) + "\n")
+        told = {**json.loads(flags.json.read_text()), **found}
+        flags.json.write_text(json.dumps(told, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import flexengine
 from flexengine.cli import main
 from flexengine.hardware.measure.gpu import _in_fp8
 from flexengine.hardware.measure.matmul import Buffers, _work, fitting, scaling_shares
+from flexengine.hardware.measure.timing import each_alone
 from flexengine.hardware.presets import PRESETS, preset
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
@@ -195,7 +196,10 @@ def test_shares_of_the_fp8_rate_are_measured_by_the_passes_that_take_fp8():
         ("fp8-rowwise-gw-hp", (1 + 2) / (3 + 4), (1 + 2) / (3 + 4)),
     ):
         calls.clear()
-        assert scaling_shares([layer], [64], matmul, buffers, timer, 0.0) == (((64, whole),), ((64, by_weights),))
+        assert scaling_shares([layer], [64], matmul, buffers, each_alone(timer), 0.0) == (
+            ((64, whole),),
+            ((64, by_weights),),
+        )
 
 
 def test_rates_of_other_scales_are_shares_of_that_with_one():

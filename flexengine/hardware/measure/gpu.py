@@ -43,14 +43,7 @@ from flexengine.hardware.measure.matmul import (
     scaling_shares,
     usual_layers,
 )
-from flexengine.hardware.measure.timing import (
-    HEAT_S,
-    Spent,
-    Timer,
-    cuda_timer,
-    timed_in_turn,
-    warmed_timer,
-)
+from flexengine.hardware.measure.timing import HEAT_S, Spent, Timer, cuda_timer, each_alone, timed_in_turn, warmed_timer
 from flexengine.hardware.parts import AttentionProfile, HostProfile, LinkProfile, MatmulProfile, MemoryProfile
 from flexengine.hardware.profile import DeviceType, HardwareProfile, ProbeShape
 from flexengine.ops.attention.choice import KERNEL_NAMES, AttentionChoice
@@ -220,7 +213,7 @@ def _fp8_shares(
     """Measure shares of the FP8 rate with other scales, as `scaling_shares` does; none, and why, where the card takes
     none."""
     try:
-        return scaling_shares(layers, counts, matmul, buffers, cuda_timer, least_s)
+        return scaling_shares(layers, counts, matmul, buffers, each_alone(cuda_timer), least_s)
     except RuntimeError as error:
         logger.warning("%s is not measured: this card's libraries refuse it: %s", matmul, error)
         return (), ()

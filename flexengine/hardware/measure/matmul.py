@@ -10,6 +10,7 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
-from flexengine.hardware.measure.timing import Timer, TimerOfAll
+from flexengine.hardware.measure.timing import TimerOfAll
 from flexengine.ops.fp8 import SCALINGS
 from flexengine.ops.fp8_scaling import FORWARD_DTYPE
 from flexengine.ops.linear import accumulate_weight_grad
@@ -121,10 +122,8 @@ def block_rates(
     found: dict[tuple[int, str, str], list[float]] = defaultdict(list)
     for order in (reversed(counts), counts):
         for tokens in order:
-            passes = [(layer, _part(layer, tokens, dtype, buffers), name) for layer in layers for name in PASSES]
-            works = (_work(part, tokens, name, dtype, buffers) for _, part, name in passes)
-            for (layer, part, name), part_s in zip(passes, timer(works, least_s), strict=True):
-                found[tokens, layer.name, name].append(part_s * layer.flops(tokens) / part.flops(tokens))
+            for key, pass_s in _seconds(layers, PASSES, tokens, dtype, buffers, timer, least_s).items():
+                found[tokens, *key].append(pass_s)
     seconds = {key: _of_both(*both) for key, both in found.items()}
     rates = [_weighted_rate(layers, tokens, seconds) for tokens in counts]
     # a longer product is never slower per token than a shorter one, as it could be run in parts: where one was, the
@@ -134,23 +133,22 @@ def block_rates(
 
 
 def scaling_shares(
-    layers: Sequence[LinearShape], counts: Sequence[int], matmul: str, buffers: Buffers, timer: Timer, least_s: float
-) -> tuple[Points, Points]:
+    layers: Sequence[LinearShape], counts: Sequence[int], matmul: str, buffers: Buffers, timer: TimerOfAll,
+    least_s: float,
+) -> tuple[Points, Points]:  # fmt: skip
     """Measure how fast FP8 products are whose operands are scaled as a value of --matmul-dtype says, by the time of
     those with one scale each: over all passes that it has in FP8, and over the two by weights."""
     passes = PASSES if SCALINGS[matmul].gradient_in_fp8 else BY_WEIGHTS
     found: tuple[list[tuple[int, float]], ...] = [], []
     for tokens in counts:
         if all(fitting(layer, tokens, FORWARD_DTYPE, buffers) for layer in layers):
+            both = [
+                _seconds(layers, passes, tokens, FORWARD_DTYPE, buffers._replace(matmul=scaled), timer, least_s)
+                for scaled in ("fp8", matmul)
+            ]
             one_s, own_s = (
-                [
-                    sum(
-                        layer.count * _seconds(layer, tokens, name, FORWARD_DTYPE, scaled, timer, least_s)
-                        for layer in layers
-                    )
-                    for name in passes
-                ]
-                for scaled in (buffers._replace(matmul="fp8"), buffers._replace(matmul=matmul))
+                [sum(layer.count * seconds[layer.name, name] for layer in layers) for name in passes]
+                for seconds in both
             )
             for points, count in zip(found, (len(passes), len(BY_WEIGHTS)), strict=True):
                 points.append((tokens, sum(one_s[:count]) / sum(own_s[:count])))
@@ -175,18 +173,19 @@ def _curve(layer: LinearShape, name: str, counts: Sequence[int], seconds: dict[t
 
 
 def _seconds(
-    layer: LinearShape, tokens: int, name: str, dtype: torch.dtype, buffers: Buffers, timer: Timer, least_s: float
-) -> float:
-    """Measure seconds of one pass of a whole layer, from as much of it as fits the buffers."""
-    part = _part(layer, tokens, dtype, buffers)
-    return timer(_work(part, tokens, name, dtype, buffers), least_s) * layer.flops(tokens) / part.flops(tokens)
-
-
-def _part(layer: LinearShape, tokens: int, dtype: torch.dtype, buffers: Buffers) -> LinearShape:
-    """As much of a layer as fits the buffers; the caller has seen that some of it does."""
-    part = fitting(layer, tokens, dtype, buffers)
-    assert part is not None
-    return part
+    layers: Sequence[LinearShape], passes: Sequence[str], tokens: int, dtype: torch.dtype, buffers: Buffers,
+    timer: TimerOfAll, least_s: float,
+) -> dict[tuple[str, str], float]:  # fmt: skip
+    """Measure seconds of passes of whole layers, by layer and pass, from as much of each layer as fits the buffers."""
+    shares, makers = dict[tuple[str, str], float](), list[Callable[[], Callable[[], object]]]()
+    for layer in layers:
+        part = fitting(layer, tokens, dtype, buffers)
+        assert part is not None, "the caller has seen that some of it fits"
+        for name in passes:
+            shares[layer.name, name] = layer.flops(tokens) / part.flops(tokens)
+            makers.append(partial(_work, part, tokens, name, dtype, buffers))
+    works = (make() for make in makers)
+    return {key: share * part_s for (key, share), part_s in zip(shares.items(), timer(works, least_s), strict=True)}
 
 
 def _work(part: LinearShape, tokens: int, name: str, dtype: torch.dtype, buffers: Buffers) -> Callable[[], object]:

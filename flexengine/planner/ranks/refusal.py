@@ -71,9 +71,9 @@ def _with_states_divided(
 
     One budget is tried for each; None where none suffices.
     """
-    choices = dealt_groups(of_rank.model, request.of_rank)
-    on_gpus = [(on_host, with_dealt_states) for _, on_gpu, on_host in choices if on_gpu < request.max_gpu_bytes]
-    ways = [(states_of_nodes(of_rank.model, request)[1], with_node_states), *on_gpus]
+    dealt = dealt_groups(of_rank.model, request.of_rank)
+    ways = [(states_of_nodes(of_rank.model, request)[1], with_node_states)]
+    ways += [(on_host, with_dealt_states) for _, on_gpu, on_host in dealt if on_gpu < request.max_gpu_bytes]
     for spared, divided in sorted(ways, key=lambda way: -way[0]):  # what needs the least comes first
         if spared >= error.required_bytes:  # the smallest plan has states on the GPU: nothing is left to divide
             continue
